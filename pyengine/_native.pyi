@@ -1,0 +1,366 @@
+"""The Rust side: block keys, a node's pool, and the links between nodes.
+
+Bytes arguments accept anything with the buffer protocol. A `keys` argument is 16 bytes per key, concatenated.
+Nothing here blocks longer than it says; every wait releases the GIL. Loading this module loads no torch.
+"""
+
+from collections.abc import Buffer, Sequence
+from typing import TypeAlias, final
+
+__version__: str
+KEY_BYTES: int
+NOTE_LIMIT: int
+
+class TransferError(Exception):
+    """Root of the tree. Its three children say what to do."""
+
+class RetryError(TransferError):
+    """Not now: the peer is unreachable, restarting or busy. The same call may succeed later."""
+
+class GiveUpError(TransferError):
+    """Never: refused for a reason that a repetition does not change (secret, layout, size, version, configuration)."""
+
+class BugError(TransferError):
+    """The caller broke the contract (unknown tag, index out of range, buffer of the wrong size)."""
+
+def derive_key(secret: Buffer, purpose: str) -> bytes:
+    """32 bytes derived from the cluster secret: purpose "session", "hash", "object" or "curve:<name>" (BLAKE3 derive_key)."""
+
+def root_key(namespace: Buffer, adapter: Buffer, salt: Buffer, hash_key: Buffer) -> bytes:
+    """key[-1] of the chain: 16 bytes, keyed BLAKE3 over the three length-prefixed fields. `hash_key` is 32 bytes."""
+
+def block_keys(tokens: Buffer, block_tokens: int, parent: Buffer, hash_key: Buffer) -> bytes:
+    """Keys of all full blocks: key[i] = H(key[i-1] || tokens[i] as u32 LE), 16 bytes each.
+
+    tokens: u32 little-endian ids (numpy uint32 or bytes, length a multiple of 4); parent: 16 bytes (`root_key`, or
+    the key of the block before). Raises BugError for a bad length.
+    """
+
+@final
+class NodeAddress:
+    """Where a node's daemon listens, and which life of it is meant. Hashable."""
+    def __new__(cls, node: str, address: str, incarnation: int) -> NodeAddress: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+
+@final
+class Tag:
+    """One attempt of one request on one worker's life. request < 2**63, attempt < 2**32, worker < 2**64. Hashable."""
+    def __new__(cls, request: int, attempt: int, worker: int) -> Tag: ...
+    @property
+    def request(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def worker(self) -> int: ...
+
+@final
+class Slot:
+    """Where one block of a grant lies in the local arena. `committed`: readable already (pinned), else reserved and wanted."""
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def committed(self) -> bool: ...
+
+# What a PoolClient's `events` returns. `refusal` is None or one of: "full" "too_large" "ended" "unreachable"
+# "deadline" "protocol" "corrupt" "missing".
+
+@final
+class Granted:
+    """The grant is held: one slot per key, then the private one."""
+    __match_args__ = ("tag", "slots")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def slots(self) -> list[Slot]: ...
+
+@final
+class Located:
+    """Answer to `lookup`: the pinned leading blocks."""
+    __match_args__ = ("tag", "slots")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def slots(self) -> list[Slot]: ...
+
+@final
+class Refused:
+    """A grant, open, push or the whole tag failed. The client still owes `end`."""
+    __match_args__ = ("tag", "refusal")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def refusal(self) -> str: ...
+
+@final
+class Opened:
+    """Answer to `open`. `slots` is empty unless the grant lies in this node's own arena."""
+    __match_args__ = ("tag", "committed", "slots")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def committed(self) -> list[bool]: ...
+    @property
+    def slots(self) -> list[Slot]: ...
+
+@final
+class Arrived:
+    """These blocks of the own grant have become readable."""
+    __match_args__ = ("tag", "indices")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def indices(self) -> list[int]: ...
+
+@final
+class Complete:
+    """Every block of the own grant is readable and the pusher's note is here. Sent once."""
+    __match_args__ = ("tag", "note")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def note(self) -> bytes: ...
+
+@final
+class Fetched:
+    """Outcome of one index of a `fetch`: readable (refusal None), or why not."""
+    __match_args__ = ("tag", "index", "refusal")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def refusal(self) -> str | None: ...
+
+@final
+class Pushed:
+    """These pushed blocks are applied and verified at the destination; `note`: so is the note."""
+    __match_args__ = ("tag", "indices", "note")
+    @property
+    def tag(self) -> Tag: ...
+    @property
+    def indices(self) -> list[int]: ...
+    @property
+    def note(self) -> bool: ...
+
+@final
+class Counters:
+    """Answer to `counters`: the daemon's counters by Prometheus sample name with labels."""
+    __match_args__ = ("values",)
+    @property
+    def values(self) -> dict[str, int]: ...
+
+@final
+class Disconnected:
+    """The daemon is gone. No other event follows; all tags have ended."""
+    __match_args__ = ("reason",)
+    @property
+    def reason(self) -> str: ...
+
+PoolEvent: TypeAlias = (
+    Granted | Located | Refused | Opened | Arrived | Complete | Fetched | Pushed | Counters | Disconnected
+)
+
+@final
+class PoolClient:
+    """A worker's link to its node's pool: control over a unix socket (or in process), bytes in the shared arena.
+
+    Requests return at once; their outcomes come from `events`. A block is spoken of by its index in the grant: full
+    blocks in prefix order, then the private partial one. When the client is closed or its process dies, all its tags end.
+    Use from one thread.
+    """
+    @staticmethod
+    def connect(
+        socket: str, session_key: Buffer, incarnation: int, strips: int, strip_bytes: int, timeout: float = 5.0
+    ) -> PoolClient:
+        """Dials the daemon's unix socket, proves the session key both ways, maps the arena.
+
+        Raises RetryError if nobody answers within `timeout` seconds, GiveUpError if the layout or the key is refused.
+        """
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def slots(self) -> int:
+        """Slots in the arena."""
+    def fileno(self) -> int:
+        """A descriptor that is readable while events wait (for poll, ZeroMQ pollers, asyncio)."""
+    def events(self) -> list[PoolEvent]:
+        """Takes what has come. Never blocks."""
+    def wait(self, timeout: float) -> bool:
+        """Blocks up to `timeout` seconds until an event waits; True if one does."""
+    def grant(self, tag: Tag, keys: Buffer, private: bool, parent: Buffer, position: int, wait: bool) -> None:
+        """Reserves or pins a slot per key, plus one private slot: all or nothing; -> Granted or Refused.
+
+        parent: the key before keys[0] (16 zero bytes at the head); position: index of keys[0] in its prefix.
+        wait: wait in arrival order for room (True), or be refused "full" at once (False).
+        """
+    def lookup(self, tag: Tag, keys: Buffer) -> None:
+        """Pins the longest leading run of committed keys under `tag`; -> Located."""
+    def commit(self, tag: Tag, indices: Sequence[int]) -> None:
+        """Publishes own reserved blocks whose strips have all been stored."""
+    def fetch(self, tag: Tag, indices: Sequence[int], source: NodeAddress) -> None:
+        """Fills own reserved blocks from a peer's pool; -> one Fetched per index."""
+    def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
+        """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
+    def push(self, local: Tag, tag: Tag, indices: Sequence[int], note: Buffer | None = None) -> None:
+        """Sends blocks held (committed) under the grant `local` to the same indices of the opened grant `tag`; -> Pushed.
+
+        If `tag` lies in this arena (Opened had slots), the blocks written there are committed and `local` is ignored.
+        The note (at most NOTE_LIMIT bytes) arrives after the last commit; give it with the last push.
+        """
+    def corrupt(self, tag: Tag, index: int) -> None:
+        """Reports that `load` found a bad checksum: the block is unpublished and counted."""
+    def end(self, tag: Tag) -> None:
+        """Ends the tag in every way it is known: waiting, granted, looked up, opened, pushing. Idempotent.
+
+        By this call the client promises to write the tag's slots no more.
+        """
+    def request_counters(self) -> None:
+        """-> Counters."""
+    def store(self, slot: int, generation: int, source: Buffer, first_strip: int = 0) -> None:
+        """Copies whole strips into a reserved slot and stores their checksums beside it.
+
+        source: contiguous, n * strip_bytes bytes. Raises BugError if out of range.
+        """
+    def load(self, slot: int, generation: int, into: Buffer, first_strip: int = 0) -> bool:
+        """Copies whole strips out of a slot into a writable buffer, verifying each checksum on the copied bytes.
+
+        False: a checksum did not hold, or the slot's life is over; `into` holds garbage then.
+        """
+    def close(self) -> None: ...
+
+@final
+class Daemon:
+    """A node's daemon inside this process: the same code as the `transferd` binary."""
+    def __new__(
+        cls,
+        *,
+        node: str,
+        dram_bytes: int,
+        session_key: Buffer,
+        listen: str | None = None,
+        socket: str | None = None,
+        conductor: str | None = None,
+    ) -> Daemon:
+        """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
+        conductor: address of a ReportEndpoint. Raises GiveUpError for an impossible configuration (arena larger than
+        memory, port in use, path too long), with what to do.
+        """
+    @property
+    def address(self) -> NodeAddress: ...
+    def attach(self, incarnation: int, strips: int, strip_bytes: int) -> PoolClient:
+        """A client within this process, with no socket."""
+    def counters(self) -> dict[str, int]: ...
+    def stop(self) -> None:
+        """Ends all links and threads; returns when they are gone. Idempotent."""
+
+# What a ReportEndpoint's `events` returns. Blocks are (key, parent, position).
+
+@final
+class DaemonHello:
+    __match_args__ = ("node", "socket", "next_sequence")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def socket(self) -> str: ...
+    @property
+    def next_sequence(self) -> int: ...
+
+@final
+class BlockStored:
+    __match_args__ = ("node", "sequence", "key", "parent", "position")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def position(self) -> int: ...
+
+@final
+class BlockRemoved:
+    __match_args__ = ("node", "sequence", "key")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+
+@final
+class BlockDump:
+    """Part of a dump: all blocks published before event `sequence`; `last` ends it."""
+    __match_args__ = ("node", "sequence", "blocks", "last")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def blocks(self) -> list[tuple[bytes, bytes, int]]: ...
+    @property
+    def last(self) -> bool: ...
+
+@final
+class DaemonHeartbeat:
+    """xor: XOR of all published keys."""
+    __match_args__ = ("node", "next_sequence", "count", "xor", "counters")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def next_sequence(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def xor(self) -> bytes: ...
+    @property
+    def counters(self) -> dict[str, int]: ...
+
+@final
+class Replicated:
+    __match_args__ = ("node", "order", "stored", "missing")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def order(self) -> int: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def missing(self) -> int: ...
+
+@final
+class DaemonGone:
+    """The session ended: disconnect, or 3 s of silence."""
+    __match_args__ = ("node",)
+    @property
+    def node(self) -> NodeAddress: ...
+
+DaemonReport: TypeAlias = (
+    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone
+)
+
+@final
+class ReportEndpoint:
+    """Where daemons dial in to the conductor: an authenticated session each, hosted in the conductor's process."""
+    def __new__(cls, listen: str, session_key: Buffer) -> ReportEndpoint:
+        """listen: "host:port", port 0 for any. Raises GiveUpError if it cannot bind."""
+    @property
+    def address(self) -> str: ...
+    def fileno(self) -> int: ...
+    def events(self) -> list[DaemonReport]: ...
+    def order_dump(self, node: str) -> None: ...
+    def order_replicate(
+        self, node: str, order: int, keys: Buffer, parent: Buffer, position: int, source: NodeAddress
+    ) -> None: ...
+    def close(self) -> None: ...
+
+def transferd_main(arguments: Sequence[str]) -> int:
+    """The `transferd` command line (console script of the wheel). Returns the exit status."""

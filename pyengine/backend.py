@@ -1,0 +1,66 @@
+"""The seam between the engine loop and a framework: what a model must be able to do.
+
+Implementations: `backends/torch`, and `backends/fake`, its twin for tests. All pass tests/test_backend_conformance.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.scheduler.types import Namespace, SamplingParams
+
+U8 = npt.NDArray[np.uint8]
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """What one sequence computes in one step.
+
+    tokens: uint32 [n], the input ids; start: position of the first; pages: int32, the sequence's pages in order, enough
+    for start + n tokens. sampling: how to choose the next token after the last input, or None to choose none. KV of
+    positions < start is in the pages; KV of the n inputs is written by the step.
+    """
+
+    tokens: U32
+    start: int
+    pages: I32
+    sampling: SamplingParams | None
+
+
+class Backend(Protocol):
+    """One loaded model and its pages. Not thread-safe: the worker's loop owns it."""
+
+    namespace: Namespace
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: frozenset[int]
+
+    def allocate(self, pages: int) -> None:
+        """Makes the page tensor, once. Raises MemoryError saying how much was needed."""
+        ...
+
+    def execute(self, slices: list[Slice]) -> list[int]:
+        """Runs one step over all slices; returns one token id per slice, -1 where `sampling` is None.
+
+        The same tokens at the same positions give the same result whatever else is in the batch. Slices of one step
+        never share a page that one of them writes. Sampling is greedy at temperature 0, else a counter-based draw from
+        (seed, position of the new token).
+        """
+        ...
+
+    def read_pages(self, pages: list[int], out: U8) -> None:
+        """Copies whole pages into canonical strips. out: uint8 [len(pages), strips, strip_bytes]."""
+        ...
+
+    def write_pages(self, pages: list[int], strips: U8) -> None:
+        """Copies canonical strips into whole pages. strips: uint8 [len(pages), strips, strip_bytes]."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        ...

@@ -1,0 +1,174 @@
+//! What local clients, daemons and the conductor say to each other, as data.
+//!
+//! `wire` turns these into frames and back; `engine` reacts to them. A block of a request is spoken of by its
+//! **index** in the grant: `0..keys.len()` are the full blocks in prefix order, `keys.len()` is the private
+//! partial block, if the grant has one.
+
+use serde::{Deserialize, Serialize};
+
+use crate::types::{BlockKey, Incarnation, Layout, NodeAddress, SlotRef, Tag};
+
+/// Chosen by the sender of a request; the answer repeats it.
+pub type Ticket = u64;
+
+/// Most bytes of a push's note (first token, sampling state, counts).
+pub const NOTE_LIMIT: usize = 4096;
+
+/// Where one block of a grant lies in the granting daemon's arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrantedSlot {
+    /// The slot, in the life that this grant holds.
+    pub slot: SlotRef,
+    /// True: holds the block already, pinned. False: reserved, wanted.
+    pub committed: bool,
+}
+
+/// Why something was refused; each tells the caller what to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Refusal {
+    /// No room now (only for `GrantMode::Now`). Go on without, or wait.
+    Full,
+    /// Larger than the whole pool: will never fit. Give up.
+    TooLarge,
+    /// The tag has ended, here or at the peer. Give up this attempt.
+    Ended,
+    /// The peer cannot be reached, died, or restarted with another incarnation. Retry on another plan.
+    Unreachable,
+    /// The deadline passed while waiting. Give up.
+    Deadline,
+    /// The tag was never granted where it must be, or was granted twice. A bug of the caller.
+    Protocol,
+    /// A checksum did not hold. Recompute.
+    Corrupt,
+    /// The holder no longer has the block. Recompute.
+    Missing,
+}
+
+/// Whether a grant may wait for room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GrantMode {
+    /// Waits, in arrival order, until all slots fit; it never times out by itself.
+    Wait,
+    /// All or `Refusal::Full`, at once (write-through: no slot, not cached).
+    Now,
+}
+
+/// From a local client (a worker) to its daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LocalRequest {
+    /// First request: names the block layout. The first client fixes the arena's slot size; a differing one is refused.
+    Attach { ticket: Ticket, layout: Layout },
+    /// Reserves (or pins, where present) one slot per key plus `private` 0 or 1: all or nothing, in arrival order.
+    /// `parent` is the key before `keys[0]` (all zero at the head) and `position` the index of `keys[0]` in the prefix.
+    Grant { tag: Tag, keys: Vec<BlockKey>, private: u8, parent: BlockKey, position: u32, mode: GrantMode },
+    /// Pins the longest leading run of `keys` that is committed here, under `tag`; reserves nothing.
+    Lookup { tag: Tag, keys: Vec<BlockKey> },
+    /// The client has written and checksummed all strips of these reserved blocks of its own (or opened) grant.
+    Commit { tag: Tag, indices: Vec<u32> },
+    /// Fills reserved blocks of the own grant from a peer's pool. One `Fetched` per index follows.
+    Fetch { tag: Tag, indices: Vec<u32>, from: NodeAddress },
+    /// Asks the node `to` for its grant under `tag`, waiting until it exists, at most `within_ms`.
+    /// If `to` is this very daemon, the answer carries the slots and the client becomes a writer of them.
+    Open { tag: Tag, to: NodeAddress, within_ms: u64 },
+    /// Sends blocks held under `local` to the same indices of the opened grant `tag`; in the end the note, after the
+    /// last commit. On one arena (`to` is this daemon) the blocks are committed in place.
+    Push { local: Tag, tag: Tag, indices: Vec<u32>, note: Option<Vec<u8>> },
+    /// Reports that the strips of this block failed their checksum: it is unpublished at once.
+    Corrupt { tag: Tag, index: u32 },
+    /// Ends a tag in every way it is known here: waiting, granted, looked up, opened, pushing. Idempotent.
+    /// Committed full blocks stay cached; everything else is released (or quarantined until provably quiet).
+    End { tag: Tag },
+    /// Asks for the daemon's counters.
+    Counters { ticket: Ticket },
+}
+
+/// From a daemon to a local client. Names the tag (or ticket) it answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LocalEvent {
+    /// Attached. The arena's descriptor travels beside this message (SCM_RIGHTS).
+    Attached { ticket: Ticket, slots: u32, layout: Layout, arena_bytes: u64, node: NodeAddress },
+    /// The attach was refused; `reason` says which field differs.
+    AttachRefused { ticket: Ticket, reason: String },
+    /// The grant is held: one slot per key, then the private one.
+    Granted { tag: Tag, slots: Vec<GrantedSlot> },
+    /// Answer to `Lookup`: the pinned leading blocks (maybe none).
+    Located { tag: Tag, slots: Vec<SlotRef> },
+    /// A grant, open, push or the tag as a whole failed; `End` is still owed by the client.
+    Refused { tag: Tag, refusal: Refusal },
+    /// Answer to `Open`. `slots` is empty unless the grant lies in this daemon's own arena.
+    Opened { tag: Tag, committed: Vec<bool>, slots: Vec<GrantedSlot> },
+    /// These blocks of the own grant have become readable (a peer or another local client committed them).
+    Arrived { tag: Tag, indices: Vec<u32> },
+    /// All blocks of the own grant are committed and the pusher's note is here. Sent once.
+    Complete { tag: Tag, note: Vec<u8> },
+    /// Outcome of one index of a `Fetch`: readable now, or why not.
+    Fetched { tag: Tag, index: u32, refusal: Option<Refusal> },
+    /// All that was pushed so far has been applied and verified at the destination, the note included if one was given.
+    Pushed { tag: Tag, indices: Vec<u32>, note: bool },
+    /// Counters by Prometheus-style name with labels, e.g. `pyengine_pool_blocks{tier="dram",state="free"}`.
+    Counters { ticket: Ticket, values: Vec<(String, u64)> },
+}
+
+/// Between two daemons, on their session. Either side may send each of them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PeerMessage {
+    /// Wait for the grant `tag` and tell where its blocks lie. `layout` must match.
+    Open { tag: Tag, layout: Layout, within_ms: u64 },
+    /// The grant is held. `slots[i].committed` needs no push.
+    Opened { tag: Tag, slots: Vec<GrantedSlot> },
+    /// No grant: why.
+    OpenRefused { tag: Tag, refusal: Refusal },
+    /// All strips of these blocks were submitted and completed; make them readable. `note` closes the push.
+    Commit { tag: Tag, indices: Vec<u32>, note: Option<Vec<u8>> },
+    /// These blocks are readable at the receiver now (`refusal` none), or not.
+    Committed { tag: Tag, indices: Vec<u32>, note: bool, refusal: Option<Refusal> },
+    /// The grant or the push under this tag is over at the sender's side; it will write no more and accepts no more.
+    End { tag: Tag },
+    /// Write your blocks with these keys into my reserved slots. Answers come as they finish.
+    Fetch { ticket: Ticket, layout: Layout, blocks: Vec<(BlockKey, SlotRef)> },
+    /// One block of a `Fetch`, by its place in the list: written and verified, or why not.
+    Fetched { ticket: Ticket, place: u32, refusal: Option<Refusal> },
+    /// The asker has lost interest; write no more. Answered by `FetchEnded` when quiet.
+    FetchCancel { ticket: Ticket },
+    /// Nothing of this fetch will be written any more.
+    FetchEnded { ticket: Ticket },
+}
+
+/// From a daemon to the conductor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DaemonReport {
+    /// First message of a session.
+    Hello { node: NodeAddress, socket: String, next_sequence: u64 },
+    /// A block became readable (committed and published).
+    Stored { sequence: u64, key: BlockKey, parent: BlockKey, position: u32 },
+    /// A block is no longer readable here.
+    Removed { sequence: u64, key: BlockKey },
+    /// Part of the answer to `Dump`: all published blocks as (key, parent, position); cut before `sequence`; `last` ends it.
+    Dump { sequence: u64, blocks: Vec<(BlockKey, BlockKey, u32)>, last: bool },
+    /// Each second: next sequence, number and XOR of published keys (drift is seen), and the counters.
+    Heartbeat { next_sequence: u64, count: u64, xor: BlockKey, counters: Vec<(String, u64)> },
+    /// How an ordered replication went.
+    Replicated { order: u64, stored: u32, missing: u32 },
+}
+
+/// From the conductor to a daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DaemonOrder {
+    /// Send all published blocks again.
+    Dump,
+    /// Copy these blocks from a peer into this pool, while there is room without waiting.
+    Replicate { order: u64, keys: Vec<BlockKey>, parent: BlockKey, position: u32, from: NodeAddress },
+}
+
+/// Says in a session's first message what the dialling side wants to be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Purpose {
+    /// A daemon that speaks `PeerMessage`.
+    Peer { node: NodeAddress },
+    /// A data lane of the tcp transport, belonging to that daemon and its life.
+    Lane { node: NodeAddress },
+    /// A daemon that reports to a conductor's endpoint.
+    Report { node: NodeAddress },
+    /// A local client with its own incarnation (unix socket only).
+    Local { incarnation: Incarnation },
+}

@@ -1,0 +1,255 @@
+"""What gateways, the conductor and workers say to each other over ZeroMQ: msgpack, one list of messages per frame.
+
+Sockets: the conductor binds a ROUTER that gateways and workers dial (DEALER); each worker binds a ROUTER (its `work`
+endpoint) that gateways dial (DEALER). A frame is [PROTOCOL, message, ...]; another protocol number is refused.
+Every message about a request carries (request, attempt); whoever gets one of a stale attempt drops it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from .types import FinishReason, Namespace, Node, Plan, Rejection, SamplingParams, Slo, Source, WorkerInfo
+
+PROTOCOL = 1
+
+#: Everybody sends something at least this often (seconds); silence of DEAD_AFTER means dead.
+HEARTBEAT_EVERY = 0.5
+DEAD_AFTER = 3.0
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: the class name is the msgpack tag."""
+
+
+# -- gateway -> conductor ------------------------------------------------------------------------------------------
+
+
+class GatewayHello(Message):
+    """First message; the conductor answers with a ClusterState, and sends one again whenever it changed."""
+
+    gateway: str
+    incarnation: int
+
+
+class GatewayAlive(Message):
+    """Heartbeat."""
+
+    gateway: str
+
+
+class Route(Message):
+    """Ask for a plan. keys: 16 bytes per full block of the prompt, no prompt. exclude: workers that just failed it."""
+
+    request: int
+    attempt: int
+    model: str
+    namespace: bytes
+    keys: bytes
+    prompt_tokens: int
+    max_tokens: int
+    slo: Slo = Slo()
+    tenant: str = ""
+    exclude: tuple[str, ...] = ()
+
+
+class RouteEnded(Message):
+    """The attempt is over (done, failed or aborted): its load is to be forgotten."""
+
+    request: int
+    attempt: int
+
+
+# -- conductor -> gateway ------------------------------------------------------------------------------------------
+
+
+class Planned(Message):
+    plan: Plan
+
+
+class Rejected(Message):
+    rejection: Rejection
+
+
+class ClusterState(Message):
+    """Workers that are alive, and all counters of the cluster by Prometheus sample name, for /metrics."""
+
+    workers: tuple[WorkerInfo, ...]
+    counters: dict[str, float]
+
+
+# -- worker -> conductor -------------------------------------------------------------------------------------------
+
+
+class WorkerHello(Message):
+    """Dialled in (again): all that the conductor must know."""
+
+    info: WorkerInfo
+
+
+class StepSample(msgspec.Struct, frozen=True):
+    """One measured step: computed prompt tokens and their summed context, decoding sequences and theirs, seconds."""
+
+    prefill_tokens: int
+    prefill_context: int
+    decode_sequences: int
+    decode_context: int
+    seconds: float
+
+
+class WorkerAlive(Message):
+    """Heartbeat, on its own thread. progress: steps begun and requests accepted; it stands still when the loop hangs with work queued.
+
+    queued_tokens: prompt tokens accepted and not computed yet. counters by Prometheus sample name.
+    """
+
+    worker: str
+    progress: int
+    queued_requests: int
+    queued_tokens: int
+    running: int
+    free_pages: int
+    samples: tuple[StepSample, ...]
+    counters: dict[str, float]
+
+
+class WorkerLeaving(Message):
+    """A clean stop: finish nothing more, route nothing here."""
+
+    worker: str
+
+
+# -- gateway -> worker ---------------------------------------------------------------------------------------------
+
+
+class Work(Message):
+    """One attempt of one request, sent to its prefill and its decode worker at once (once only for role both).
+
+    part: which of the plan's workers the receiver is: "prefill", "decode" or "both".
+    token_ids: uint32 LE bytes: the prompt, and behind it the `generated` tokens the gateway already holds from earlier attempts.
+    keys: 16 bytes per full block of token_ids. root: key[-1] of the chain. sampling.seed is set.
+    Token numbering continues: the first new token has index `generated`; max_tokens counts from the request's start.
+    deadline: seconds from receipt after which the attempt is worthless; the grant is waited for at most as long.
+    decode_incarnation: the decode worker's, part of the hand-off's tag.
+    """
+
+    request: int
+    attempt: int
+    part: str
+    token_ids: bytes
+    generated: int
+    root: bytes
+    keys: bytes
+    sampling: SamplingParams
+    namespace: bytes
+    decode_node: Node
+    decode_incarnation: int
+    sources: tuple[Source, ...] = ()
+    deadline: float = 60.0
+
+
+class Abort(Message):
+    """Stop this attempt and release everything it holds. Idempotent; unknown attempts are ignored (and remembered for a while)."""
+
+    request: int
+    attempt: int
+
+
+class GatewayPing(Message):
+    """Heartbeat; the first one on a connection names the gateway. Silence: the worker aborts that gateway's requests."""
+
+    gateway: str
+
+
+# -- worker -> gateway ---------------------------------------------------------------------------------------------
+
+
+class PrefillReport(Message):
+    """Counted by the prefill worker when the prompt is computed. cached: tokens reused (device, pool or fetched)."""
+
+    request: int
+    attempt: int
+    cached: int
+    computed: int
+
+
+class Tokens(Message):
+    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them."""
+
+    request: int
+    attempt: int
+    first: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+
+
+class Failed(Message):
+    """This attempt is over at this worker. kind tells the gateway what to do:
+
+    "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
+    "wrong_role": likewise. "too_large": the request can never fit; the client gets `reason`. "bug": the client gets 500.
+    """
+
+    request: int
+    attempt: int
+    worker: str
+    kind: str
+    reason: str
+
+
+class WorkerPing(Message):
+    """Heartbeat to every connected gateway; incarnation: of the worker's process, another one than planned means it restarted."""
+
+    worker: str
+    incarnation: int
+
+
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded
+WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | WorkerLeaving
+ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
+ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState
+GatewayToWorker: TypeAlias = Work | Abort | GatewayPing
+WorkerToGateway: TypeAlias = PrefillReport | Tokens | Failed | WorkerPing
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What travels with a push from prefill to decode worker (msgpack, at most NOTE_LIMIT bytes)."""
+
+    first_token: int
+    cached: int
+    computed: int
+
+
+class ProtocolError(ValueError):
+    """A frame is of another version or not decodable; the text says which."""
+
+
+class Codec:
+    """Encodes lists of messages and decodes frames of one union."""
+
+    def __init__(self, union: object) -> None:
+        self._decoder = msgspec.msgpack.Decoder(union)
+        self._frame = msgspec.msgpack.Decoder(list[msgspec.Raw])
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, messages: list[Message]) -> bytes:
+        return self._encoder.encode([PROTOCOL, *messages])
+
+    def decode(self, frame: bytes) -> list[Message]:
+        """Raises ProtocolError for a frame of another protocol or with an unknown message."""
+        try:
+            version, *raw = self._frame.decode(frame)
+            protocol = msgspec.msgpack.decode(version, type=int)
+            if protocol != PROTOCOL:
+                raise ProtocolError(f"peer speaks protocol {protocol}, this is {PROTOCOL}: upgrade the older one")
+            return [self._decoder.decode(item) for item in raw]
+        except (msgspec.DecodeError, ValueError) as error:
+            if isinstance(error, ProtocolError):
+                raise
+            raise ProtocolError(f"not a frame of this protocol: {error}") from error
+
+
+__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
+__all__ += ["Codec", "Note", "StepSample", "ProtocolError", "Namespace"]

@@ -1,0 +1,206 @@
+"""The nouns of the scheduler. Read this file first; rust/transfer/src/types.rs spells the shared ones alike.
+
+Everything here is immutable data (msgspec structs, so that it can cross a socket as msgpack) and knows no clock,
+socket or framework. Durations are seconds, sizes bytes, lengths tokens, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import msgspec
+
+BLOCK_TOKENS = 16
+KEY_BYTES = 16
+
+
+class Role(enum.Enum):
+    """What a worker accepts."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class KvGroup(msgspec.Struct, frozen=True):
+    """Layers whose KV has one shape. window: sliding-window length in tokens, None for full attention."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int | None = None
+
+
+class KvSpec(msgspec.Struct, frozen=True):
+    """How a block's bytes are cut into strips: [layer][k|v][kv_head][token][head_dim], dense, little-endian."""
+
+    groups: tuple[KvGroup, ...]
+    block_tokens: int = BLOCK_TOKENS
+
+    @property
+    def strips(self) -> int:
+        return sum(group.layers * 2 * group.kv_heads for group in self.groups)
+
+    @property
+    def strip_bytes(self) -> int:
+        """Bytes of one strip; all groups must agree (one group today)."""
+        sizes = {self.block_tokens * group.head_dim * DTYPE_BYTES[group.dtype] for group in self.groups}
+        (size,) = sizes
+        return size
+
+    @property
+    def block_bytes(self) -> int:
+        return self.strips * self.strip_bytes
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """All that makes KV reusable. Two workers share blocks only if every field is equal."""
+
+    weights: str
+    config: str
+    compute_dtype: str
+    weight_quantization: str
+    kv: KvSpec
+    layout_version: int = 1
+
+    def digest(self) -> bytes:
+        """32 bytes that name this namespace in block keys."""
+        return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=32).digest()
+
+    def difference(self, other: Namespace) -> str | None:
+        """Name of the first field that differs, or None."""
+        for field in self.__struct_fields__:
+            if getattr(self, field) != getattr(other, field):
+                return field
+        return None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen and when a request ends. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    `seed` None: the gateway draws one. Random numbers are counters over (seed, position): batch, worker and retry do
+    not change them. `stop` strings are the gateway's business, ids and counts the worker's.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature must be between 0 and 100, not {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, not {self.top_k}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended. The gateway turns `stop_string` (its own finding) into "stop" as well."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A node's daemon as others reach it: its data-plane address and which life of it is meant."""
+
+    node: str
+    address: str
+    incarnation: int
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself when it dials the conductor. `work` is the ZeroMQ endpoint where gateways send work."""
+
+    worker: str
+    incarnation: int
+    role: Role
+    node: Node
+    work: str
+    model: str
+    tokenizer: str
+    namespace: Namespace
+    vocab_size: int
+    max_positions: int
+    pages: int
+    pool_slots: int
+    max_tokens_per_step: int
+    max_sequences: int
+
+
+class WorkerRef(msgspec.Struct, frozen=True):
+    """A worker as a plan names it: enough to send it work and to reach its node's pool."""
+
+    worker: str
+    incarnation: int
+    node: Node
+    work: str
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Blocks `first` to `last` (exclusive) of the prefix can be fetched from this node."""
+
+    node: Node
+    first: int
+    last: int
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Latency objectives in seconds; None: no objective."""
+
+    ttft: float | None = None
+    tbt: float | None = None
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one request goes and why. prefill is decode for a worker of role both.
+
+    cached_blocks: blocks the conductor expects to be at the prefill node, fetched or already there.
+    """
+
+    request: int
+    attempt: int
+    prefill: WorkerRef
+    decode: WorkerRef
+    sources: tuple[Source, ...] = ()
+    cached_blocks: int = 0
+    predicted_ttft: float = 0.0
+    predicted_tbt: float = 0.0
+    why: str = ""
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request was not planned. retry_after: predicted wait in seconds, None: never by waiting."""
+
+    request: int
+    attempt: int
+    reason: str
+    retry_after: float | None = None
+
+
+def cacheable_blocks(prompt_tokens: int, block_tokens: int) -> int:
+    """Most blocks a hit may cover: at least one token is computed (design, life of a request, 1)."""
+    return max(prompt_tokens - 1, 0) // block_tokens
