@@ -4,6 +4,9 @@
 //! **index** in the grant: `0..keys.len()` are the full blocks in prefix order, `keys.len()` is the private
 //! partial block, if the grant has one.
 
+// Fields are explained by their variant.
+#![allow(missing_docs)]
+
 use serde::{Deserialize, Serialize};
 
 use crate::types::{BlockKey, Incarnation, Layout, NodeAddress, SlotRef, Tag};

@@ -1,0 +1,14 @@
+//! Moves KV blocks between nodes and keeps a node's pool of them.
+//!
+//! Floors, imports go down only: bindings, then `daemon`/`client`/`report` (the shells: sockets and time), then
+//! [`engine`], then `session`, [`transport`] and [`pool`], then `wire` and [`memory`], then [`types`] and [`error`].
+//! Everything below the shells is sans-IO: bytes and time come in as arguments.
+
+pub mod engine;
+pub mod error;
+pub mod memory;
+pub mod messages;
+pub mod pool;
+pub mod stats;
+pub mod transport;
+pub mod types;

@@ -1,0 +1,584 @@
+//! The arena: a node's DRAM for blocks, one sealed memfd that its daemon owns and local workers map.
+//!
+//! ```text
+//! offset                    bytes                     what
+//! 0                         4096                      header: magic u64, version u32, slots u32, strips u32, strip_bytes u32
+//! 4096                      slots x stride            slot i at 4096 + i x stride; stride = block_bytes, rounded up to a page
+//! 4096 + slots x stride     slots x 4 x (1 + strips)  table: per slot its generation u32 (0: no life), then per strip
+//!                                                     CRC-32C of the strip, XOR a mix of the generation, u32
+//! ```
+//!
+//! The mix makes checksums of an earlier life invalid: a strip that nobody wrote in this life fails its check, though
+//! its old bytes and old checksum fit each other. The daemon decides from its own private state (`SlotState`); the
+//! shared copy of generations and checksums is for the clients, and a client that scribbles over it harms only reads.
+//!
+//! # Shared memory and `unsafe`
+//!
+//! All `unsafe` of the crate is in this file. Other processes map the same pages, so Rust's aliasing rules cannot be
+//! proven here; they are kept by protocol: a slot's bytes are written only while its life is open, by one writer, and
+//! read only after it is sealed. Inside this process [`WriteHold`] and [`ReadHold`] enforce it; clients copy through
+//! raw pointers ([`Arena::store`], [`Arena::load`]) and never hold references. The bytes are plain `u8`, for which any
+//! value is valid, and no control decision is taken from them. A neighbour that breaks the protocol can so make wrong
+//! bytes, and the checksums catch those; sealing against resizing makes it unable to cause a bus error.
+
+use std::num::NonZeroUsize;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::stat::fstat;
+use nix::unistd::ftruncate;
+
+use crate::error::Error;
+use crate::types::{Layout, SlotRef};
+
+const PAGE: u64 = 4096;
+const MAGIC: u64 = u64::from_le_bytes(*b"pyengine");
+const VERSION: u32 = 1;
+/// A block above this is a mistake in the layout, not a model: 70B at fp32 with 16 tokens has 10 MiB.
+const BLOCK_LIMIT: u64 = 1 << 30;
+
+/// CRC-32C (iSCSI) of a strip, as stored and as sent.
+pub fn checksum(bytes: &[u8]) -> u32 {
+    // The algorithm is 32 bits wide, so the upper half is zero.
+    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+}
+
+/// The slot's life is over, or somebody else is writing it: nothing may be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fenced;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// No life: never issued, or retired.
+    Over,
+    /// Reserved: may be written.
+    Open,
+    /// Committed: may be read, and is written no more.
+    Sealed,
+}
+
+/// The daemon's own truth about one slot.
+#[derive(Debug)]
+struct SlotState {
+    generation: u32,
+    phase: Phase,
+    readers: u32,
+    writing: bool,
+    /// One bit per strip whose checksum was set by a `WriteHold` in this life.
+    arrived: Vec<u64>,
+}
+
+/// One node's block memory. See the module's head for the byte table.
+pub struct Arena {
+    fd: OwnedFd,
+    base: NonNull<u8>,
+    bytes: u64,
+    layout: Layout,
+    slots: u32,
+    stride: u64,
+    /// Empty in a client.
+    states: Box<[Mutex<SlotState>]>,
+}
+
+// SAFETY: `base` is a mapping that lives as long as the value; all access to it goes through the methods below, which
+// exclude each other by `states` (daemon) or copy through raw pointers and atomics (clients).
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl std::fmt::Debug for Arena {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Arena({} slots of {:?})", self.slots, self.layout)
+    }
+}
+
+impl Arena {
+    /// Makes an arena of at most `bytes` bytes for blocks of this layout. Pages become memory when first written.
+    ///
+    /// # Errors
+    /// Give up: an impossible layout, no room for one block, or more than the machine's available memory.
+    pub fn create(bytes: u64, layout: Layout) -> Result<Arc<Self>, Error> {
+        let (stride, per_slot) = geometry(layout)?;
+        let slots = u32::try_from(bytes.saturating_sub(PAGE) / per_slot).unwrap_or(u32::MAX);
+        if slots == 0 {
+            return Err(Error::give_up(format!(
+                "an arena of {bytes} bytes holds no block of {} bytes: give at least {} bytes",
+                layout.block_bytes(),
+                PAGE + per_slot
+            )));
+        }
+        if let Some(available) = available_memory()
+            && bytes > available
+        {
+            return Err(Error::give_up(format!(
+                "the arena wants {bytes} bytes of memory, but this machine has {available} available: lower --dram-bytes"
+            )));
+        }
+        let length = file_length(slots, stride, layout);
+        let system = |what: &str, errno: nix::errno::Errno| Error::give_up(format!("arena: {what}: {errno}"));
+        let fd = memfd_create("pyengine-arena", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)
+            .map_err(|errno| system("memfd_create", errno))?;
+        ftruncate(&fd, length as i64).map_err(|errno| system("ftruncate", errno))?;
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(seals)).map_err(|errno| system("sealing", errno))?;
+        let words = (layout.strips as usize).div_ceil(64);
+        let states = (0..slots)
+            .map(|_| {
+                let arrived = vec![0; words];
+                Mutex::new(SlotState { generation: 0, phase: Phase::Over, readers: 0, writing: false, arrived })
+            })
+            .collect();
+        let arena = Self { base: map(&fd, length)?, fd, bytes: length, layout, slots, stride, states };
+        for (index, word) in arena.header().into_iter().enumerate() {
+            arena.word(4 * index as u64).store(word, Ordering::Relaxed);
+        }
+        Ok(Arc::new(arena))
+    }
+
+    /// Maps an arena that a daemon has made, as one of its clients.
+    ///
+    /// # Errors
+    /// Give up: the descriptor is not a sealed arena of just this shape.
+    pub fn open(fd: OwnedFd, bytes: u64, slots: u32, layout: Layout) -> Result<Arc<Self>, Error> {
+        let (stride, _) = geometry(layout)?;
+        let refuse = |why: &str| Error::give_up(format!("the descriptor is not the daemon's arena: {why}"));
+        let size = fstat(&fd).map_err(|errno| refuse(errno.desc()))?.st_size as u64;
+        if slots == 0 || size != bytes || bytes != file_length(slots, stride, layout) {
+            return Err(refuse(&format!("{size} bytes, {bytes} announced for {slots} slots")));
+        }
+        // Unsealed memory could be cut short under us, and a read would then kill the process.
+        let seals = fcntl(&fd, FcntlArg::F_GET_SEALS).map_err(|errno| refuse(errno.desc()))?;
+        if !SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_SHRINK) {
+            return Err(refuse("it is not sealed against shrinking"));
+        }
+        let arena = Self { base: map(&fd, bytes)?, fd, bytes, layout, slots, stride, states: Box::default() };
+        for (index, word) in arena.header().into_iter().enumerate() {
+            if arena.word(4 * index as u64).load(Ordering::Relaxed) != word {
+                return Err(refuse("its header says another version or layout"));
+            }
+        }
+        Ok(Arc::new(arena))
+    }
+
+    /// The descriptor, to pass to a client.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Bytes of the whole mapping.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// How blocks are cut into strips.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Number of slots.
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    // -- the owner's side --------------------------------------------------------------------------------------------
+
+    /// Begins a new life of a quiet slot: open for writing, nothing has arrived.
+    pub fn issue(&self, slot: u32) -> SlotRef {
+        let mut state = self.state(slot);
+        debug_assert!(state.phase == Phase::Over && state.readers == 0 && !state.writing, "slot {slot} is in use");
+        // 0 says "no life" in the shared table.
+        state.generation = state.generation.checked_add(1).unwrap_or(1);
+        state.phase = Phase::Open;
+        state.arrived.fill(0);
+        self.generation_word(slot).store(state.generation, Ordering::Release);
+        SlotRef { slot, generation: state.generation }
+    }
+
+    /// Committed: it may be read from now on, and is written no more. False if that life is not open or being written.
+    pub fn seal(&self, slot: SlotRef) -> bool {
+        let mut state = self.state(slot.slot);
+        if state.generation != slot.generation || state.phase != Phase::Open || state.writing {
+            return false;
+        }
+        state.phase = Phase::Sealed;
+        true
+    }
+
+    /// The life is over: no new holds. Those that are out end in their own time (see [`Arena::quiet`]).
+    pub fn retire(&self, slot: SlotRef) {
+        let mut state = self.state(slot.slot);
+        if state.generation == slot.generation {
+            state.phase = Phase::Over;
+            self.generation_word(slot.slot).store(0, Ordering::Release);
+        }
+    }
+
+    /// True if no hold of this process is out on the slot.
+    pub fn quiet(&self, slot: u32) -> bool {
+        let state = self.state(slot);
+        state.readers == 0 && !state.writing
+    }
+
+    /// True if every strip was written through a [`WriteHold`] in this life.
+    pub fn arrived_all(&self, slot: SlotRef) -> bool {
+        let state = self.state(slot.slot);
+        let count: u32 = state.arrived.iter().map(|word| word.count_ones()).sum();
+        state.generation == slot.generation && state.phase != Phase::Over && count == self.layout.strips
+    }
+
+    /// Takes the slot for writing.
+    ///
+    /// # Errors
+    /// `Fenced` if that life is not open, or another `WriteHold` is out on it.
+    pub fn begin_write(self: &Arc<Self>, slot: SlotRef) -> Result<WriteHold, Fenced> {
+        if slot.slot >= self.slots {
+            return Err(Fenced);
+        }
+        let mut state = self.state(slot.slot);
+        if state.generation != slot.generation || state.phase != Phase::Open || state.writing {
+            return Err(Fenced);
+        }
+        state.writing = true;
+        drop(state);
+        Ok(WriteHold { arena: self.clone(), slot })
+    }
+
+    /// Takes a sealed slot for reading; `None` if that life is over or not sealed.
+    pub fn begin_read(self: &Arc<Self>, slot: SlotRef) -> Option<ReadHold> {
+        if slot.slot >= self.slots {
+            return None;
+        }
+        let mut state = self.state(slot.slot);
+        if state.generation != slot.generation || state.phase != Phase::Sealed {
+            return None;
+        }
+        state.readers += 1;
+        drop(state);
+        Some(ReadHold { arena: self.clone(), slot })
+    }
+
+    // -- the client's side -------------------------------------------------------------------------------------------
+
+    /// Copies whole strips into a reserved slot and stores their checksums, taken from `source`.
+    ///
+    /// Into a life that is over nothing is written, and that is no error: the event that says so is on its way.
+    ///
+    /// # Errors
+    /// Bug: out of range, or not whole strips.
+    pub fn store(&self, slot: SlotRef, first_strip: u32, source: &[u8]) -> Result<(), Error> {
+        self.check_range(slot, first_strip, source.len())?;
+        for (strip, bytes) in (first_strip..).zip(source.chunks_exact(self.layout.strip_bytes as usize)) {
+            if self.generation_word(slot.slot).load(Ordering::Acquire) != slot.generation {
+                return Ok(());
+            }
+            // Strip by strip, so that the copy finds in cache what the checksum has read.
+            let sum = checksum(bytes);
+            // SAFETY: the range was checked; source is private memory and cannot overlap the mapping. Another process
+            // may race only by breaking the protocol; raw copies of u8 then store garbage that the checksum catches.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.strip_pointer(slot.slot, strip), bytes.len()) };
+            self.checksum_word(slot.slot, strip).store(sum ^ mix(slot.generation), Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Copies whole strips out of a slot and verifies the checksums on the copy.
+    ///
+    /// False: a checksum did not hold, or the life is over; `into` holds garbage then.
+    ///
+    /// # Errors
+    /// Bug: out of range, or not whole strips.
+    pub fn load(&self, slot: SlotRef, first_strip: u32, into: &mut [u8]) -> Result<bool, Error> {
+        self.check_range(slot, first_strip, into.len())?;
+        let alive = || self.generation_word(slot.slot).load(Ordering::Acquire) == slot.generation;
+        if !alive() {
+            return Ok(false);
+        }
+        for (strip, bytes) in (first_strip..).zip(into.chunks_exact_mut(self.layout.strip_bytes as usize)) {
+            // SAFETY: the range was checked; `into` is private memory and cannot overlap the mapping. A racing writer
+            // breaks the protocol; the checksum is taken over the copy, so what is verified is what is used.
+            unsafe {
+                std::ptr::copy_nonoverlapping(self.strip_pointer(slot.slot, strip), bytes.as_mut_ptr(), bytes.len())
+            };
+            let expected = self.checksum_word(slot.slot, strip).load(Ordering::Acquire) ^ mix(slot.generation);
+            if checksum(bytes) != expected {
+                return Ok(false);
+            }
+        }
+        Ok(alive())
+    }
+
+    /// Flips one bit of a strip behind everybody's back: a test's way to make memory rot.
+    #[doc(hidden)]
+    pub fn corrupt_for_test(&self, slot: u32, strip: u32) {
+        assert!(slot < self.slots && strip < self.layout.strips);
+        // SAFETY: in range; a single byte of plain data.
+        unsafe { *self.strip_pointer(slot, strip) ^= 1 };
+    }
+
+    // -- inside ------------------------------------------------------------------------------------------------------
+
+    fn check_range(&self, slot: SlotRef, first_strip: u32, length: usize) -> Result<(), Error> {
+        let strip_bytes = self.layout.strip_bytes as usize;
+        if slot.slot >= self.slots {
+            return Err(Error::bug(format!("slot {} is outside the arena of {} slots", slot.slot, self.slots)));
+        }
+        let strips = length / strip_bytes;
+        if !length.is_multiple_of(strip_bytes) || first_strip as usize + strips > self.layout.strips as usize {
+            return Err(Error::bug(format!(
+                "{length} bytes from strip {first_strip} are not whole strips of {strip_bytes} bytes within {}",
+                self.layout.strips
+            )));
+        }
+        Ok(())
+    }
+
+    fn header(&self) -> [u32; 6] {
+        let Layout { strips, strip_bytes } = self.layout;
+        [MAGIC as u32, (MAGIC >> 32) as u32, VERSION, self.slots, strips, strip_bytes]
+    }
+
+    fn state(&self, slot: u32) -> MutexGuard<'_, SlotState> {
+        // Every critical section is a few assignments that cannot leave it half done, so poison says nothing here.
+        self.states[slot as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn strip_pointer(&self, slot: u32, strip: u32) -> *mut u8 {
+        debug_assert!(slot < self.slots && strip < self.layout.strips);
+        let offset = PAGE + u64::from(slot) * self.stride + u64::from(strip) * u64::from(self.layout.strip_bytes);
+        // SAFETY: slot and strip are in range (checked by every caller), so the offset is inside the mapping.
+        unsafe { self.base.as_ptr().add(offset as usize) }
+    }
+
+    fn generation_word(&self, slot: u32) -> &AtomicU32 {
+        self.word(self.table_offset(slot))
+    }
+
+    fn checksum_word(&self, slot: u32, strip: u32) -> &AtomicU32 {
+        self.word(self.table_offset(slot) + 4 * (1 + u64::from(strip)))
+    }
+
+    fn table_offset(&self, slot: u32) -> u64 {
+        PAGE + u64::from(self.slots) * self.stride + u64::from(slot) * 4 * (1 + u64::from(self.layout.strips))
+    }
+
+    fn word(&self, offset: u64) -> &AtomicU32 {
+        assert!(offset.is_multiple_of(4) && offset + 4 <= self.bytes, "table offset outside the arena");
+        // SAFETY: aligned (the mapping is page aligned) and inside the mapping, which lives as long as `self`; header
+        // and table are touched only as atomics, here and in every other process.
+        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `bytes` are just what `map` returned, and no reference into it outlives `self` (holds keep
+        // an Arc). A failure would only leak the mapping.
+        let _ = unsafe { munmap(self.base.cast(), self.bytes as usize) };
+    }
+}
+
+/// The right to write one open slot: at most one per slot. Dropping it gives the right back.
+#[derive(Debug)]
+pub struct WriteHold {
+    arena: Arc<Arena>,
+    slot: SlotRef,
+}
+
+impl WriteHold {
+    /// Which slot, in which life.
+    pub fn slot(&self) -> SlotRef {
+        self.slot
+    }
+
+    /// The bytes of these strips.
+    ///
+    /// # Panics
+    /// If the range is outside the block.
+    pub fn strips_mut(&mut self, strips: Range<u32>) -> &mut [u8] {
+        let layout = self.arena.layout;
+        assert!(strips.start < strips.end && strips.end <= layout.strips, "strips {strips:?} outside the block");
+        let length = (strips.end - strips.start) as usize * layout.strip_bytes as usize;
+        // SAFETY: in range; this hold is the only one on the slot, no read hold exists before it is sealed, and sealing
+        // waits for this hold to end. Clients write this slot only by breaking the protocol (module's head).
+        unsafe { std::slice::from_raw_parts_mut(self.arena.strip_pointer(self.slot.slot, strips.start), length) }
+    }
+
+    /// Stores a strip's checksum, which marks it as arrived. The caller has verified it on the bytes that lie there.
+    pub fn set_checksum(&mut self, strip: u32, sum: u32) {
+        assert!(strip < self.arena.layout.strips, "strip {strip} outside the block");
+        self.arena.checksum_word(self.slot.slot, strip).store(sum ^ mix(self.slot.generation), Ordering::Release);
+        self.arena.state(self.slot.slot).arrived[strip as usize / 64] |= 1 << (strip % 64);
+    }
+}
+
+impl Drop for WriteHold {
+    fn drop(&mut self) {
+        self.arena.state(self.slot.slot).writing = false;
+    }
+}
+
+/// The right to read one sealed slot: its bytes stay while any hold is out.
+#[derive(Debug)]
+pub struct ReadHold {
+    arena: Arc<Arena>,
+    slot: SlotRef,
+}
+
+impl ReadHold {
+    /// Which slot, in which life.
+    pub fn slot(&self) -> SlotRef {
+        self.slot
+    }
+
+    /// All strips of the block.
+    pub fn bytes(&self) -> &[u8] {
+        let pointer = self.arena.strip_pointer(self.slot.slot, 0);
+        // SAFETY: in range; the slot is sealed, so nobody writes it, and it is not issued again while this hold is out.
+        unsafe { std::slice::from_raw_parts(pointer, self.arena.layout.block_bytes()) }
+    }
+
+    /// The stored checksum of every strip, as their maker computed them (not verified here).
+    pub fn checksums(&self) -> Vec<u32> {
+        let mix = mix(self.slot.generation);
+        let stored = |strip| self.arena.checksum_word(self.slot.slot, strip).load(Ordering::Acquire);
+        (0..self.arena.layout.strips).map(|strip| stored(strip) ^ mix).collect()
+    }
+}
+
+impl Drop for ReadHold {
+    fn drop(&mut self) {
+        self.arena.state(self.slot.slot).readers -= 1;
+    }
+}
+
+/// Spreads a generation over 32 bits (odd multiplier: one to one), so that checksums of two lives never agree by chance
+/// of equal bytes.
+fn mix(generation: u32) -> u32 {
+    generation.wrapping_mul(0x9E37_79B1)
+}
+
+/// (bytes from slot to slot, bytes that one slot costs in all).
+fn geometry(layout: Layout) -> Result<(u64, u64), Error> {
+    let block = u64::from(layout.strips) * u64::from(layout.strip_bytes);
+    if block == 0 || block > BLOCK_LIMIT {
+        return Err(Error::give_up(format!("a block of {block} bytes is impossible: between 1 and {BLOCK_LIMIT}")));
+    }
+    let stride = block.next_multiple_of(PAGE);
+    Ok((stride, stride + 4 * (1 + u64::from(layout.strips))))
+}
+
+fn file_length(slots: u32, stride: u64, layout: Layout) -> u64 {
+    PAGE + u64::from(slots) * (stride + 4 * (1 + u64::from(layout.strips)))
+}
+
+fn map(fd: &OwnedFd, length: u64) -> Result<NonNull<u8>, Error> {
+    let length = usize::try_from(length).ok().and_then(NonZeroUsize::new);
+    let length = length.ok_or_else(|| Error::give_up("arena: too large for this machine's addresses"))?;
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice; nothing else is affected.
+    unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE, fd, 0) }
+        .map(NonNull::cast)
+        .map_err(|errno| Error::give_up(format!("arena: mmap of {length} bytes: {errno}")))
+}
+
+/// Bytes that can be used without swapping, if the kernel says so.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LAYOUT: Layout = Layout { strips: 3, strip_bytes: 64 };
+
+    fn client_of(arena: &Arena) -> Arc<Arena> {
+        let fd = arena.fd().try_clone_to_owned().expect("a descriptor can be duplicated");
+        Arena::open(fd, arena.bytes(), arena.slots(), arena.layout()).expect("the daemon's own arena opens")
+    }
+
+    // Goal: what a client stores, another reads, and only within the life. Method: two maps of one memfd.
+    #[test]
+    fn store_and_load_within_one_life() {
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let client = client_of(&arena);
+        let block: Vec<u8> = (0..192).map(|i| i as u8).collect();
+        let slot = arena.issue(2);
+        client.store(slot, 0, &block).expect("in range");
+        let mut out = vec![0; 192];
+        assert!(client.load(slot, 0, &mut out).expect("in range"));
+        assert_eq!(out, block);
+        assert!(arena.seal(slot));
+        assert_eq!(arena.begin_read(slot).expect("sealed").bytes(), block);
+        arena.retire(slot);
+        assert!(!client.load(slot, 0, &mut out).expect("in range"), "its life is over");
+        let next = arena.issue(2);
+        assert!(!client.load(next, 0, &mut out).expect("in range"), "nothing was written in this life");
+        client.store(slot, 0, &block).expect("a late store is dropped");
+        assert!(!client.load(next, 0, &mut out).expect("in range"), "and changed nothing");
+        assert!(client.store(next, 2, &block[..128]).is_err());
+        assert!(client.store(next, 0, &block[..63]).is_err());
+    }
+
+    // Goal: rot is found. Method: flip a bit of each strip in turn.
+    #[test]
+    fn a_flipped_bit_is_found() {
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let slot = arena.issue(0);
+        arena.store(slot, 0, &[7; 192]).expect("in range");
+        let mut out = vec![0; 192];
+        for strip in 0..3 {
+            arena.corrupt_for_test(0, strip);
+            assert!(!arena.load(slot, 0, &mut out).expect("in range"));
+            arena.corrupt_for_test(0, strip);
+            assert!(arena.load(slot, 0, &mut out).expect("in range"));
+        }
+    }
+
+    // Goal: one writer, none after the life, readers only after the seal, and quiet tells. Method: walk the phases.
+    #[test]
+    fn holds_fence_each_other() {
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let slot = arena.issue(1);
+        assert!(arena.begin_read(slot).is_none());
+        let mut hold = arena.begin_write(slot).expect("open");
+        assert_eq!(arena.begin_write(slot).map(|_| ()), Err(Fenced));
+        assert!(!arena.seal(slot), "it is being written");
+        for strip in 0..3 {
+            assert!(!arena.arrived_all(slot));
+            hold.strips_mut(strip..strip + 1).fill(strip as u8);
+            hold.set_checksum(strip, checksum(&[strip as u8; 64]));
+        }
+        assert!(arena.arrived_all(slot) && !arena.quiet(1));
+        drop(hold);
+        assert!(arena.quiet(1) && arena.seal(slot));
+        assert_eq!(arena.begin_write(slot).map(|_| ()), Err(Fenced));
+        let read = arena.begin_read(slot).expect("sealed");
+        assert_eq!(read.checksums()[2], checksum(&[2; 64]));
+        arena.retire(slot);
+        assert!(arena.begin_read(slot).is_none() && !arena.quiet(1));
+        drop(read);
+        assert!(arena.quiet(1));
+        let next = arena.issue(1);
+        assert!(next.generation == slot.generation + 1 && !arena.arrived_all(next));
+    }
+
+    // Goal: impossible arenas are refused with a sentence. Method: the cases.
+    #[test]
+    fn impossible_arenas_are_refused() {
+        assert!(Arena::create(u64::MAX, LAYOUT).is_err_and(|error| error.message.contains("--dram-bytes")));
+        assert!(Arena::create(5000, LAYOUT).is_err_and(|error| error.message.contains("at least")));
+        assert!(Arena::create(1 << 16, Layout { strips: 0, strip_bytes: 64 }).is_err());
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let fd = arena.fd().try_clone_to_owned().expect("a descriptor can be duplicated");
+        assert!(Arena::open(fd, arena.bytes(), arena.slots(), Layout { strips: 4, strip_bytes: 64 }).is_err());
+    }
+}

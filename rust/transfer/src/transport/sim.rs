@@ -1,0 +1,1 @@
+//! An in-process network in virtual time, for tests.
