@@ -1,0 +1,278 @@
+"""Settings as data: one frozen struct per process, each field with its unit, default and the reason for the default.
+
+A setting has one name everywhere: `dram_bytes` here and in TOML is `--dram-bytes` on the command line. Flags override
+the file. 0 stands for "derive it" only where the field says so; `derived()` fills these in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pyengine.scheduler.types import Role
+
+GIB = 1 << 30
+BACKENDS = ("torch", "fake")
+TRANSPORTS = ("auto", "tcp")
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[f"{_letter}b"] = 1000**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class ConfigError(ValueError):
+    """A setting is impossible; the text names it and says what to do. Exit status 2: a restart would not help."""
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes from "2GiB", "500MB" or a plain number. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = _SIZE.fullmatch(str(value))
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(
+                f"{value!r} is not a size; write a number of bytes, or one with KiB, MiB, GiB (or kB, MB, GB)"
+            )
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 0:
+        raise ConfigError(f"a size cannot be negative: {value}")
+    return size
+
+
+def memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def default_pool_bytes() -> int:
+    """2 GiB, but never more than a tenth of the memory: several nodes and workers share one machine by default."""
+    return min(2 * GIB, memory_bytes() // 10)
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`pyengine serve`: everything on this machine.
+
+    model: name, folder or file. The default comes with a small package, so that it works without a hub.
+    backend: who computes; torch runs everywhere. fake computes no model (tests, benchmarks).
+    prefill, decode, both: numbers of workers of each role. None named at all: one prefill and one decode worker.
+    nodes: daemons (each with its own pool); worker k sits on node k mod nodes, prefill workers first. One: hand-off
+    through a shared arena, the fastest on one machine.
+    transport: how blocks cross between nodes. auto takes the best that exists (tcp in this version).
+    dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory.
+    kv_bytes: device pages per worker, bytes; 0: as dram_bytes.
+    pages: device pages per worker; 0: derived from kv_bytes.
+    host, port: where the gateway listens. Loopback, because it asks nobody for a password.
+    policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is
+    off because its forecast needs a measured machine.
+    max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0: cores divided by workers.
+    state_dir: secret and converted models; "": see env.py.
+    """
+
+    model: str = "smollm2"
+    backend: str = "torch"
+    prefill: int = 0
+    decode: int = 0
+    both: int = 0
+    nodes: int = 1
+    transport: str = "auto"
+    dram_bytes: int = 0
+    kv_bytes: int = 0
+    pages: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    policy: str = "kvcache-centric"
+    admission: str = "none"
+    max_tokens_per_step: int = 512
+    max_sequences: int = 32
+    max_queue: int = 1024
+    threads: int = 0
+    state_dir: str = ""
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot work, with what to do."""
+        if self.backend == "jax":
+            raise ConfigError("backend jax is not in this version: use --backend torch")
+        _one_of("backend", self.backend, BACKENDS)
+        if self.transport in ("shm", "rdma"):
+            raise ConfigError(f"transport {self.transport} is not in this version: use --transport tcp (or auto)")
+        _one_of("transport", self.transport, TRANSPORTS)
+        for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.port < 65536:
+            raise ConfigError(f"port must be between 1 and 65535, not {self.port}")
+        if (self.prefill == 0) != (self.decode == 0) and self.both == 0:
+            missing = "decode" if self.decode == 0 else "prefill"
+            raise ConfigError(f"no worker would {missing}: add --{missing} 1 (or use --both N)")
+        if self.dram_bytes > memory_bytes():
+            raise ConfigError(
+                f"dram_bytes is {self.dram_bytes}, and this machine has {memory_bytes()} bytes of memory: ask for less"
+            )
+        if len(self.roles()) > 256 or self.nodes > 256:
+            raise ConfigError("more than 256 workers or nodes on one machine: a mistake, surely")
+        if self.nodes > len(self.roles()):
+            raise ConfigError(
+                f"{self.nodes} nodes for {len(self.roles())} workers: some would have none; use fewer --nodes"
+            )
+
+    def roles(self) -> list[tuple[str, Role]]:
+        """(name, role) of every worker, in placement order."""
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.both}
+        if not any(counts.values()):
+            counts[Role.PREFILL] = counts[Role.DECODE] = 1
+        return [(f"{role.value}-{index}", role) for role, count in counts.items() for index in range(count)]
+
+    def derived(self) -> ServeConfig:
+        """The same with every "derive it" filled in for this machine."""
+        workers = len(self.roles())
+        return msgspec.structs.replace(
+            self,
+            transport="tcp",
+            dram_bytes=self.dram_bytes or default_pool_bytes(),
+            kv_bytes=self.kv_bytes or default_pool_bytes(),
+            threads=self.threads or max(1, (os.cpu_count() or 1) // workers),
+        )
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process.
+
+    worker: its name, unique in the cluster. role: what it accepts. node: id of its daemon.
+    daemon_socket: path of that daemon's unix socket. conductor: ZeroMQ endpoint of the conductor.
+    work_endpoint: ZeroMQ endpoint this worker binds for gateways. secret_file: the cluster secret.
+    model, backend, state_dir: as in ServeConfig.
+    kv_bytes: budget for device pages, bytes; pages: their number, 0: derived by `device_pages`.
+    max_tokens_per_step: tokens one step computes at most. 512: a step stays short enough for the decodes beside it.
+    max_sequences: sequences that run at once. max_queue: requests accepted and not yet running.
+    threads: threads of the backend, 0: the backend's own choice.
+    """
+
+    worker: str
+    role: Role
+    node: str
+    daemon_socket: str
+    conductor: str
+    work_endpoint: str
+    secret_file: str
+    model: str
+    backend: str
+    state_dir: str
+    kv_bytes: int = 0
+    pages: int = 0
+    max_tokens_per_step: int = 512
+    max_sequences: int = 32
+    max_queue: int = 1024
+    threads: int = 0
+
+    def device_pages(self, block_bytes: int, block_tokens: int, max_positions: int) -> int:
+        """Pages to allocate: `pages`, else what fits `kv_bytes`, but not more than all sequences can ever fill."""
+        if self.pages:
+            return self.pages
+        wanted = self.max_sequences * -(-max_positions // block_tokens)
+        fitting = (self.kv_bytes or default_pool_bytes()) // block_bytes
+        if fitting < 1:
+            raise ConfigError(f"kv_bytes is {self.kv_bytes}, and one block takes {block_bytes} bytes: give more")
+        return min(wanted, fitting)
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `transferd --config` reads (TOML).
+
+    listen: "host:port" for peers (port 0: any). socket: path for local workers. conductor: "host:port" of its endpoint
+    for daemons. dram_bytes: size of the arena.
+    """
+
+    node: str
+    dram_bytes: int
+    listen: str
+    socket: str
+    conductor: str
+    secret_file: str
+
+    def toml(self) -> str:
+        # A TOML basic string is a JSON string, for everything a path or an address can hold.
+        return "".join(
+            f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in msgspec.structs.asdict(self).items()
+        )
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway process.
+
+    gateway: its name, unique in the cluster. conductor: ZeroMQ endpoint. secret_file: the cluster secret, of which it
+    derives the session and the hash key only.
+    patience: seconds a request waits for an absent conductor or worker before 503 (design: 5 s).
+    request_timeout: seconds from arrival after which a request is worthless. 600: a long answer on a slow machine.
+    max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
+    max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
+    """
+
+    gateway: str = "gateway-0"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    conductor: str
+    secret_file: str
+    patience: float = 5.0
+    request_timeout: float = 600.0
+    max_requests: int = 4096
+    max_body_bytes: int = 16 << 20
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def build(kind: type[S], settings: Mapping[str, Any], where: str) -> S:
+    """Makes a config of named values. Unknown names and wrong types raise ConfigError naming `where` and the field."""
+    known = kind.__struct_fields__
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"known are: {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown setting {name}; {hint}")
+    sized = {name: parse_size(value) if name.endswith("_bytes") else value for name, value in settings.items()}
+    try:
+        return msgspec.convert(sized, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Settings of a TOML or JSON file. Raises ConfigError when it cannot be read."""
+    try:
+        data = path.read_bytes()
+        settings = msgspec.json.decode(data) if path.suffix == ".json" else tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold named settings")
+    return settings
+
+
+def load(kind: type[S], path: Path | None, flags: Mapping[str, Any]) -> S:
+    """A config from a file (if any), overridden by the flags that were given (those that are not None)."""
+    settings = read_file(path) if path is not None else {}
+    settings |= {name: value for name, value in flags.items() if value is not None}
+    return build(kind, settings, str(path) if path is not None else "command line")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        close = difflib.get_close_matches(value, known, n=1)
+        raise ConfigError(
+            f"unknown {name} {value!r}; " + (f"did you mean {close[0]}?" if close else f"known are: {', '.join(known)}")
+        )

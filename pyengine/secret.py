@@ -1,0 +1,61 @@
+"""The cluster secret: made once, kept with mode 0600 in the state directory, never sent anywhere.
+
+Processes get the path and derive their keys themselves (`_native.derive_key`): "session" to connect, "hash" for block
+keys.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from pyengine.config import ConfigError
+
+SECRET_BYTES = 32
+
+
+def secret_file(state_dir: Path) -> Path:
+    """Path of the secret under `state_dir`, made now if it does not exist yet."""
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = state_dir / "secret"
+    if not path.exists():
+        # Written aside and linked: two launchers that start at once agree on one secret, and nobody reads half of it.
+        draft = state_dir / f"secret.{os.getpid()}"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    read_secret(path)
+    return path
+
+
+def read_secret(path: Path) -> bytes:
+    """The secret's bytes: 64 hex digits, or at least 32 raw bytes. Raises ConfigError if unusable or open to others."""
+    try:
+        mode = path.stat().st_mode
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read the cluster secret {path}: {error.strerror}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"the cluster secret {path} is readable by others: chmod 600 it")
+    text = data.strip()
+    if len(text) == 2 * SECRET_BYTES:
+        try:
+            return bytes.fromhex(text.decode("ascii"))
+        except ValueError:
+            pass
+    if len(data) < SECRET_BYTES:
+        raise ConfigError(
+            f"the cluster secret {path} is too short: it needs 64 hex digits (delete it to get a new one)"
+        )
+    return data
