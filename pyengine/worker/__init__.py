@@ -1,0 +1,1 @@
+"""One model replica: the engine loop (`core`) and the process around it (`service`)."""
