@@ -1,0 +1,1 @@
+"""PyTorch kernels: page tensor and attention over it. `import torch` is the framework, absolute, as everywhere."""
