@@ -6,9 +6,14 @@
 
 pub mod engine;
 pub mod error;
+pub mod keys;
+pub mod link;
+pub mod mailbox;
 pub mod memory;
 pub mod messages;
 pub mod pool;
+pub mod session;
 pub mod stats;
 pub mod transport;
 pub mod types;
+pub mod wire;

@@ -1,0 +1,496 @@
+//! Drives a session over a socket: one thread per connection, any number of senders.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, poll};
+use nix::sys::socket::{
+    AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, SockaddrIn, SockaddrIn6, connect,
+    getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
+};
+
+use crate::error::Error;
+use crate::mailbox::{Full, Wake, poll_timeout};
+use crate::memory::Arena;
+use crate::session::{Ended, Event, MESSAGE_LIMIT, Session};
+use crate::types::Nanos;
+
+/// Kernel buffer of every TCP connection, each way: about what 10 Gbit/s and 0.4 ms round trip need.
+pub const SOCKET_BUFFER: usize = 512 << 10;
+/// Bytes of messages that may wait for a slow receiver before the link is full.
+const QUEUE_LIMIT: usize = 64 << 20;
+/// Bytes taken from a socket at once.
+const READ_BYTES: usize = 256 << 10;
+/// How long a dial may take before the peer counts as unreachable.
+pub const DIAL_WITHIN: Duration = Duration::from_secs(3);
+/// How long a side that ends a session waits for its reason to be read.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// Monotonic time of this process.
+pub fn now() -> Nanos {
+    static START: OnceLock<Instant> = OnceLock::new();
+    // 2^64 ns are 584 years.
+    START.get_or_init(Instant::now).elapsed().as_nanos() as Nanos
+}
+
+/// 32 random bytes of the operating system.
+pub fn nonce() -> Result<[u8; 32], Error> {
+    let mut bytes = [0; 32];
+    getrandom::fill(&mut bytes).map_err(|error| Error::retry(format!("no random numbers: {error}")))?;
+    Ok(bytes)
+}
+
+/// A connected stream socket.
+#[derive(Debug)]
+pub enum Stream {
+    /// To another host, or another process over loopback.
+    Tcp(TcpStream),
+    /// To a process of this host; may carry descriptors.
+    Unix(UnixStream),
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(stream) => stream.as_fd(),
+            Self::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Stream {
+    fn prepare(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => {
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)
+            }
+            Self::Unix(stream) => stream.set_nonblocking(true),
+        }
+    }
+
+    fn shutdown(&self, how: std::net::Shutdown) {
+        // It fails only if the other side has already ended the connection.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(how),
+            Self::Unix(stream) => stream.shutdown(how),
+        };
+    }
+
+    fn read(&self, buffer: &mut [u8], descriptors: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => (&mut &*stream).read(buffer),
+            Self::Unix(stream) => {
+                let mut space = nix::cmsg_space!([RawFd; 1]);
+                let mut slices = [IoSliceMut::new(buffer)];
+                let received = recvmsg::<()>(
+                    stream.as_raw_fd(),
+                    &mut slices,
+                    Some(&mut space),
+                    MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT,
+                )?;
+                for message in received.cmsgs()? {
+                    if let ControlMessageOwned::ScmRights(list) = message {
+                        for raw in list {
+                            // SAFETY: the kernel has just made this descriptor for us; nobody else knows it.
+                            let descriptor = unsafe { OwnedFd::from_raw_fd(raw) };
+                            // One is ever expected; a flood must not use up our table.
+                            if descriptors.len() < 2 {
+                                descriptors.push_back(descriptor);
+                            }
+                        }
+                    }
+                }
+                Ok(received.bytes)
+            }
+        }
+    }
+
+    fn write(&self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => (&mut &*stream).write(bytes),
+            Self::Unix(stream) => {
+                let raw = descriptor.map(|descriptor| [descriptor.as_raw_fd()]);
+                let control = raw.as_ref().map(|raw| ControlMessage::ScmRights(raw));
+                let slices = [IoSlice::new(bytes)];
+                let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+                Ok(sendmsg::<()>(stream.as_raw_fd(), &slices, control.as_slice(), flags, None)?)
+            }
+        }
+    }
+}
+
+/// Dials `host:port`. Closing `link` ends the attempt early.
+pub fn dial_tcp(address: &str, link: &Link, within: Duration) -> io::Result<TcpStream> {
+    let resolved: Vec<SocketAddr> = address.to_socket_addrs()?.take(8).collect();
+    let mut last = io::Error::new(io::ErrorKind::NotFound, format!("{address} names no address"));
+    for address in resolved {
+        match dial_one(address, link, within) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn dial_one(address: SocketAddr, link: &Link, within: Duration) -> io::Result<TcpStream> {
+    let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let descriptor = socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
+    let stream = TcpStream::from(descriptor);
+    set_buffers(&stream);
+    let begun = match address {
+        SocketAddr::V4(address) => connect(stream.as_raw_fd(), &SockaddrIn::from(address)),
+        SocketAddr::V6(address) => connect(stream.as_raw_fd(), &SockaddrIn6::from(address)),
+    };
+    match begun {
+        Ok(()) => return Ok(stream),
+        Err(Errno::EINPROGRESS) => {}
+        Err(errno) => return Err(errno.into()),
+    }
+    let until = Instant::now() + within;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let mut wait =
+            [PollFd::new(stream.as_fd(), PollFlags::POLLOUT), PollFd::new(link.wake().as_fd(), PollFlags::POLLIN)];
+        match poll(&mut wait, poll_timeout(Some(left))) {
+            Err(Errno::EINTR) => continue,
+            Err(errno) => return Err(errno.into()),
+            Ok(_) => {}
+        }
+        if ready(&wait[1]) {
+            link.wake().clear();
+        }
+        if link.is_closed() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        if ready(&wait[0]) {
+            return match getsockopt(&stream, sockopt::SocketError)? {
+                0 => Ok(stream),
+                code => Err(io::Error::from_raw_os_error(code)),
+            };
+        }
+    }
+}
+
+/// Sets both kernel buffers. The kernel may give less; then it is only slower.
+pub fn set_buffers(stream: &TcpStream) {
+    let _ = setsockopt(stream, sockopt::SndBuf, &SOCKET_BUFFER);
+    let _ = setsockopt(stream, sockopt::RcvBuf, &SOCKET_BUFFER);
+}
+
+/// True if poll found anything on it, an error or a hang-up included.
+pub fn ready(wait: &PollFd<'_>) -> bool {
+    wait.revents().is_some_and(|events| !events.is_empty())
+}
+
+/// The senders' end of a connection. Clones are the same link.
+#[derive(Clone, Debug)]
+pub struct Link(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    wake: Wake,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    queue: VecDeque<Outgoing>,
+    bytes: usize,
+    closed: Option<String>,
+    cut: bool,
+}
+
+#[derive(Debug)]
+struct Outgoing {
+    payload: Vec<u8>,
+    arena: Option<Arc<Arena>>,
+}
+
+impl Link {
+    /// A link whose connection is still to come.
+    pub fn new() -> Result<Self, Error> {
+        Ok(Self(Arc::new(Shared { state: Mutex::default(), wake: Wake::new()? })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code that could panic runs under the lock, so a poisoned state is still whole.
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a message. What is queued on a closed link is dropped: its end is reported by the driving thread.
+    pub fn send(&self, payload: Vec<u8>) -> Result<(), Full> {
+        self.enqueue(Outgoing { payload, arena: None })
+    }
+
+    /// Queues a message with the arena's descriptor beside it (unix sockets only).
+    pub fn send_with_arena(&self, payload: Vec<u8>, arena: Arc<Arena>) -> Result<(), Full> {
+        self.enqueue(Outgoing { payload, arena: Some(arena) })
+    }
+
+    fn enqueue(&self, outgoing: Outgoing) -> Result<(), Full> {
+        let mut state = self.lock();
+        if state.closed.is_some() || state.cut {
+            return Ok(());
+        }
+        if outgoing.payload.len() > MESSAGE_LIMIT || state.bytes + outgoing.payload.len() > QUEUE_LIMIT {
+            return Err(Full);
+        }
+        // A hundred bytes stand for what a short message costs beside its payload.
+        state.bytes += outgoing.payload.len() + 100;
+        state.queue.push_back(outgoing);
+        drop(state);
+        self.0.wake.set();
+        Ok(())
+    }
+
+    /// Ends the connection from this side.
+    pub fn close(&self, reason: &str) {
+        self.lock().closed.get_or_insert_with(|| reason.into());
+        self.0.wake.set();
+    }
+
+    /// True once `close` was called.
+    pub fn is_closed(&self) -> bool {
+        self.lock().closed.is_some()
+    }
+
+    /// Says no more, but goes on listening until the other side ends the connection. So a local client that no longer
+    /// reads is asked to let go of the arena, and has let go when its end comes.
+    pub fn cut(&self) {
+        let mut state = self.lock();
+        state.cut = true;
+        state.queue.clear();
+        drop(state);
+        self.0.wake.set();
+    }
+
+    /// What `close` makes readable.
+    pub fn wake(&self) -> &Wake {
+        &self.0.wake
+    }
+}
+
+/// A session on its socket. The thread that owns it drives it.
+pub struct Connection {
+    stream: Stream,
+    session: Session,
+    link: Link,
+    /// Bytes under way, from `sent` on; the arena whose descriptor goes beside the first of them.
+    pending: Vec<u8>,
+    sent: usize,
+    arena: Option<Arc<Arena>>,
+    cut: bool,
+    buffer: Vec<u8>,
+    /// Descriptors that have come and nobody has taken yet.
+    pub descriptors: VecDeque<OwnedFd>,
+}
+
+impl Connection {
+    /// Takes a socket; nothing is sent yet.
+    pub fn new(stream: Stream, session: Session, link: Link) -> Result<Self, Ended> {
+        stream.prepare().map_err(closed)?;
+        Ok(Self {
+            stream,
+            session,
+            link,
+            pending: Vec::new(),
+            sent: 0,
+            arena: None,
+            cut: false,
+            buffer: vec![0; READ_BYTES],
+            descriptors: VecDeque::new(),
+        })
+    }
+
+    /// Blocks until the other side is proven: `Event::Proven` (answer with `welcome` or `refuse`) or `Event::Established`.
+    pub fn handshake(&mut self) -> Result<Event, Ended> {
+        let mut events = Vec::new();
+        loop {
+            if let Err(ended) = self.step(&mut events) {
+                self.farewell();
+                return Err(ended);
+            }
+            if let Some(event) = events.pop() {
+                // Before `Established` or `Proven` is answered nothing else can come.
+                return Ok(event);
+            }
+        }
+    }
+
+    /// Welcomes a proven dialler.
+    pub fn welcome(&mut self) {
+        self.session.welcome(now());
+    }
+
+    /// Turns a proven dialler away.
+    pub fn refuse(mut self, reason: &str) {
+        self.session.refuse(reason, now());
+        self.farewell();
+    }
+
+    /// On a unix socket: no heartbeat.
+    pub fn unwatch(&mut self) {
+        self.session.unwatch();
+    }
+
+    /// Sends what is pending and gives the socket away, as a data lane.
+    pub fn into_lane(mut self) -> Result<TcpStream, Ended> {
+        self.pending.extend(self.session.take_output());
+        while self.sent < self.pending.len() {
+            self.write()?;
+            let mut wait = [PollFd::new(self.stream.as_fd(), PollFlags::POLLOUT)];
+            poll(&mut wait, poll_timeout(Some(FAREWELL))).map_err(|errno| closed(errno.into()))?;
+        }
+        match self.stream {
+            Stream::Tcp(stream) if !self.session.has_rest() => Ok(stream),
+            _ => Err(Ended::Closed("not a fresh TCP connection".into())),
+        }
+    }
+
+    /// Runs until the connection ends; returns why. `deliver` gets each message.
+    pub fn drive(mut self, mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<(), Ended>) -> Ended {
+        let mut events = Vec::new();
+        loop {
+            let mut result = self.step(&mut events);
+            for event in events.drain(..) {
+                if let Event::Message(payload) = event
+                    && let Err(ended) = deliver(payload, &mut self.descriptors)
+                {
+                    self.session.refuse(&ended.to_string(), now());
+                    result = Err(ended);
+                    break;
+                }
+            }
+            if let Err(ended) = result {
+                self.farewell();
+                return ended;
+            }
+        }
+    }
+
+    /// Waits for one thing to happen, and does what can be done.
+    fn step(&mut self, events: &mut Vec<Event>) -> Result<(), Ended> {
+        self.session.tick(now())?;
+        self.refill()?;
+        self.write()?;
+        let wants = if self.sent < self.pending.len() {
+            PollFlags::POLLIN | PollFlags::POLLOUT
+        } else {
+            PollFlags::POLLIN
+        };
+        let left = self.session.next_tick().map(|at| Duration::from_nanos(at.saturating_sub(now())));
+        let mut wait =
+            [PollFd::new(self.stream.as_fd(), wants), PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN)];
+        match poll(&mut wait, poll_timeout(left)) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(closed(errno.into())),
+        }
+        let readable = wait[0].revents().is_some_and(|events| events.intersects(!PollFlags::POLLOUT));
+        if ready(&wait[1]) {
+            self.link.wake().clear();
+        }
+        if readable {
+            match self.stream.read(&mut self.buffer, &mut self.descriptors) {
+                Ok(0) => return Err(Ended::Closed("the other side hung up".into())),
+                Ok(bytes) => self.session.receive(&self.buffer[..bytes], now(), events)?,
+                Err(error) if retry(&error) => {}
+                Err(error) => return Err(closed(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves queued messages into the session, as long as little is pending.
+    fn refill(&mut self) -> Result<(), Ended> {
+        self.pending.extend(self.session.take_output());
+        let mut state = self.link.lock();
+        if let Some(reason) = &state.closed {
+            return Err(Ended::Closed(reason.clone()));
+        }
+        if state.cut && !self.cut {
+            self.cut = true;
+            self.stream.shutdown(std::net::Shutdown::Write);
+        }
+        if self.cut {
+            self.pending.clear();
+            self.sent = 0;
+            return Ok(());
+        }
+        while self.pending.len() - self.sent < READ_BYTES && self.arena.is_none() {
+            // A descriptor goes beside the first byte of its message, so what is before it must be gone.
+            if state.queue.front().is_none_or(|next| next.arena.is_some() && self.sent < self.pending.len()) {
+                break;
+            }
+            if let Some(next) = state.queue.pop_front() {
+                state.bytes = state.bytes.saturating_sub(next.payload.len() + 100);
+                self.session.send(&next.payload, now());
+                self.pending.extend(self.session.take_output());
+                self.arena = next.arena;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self) -> Result<(), Ended> {
+        while self.sent < self.pending.len() {
+            let descriptor = self.arena.as_ref().map(|arena| arena.fd());
+            match self.stream.write(&self.pending[self.sent..], descriptor) {
+                Ok(bytes) => {
+                    self.sent += bytes;
+                    self.arena = None;
+                }
+                Err(error) if retry(&error) => return Ok(()),
+                Err(error) => return Err(closed(error)),
+            }
+        }
+        self.pending.clear();
+        self.sent = 0;
+        Ok(())
+    }
+
+    /// Sends the last word and waits a moment for it to be read: closing at once would let unread input of the other
+    /// side destroy it.
+    fn farewell(&mut self) {
+        self.pending.extend(self.session.take_output());
+        if self.link.is_closed() || self.pending.is_empty() || self.write().is_err() {
+            return;
+        }
+        self.stream.shutdown(std::net::Shutdown::Write);
+        let until = Instant::now() + FAREWELL;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut wait = [
+                PollFd::new(self.stream.as_fd(), PollFlags::POLLIN),
+                PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN),
+            ];
+            if left.is_zero() || poll(&mut wait, poll_timeout(Some(left))).is_err() || ready(&wait[1]) {
+                return;
+            }
+            match self.stream.read(&mut self.buffer, &mut self.descriptors) {
+                Ok(0) => return,
+                Ok(_) => {}
+                Err(error) if retry(&error) => {}
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// True if the call would only have to be made again.
+pub fn retry(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}
+
+fn closed(error: io::Error) -> Ended {
+    Ended::Closed(error.to_string())
+}
