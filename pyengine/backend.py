@@ -33,8 +33,13 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """One loaded model and its pages. Not thread-safe: the worker's loop owns it."""
+    """One loaded model and its pages. Not thread-safe: the worker's loop owns it.
 
+    model: the name that clients ask for. tokenizer: argument of text.Tokenizer.load that fits it.
+    """
+
+    model: str
+    tokenizer: str
     namespace: Namespace
     vocab_size: int
     max_positions: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,14 @@ from pyengine.scheduler.types import KEY_BYTES, FinishReason
 REMEMBERED_ENDS = 4096
 #: A hand-off that lost KV is recomputed at decode up to this many steps' worth of tokens, else it is sent back.
 RECOMPUTE_STEPS = 4
+
+
+class Load(NamedTuple):
+    """How much is here, as of the last step: for heartbeats, which are made on another thread."""
+
+    running: int
+    waiting: int
+    queued_tokens: int
 
 
 class Worker:
@@ -71,6 +80,7 @@ class Worker:
         self.samples: list[StepSample] = []
         self.progress = 0
         self.busy = False
+        self.load = Load(0, 0, 0)
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "cached": 0, "preempted": 0, "steps": 0}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._ended: OrderedDict[SequenceId, None] = OrderedDict()
@@ -137,6 +147,7 @@ class Worker:
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
         self.busy = bool(out) or not step.empty
+        self.load = Load(self.batcher.running, self.batcher.waiting, self.batcher.queued_tokens)
         return out
 
     @property

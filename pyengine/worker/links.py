@@ -1,0 +1,221 @@
+"""A worker's sockets, on a thread of their own: heartbeats go on while the loop computes a long step.
+
+Work and aborts come in through `take`, tokens go out through `send`; both are queues with an eventfd beside them, so
+either side can sleep. The thread knows which gateway sent which attempt, the loop does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pyengine.scheduler.links import bind, dial, link_is_up, monitor
+from pyengine.scheduler.messages import (
+    DEAD_AFTER,
+    HEARTBEAT_EVERY,
+    Abort,
+    Codec,
+    Failed,
+    GatewayPing,
+    GatewayToWorker,
+    Message,
+    ProtocolError,
+    Tokens,
+    Work,
+    WorkerAlive,
+    WorkerHello,
+    WorkerLeaving,
+    WorkerPing,
+    WorkerToGateway,
+)
+from pyengine.scheduler.types import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+Attempt = tuple[int, int]
+
+
+class WorkerLinks(threading.Thread):
+    """Binds info.work for gateways and dials the conductor.
+
+    Args:
+        info: sent to the conductor whenever the link to it stands anew.
+        alive: makes the heartbeat; called on this thread twice a second.
+    Raises LinkError from the constructor if the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, conductor: str, session_key: bytes, alive: Callable[[], WorkerAlive]
+    ) -> None:
+        super().__init__(name="links", daemon=True)
+        self.info = info
+        self.arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alive = alive
+        self._in: deque[Work | Abort] = deque()
+        self._out: deque[Message] = deque()
+        self._hello = False
+        self._stopping = False
+        self._gateways: dict[bytes, float] = {}
+        self._owner: dict[Attempt, bytes] = {}
+        self._codec = Codec(GatewayToWorker)
+        context = zmq.Context.instance()
+        router = context.socket(zmq.ROUTER)
+        router.router_mandatory = True
+        self._router = bind(router, info.work, session_key)
+        dealer = context.socket(zmq.DEALER)
+        self._watch = monitor(dealer)
+        self._conductor = dial(dealer, conductor, session_key)
+        self._conductor_up = False
+
+    # -- the loop's side ------------------------------------------------------------------------------------------
+
+    def take(self) -> list[Work | Abort]:
+        """What has come from gateways, in order. Never blocks; poll `arrived` to wait."""
+        _drain(self.arrived)
+        return [self._in.popleft() for _ in range(len(self._in))]
+
+    def send(self, messages: list[Message]) -> None:
+        """To the gateways that own the attempts."""
+        if messages:
+            self._out.extend(messages)
+            os.eventfd_write(self._wake, 1)
+
+    def announce(self, info: WorkerInfo) -> None:
+        """The worker has changed (a new daemon, a new role): tells the conductor."""
+        self.info = info
+        self._hello = True
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """Says goodbye to the conductor, closes all sockets, ends the thread."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self.join(DEAD_AFTER)
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._router, self._conductor, self._watch, self._wake):
+            poller.register(socket, select.POLLIN)
+        due = time.monotonic()
+        while not self._stopping:
+            poller.poll(max(due - time.monotonic(), 0) * 1000)
+            _drain(self._wake)
+            self._watch_conductor()
+            self._receive()
+            self._send_out()
+            if time.monotonic() >= due:
+                due = time.monotonic() + HEARTBEAT_EVERY
+                self._beat()
+        self._tell_conductor(WorkerLeaving(worker=self.info.worker))
+        for closing in (self._router, self._conductor):
+            closing.disable_monitor()
+            # The goodbye may still be in the socket's queue; a process that ends waits this long for it, at most.
+            closing.close(linger=200)
+        self._watch.close()
+
+    def _watch_conductor(self) -> None:
+        while self._watch.poll(0):
+            self._conductor_up = link_is_up(recv_monitor_message(self._watch)["event"])
+            if self._conductor_up:
+                self._hello = True
+        if self._hello and self._conductor_up:
+            self._hello = False
+            self._tell_conductor(WorkerHello(info=self.info))
+        while self._conductor.poll(0):
+            # The conductor has nothing to say to workers in this protocol version.
+            self._conductor.recv(zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        while self._router.poll(0):
+            identity, frame = self._router.recv_multipart(zmq.NOBLOCK)[:2]
+            try:
+                messages = self._codec.decode(frame)
+            except ProtocolError as error:
+                logger.warning("a gateway sent what this worker cannot read: %s", error)
+                continue
+            if identity not in self._gateways:
+                self._gateways[identity] = time.monotonic()
+                self._tell_gateway(identity, [self._ping()])
+            self._gateways[identity] = time.monotonic()
+            for message in messages:
+                match message:
+                    case Work():
+                        self._owner[message.request, message.attempt] = identity
+                        self._in.append(message)
+                    case Abort():
+                        self._owner.pop((message.request, message.attempt), None)
+                        self._in.append(message)
+                    case GatewayPing():
+                        pass
+        if self._in:
+            os.eventfd_write(self.arrived, 1)
+
+    def _send_out(self) -> None:
+        batches: dict[bytes, list[Message]] = {}
+        while self._out:
+            message = self._out.popleft()
+            attempt = (message.request, message.attempt)  # type: ignore[attr-defined]
+            identity = self._owner.get(attempt)
+            if identity is None:
+                continue  # aborted, or its gateway is gone
+            batches.setdefault(identity, []).append(message)
+            if isinstance(message, Failed) or (isinstance(message, Tokens) and message.finish is not None):
+                del self._owner[attempt]
+        for identity, messages in batches.items():
+            self._tell_gateway(identity, messages)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for identity, heard in list(self._gateways.items()):
+            if now - heard > DEAD_AFTER:
+                self._gateway_gone(identity, "silent")
+            else:
+                self._tell_gateway(identity, [self._ping()])
+        self._tell_conductor(self._alive())
+
+    def _ping(self) -> WorkerPing:
+        return WorkerPing(worker=self.info.worker, incarnation=self.info.incarnation)
+
+    def _tell_gateway(self, identity: bytes, messages: list[WorkerToGateway] | list[Message]) -> None:
+        try:
+            self._router.send_multipart([identity, self._codec.encode(list(messages))], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # EHOSTUNREACH: disconnected. EAGAIN: it has not read ten thousand frames; tokens cannot be skipped.
+            self._gateway_gone(identity, error.strerror)
+
+    def _gateway_gone(self, identity: bytes, why: str) -> None:
+        if self._gateways.pop(identity, None) is None:
+            return
+        lost = [attempt for attempt, owner in self._owner.items() if owner == identity]
+        if lost:
+            logger.warning("a gateway is gone (%s): aborting its %d requests", why, len(lost))
+        for request, attempt in lost:
+            del self._owner[request, attempt]
+            self._in.append(Abort(request=request, attempt=attempt))
+        os.eventfd_write(self.arrived, 1)
+
+    def _tell_conductor(self, message: Message) -> None:
+        if not self._conductor_up:
+            return
+        try:
+            self._conductor.send(self._codec.encode([message]), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("the conductor does not read: a heartbeat was dropped")
+
+
+def _drain(descriptor: int) -> None:
+    try:
+        os.eventfd_read(descriptor)
+    except BlockingIOError:
+        pass

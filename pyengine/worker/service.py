@@ -1,0 +1,210 @@
+"""One worker process: loads the model, joins its node's daemon, and turns sockets into steps."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import select
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pyengine import _native
+from pyengine._native import PoolClient
+from pyengine.backend import Backend
+from pyengine.backends import load_backend
+from pyengine.config import WorkerConfig
+from pyengine.scheduler.messages import Abort, Work, WorkerAlive
+from pyengine.scheduler.types import Node, WorkerInfo
+from pyengine.secret import read_secret
+from pyengine.worker.core import Worker
+from pyengine.worker.links import WorkerLinks
+
+logger = logging.getLogger(__name__)
+
+#: Seconds a starting worker waits for its daemon.
+DAEMON_PATIENCE = 10.0
+#: Seconds between attempts to reach a daemon that died.
+RECONNECT_EVERY = 0.2
+#: Milliseconds the idle loop sleeps at most; every event wakes it before.
+IDLE_POLL = 1000
+
+
+def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] = lambda _: None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status.
+
+    ready: called once when the worker accepts work, with its name, endpoint and number of pages.
+
+    Raises:
+        ValueError: the model, the backend or a limit is impossible; the text says what to do.
+        RetryError, GiveUpError: the daemon is away or refuses.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    service = WorkerService(config)
+    try:
+        ready({"worker": config.worker, "work": config.work_endpoint, "pages": service.info.pages})
+        service.serve(stop)
+    finally:
+        service.close()
+    return 0
+
+
+class WorkerService:
+    """The process's parts, joined."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        secret = read_secret(Path(config.secret_file))
+        self._config = config
+        self._session_key = _native.derive_key(secret, "session")
+        self._backend = load_backend(
+            config.backend, config.model, cache=Path(config.state_dir) / "models", threads=config.threads or None
+        )
+        spec = self._backend.namespace.kv
+        pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
+        self._backend.allocate(pages)
+        self._incarnation = secrets.randbits(63)
+        self._pool: PoolClient | None = self._dial(DAEMON_PATIENCE)
+        self._worker = Worker(
+            config.worker,
+            self._backend,
+            pages=pages,
+            max_tokens=config.max_tokens_per_step,
+            max_sequences=config.max_sequences,
+            max_queue=config.max_queue,
+            hash_key=_native.derive_key(secret, "hash"),
+            incarnation=self._incarnation,
+        )
+        self._worker.attach(self._pool)
+        self.info = describe(config, self._backend, self._incarnation, self._pool, pages)
+        self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
+        self._poll = select.poll()
+        self._poll.register(self._links.arrived, select.POLLIN)
+        self._poll.register(self._pool.fileno(), select.POLLIN)
+        self._redial: threading.Thread | None = None
+        self._redialled: PoolClient | None = None
+        self._closing = False
+        self._links.start()
+
+    def serve(self, stop: threading.Event) -> None:
+        """The loop. Everything that happens to this worker happens here, in this order."""
+        while not stop.is_set():
+            for message in self._links.take():
+                match message:
+                    case Work():
+                        self._worker.accept(message)
+                    case Abort():
+                        self._worker.abort(message)
+            self._links.send(self._worker.step())
+            self._mind_daemon()
+            if not self._worker.busy:
+                if self._worker.idle:
+                    self._worker.check()
+                self._poll.poll(IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000)
+
+    def close(self) -> None:
+        """Leaves the cluster and frees the model. What ran here is retried elsewhere by its gateway."""
+        self._closing = True
+        self._links.stop()
+        if self._redial is not None:
+            self._redial.join()
+        self._worker.mover.close()
+        self._backend.close()
+
+    def _mind_daemon(self) -> None:
+        """A dead daemon is dialled again on a thread, so that what decodes goes on meanwhile."""
+        if self._pool is not None and self._worker.mover.pool is None:
+            self._poll.unregister(self._pool.fileno())
+            self._pool.close()
+            self._pool = None
+            logger.warning("the daemon of %s is gone: serving without its pool until it is back", self._config.node)
+            self._redial = threading.Thread(target=self._dial_again, name="redial", daemon=True)
+            self._redial.start()
+        if self._redialled is not None:
+            self._pool, self._redialled = self._redialled, None
+            self._worker.attach(self._pool)
+            self._poll.register(self._pool.fileno(), select.POLLIN)
+            self.info = msgspec.structs.replace(self.info, node=_node(self._pool), pool_slots=self._pool.slots)
+            self._links.announce(self.info)
+
+    def _dial_again(self) -> None:
+        while not self._closing:
+            try:
+                self._redialled = self._dial(RECONNECT_EVERY)
+                return
+            except _native.RetryError:
+                continue
+            except _native.TransferError:
+                logger.exception("the daemon of %s refuses this worker", self._config.node)
+                return
+
+    def _dial(self, timeout: float) -> PoolClient:
+        spec = self._backend.namespace.kv
+        return PoolClient.connect(
+            self._config.daemon_socket, self._session_key, self._incarnation, spec.strips, spec.strip_bytes, timeout
+        )
+
+    def _alive(self) -> WorkerAlive:
+        """The heartbeat; runs on the links' thread and only reads plain counters."""
+        worker, batcher = self._worker, self._worker.batcher
+        samples, worker.samples = worker.samples, []
+        return WorkerAlive(
+            worker=self._config.worker,
+            progress=worker.progress,
+            queued_requests=worker.load.waiting,
+            queued_tokens=worker.load.queued_tokens,
+            running=worker.load.running,
+            free_pages=batcher.pool.free,
+            samples=tuple(samples),
+            counters=sample_names(self._config.worker, worker),
+        )
+
+
+def describe(config: WorkerConfig, backend: Backend, incarnation: int, pool: PoolClient, pages: int) -> WorkerInfo:
+    """What the conductor and gateways must know of this worker."""
+    return WorkerInfo(
+        worker=config.worker,
+        incarnation=incarnation,
+        role=config.role,
+        node=_node(pool),
+        work=config.work_endpoint,
+        model=backend.model,
+        tokenizer=backend.tokenizer,
+        namespace=backend.namespace,
+        vocab_size=backend.vocab_size,
+        max_positions=backend.max_positions,
+        pages=pages,
+        pool_slots=pool.slots,
+        max_tokens_per_step=config.max_tokens_per_step,
+        max_sequences=config.max_sequences,
+    )
+
+
+def sample_names(name: str, worker: Worker) -> dict[str, float]:
+    """The worker's counters as Prometheus samples."""
+    label = f'worker="{name}"'
+    counters, moved, load = worker.counters, worker.mover.counters, worker.load
+    return {
+        f'pyengine_worker_tokens_total{{{label},phase="prefill"}}': counters["prefill"],
+        f'pyengine_worker_tokens_total{{{label},phase="decode"}}': counters["decode"],
+        f"pyengine_recomputed_tokens_total{{{label}}}": counters["recomputed"],
+        f"pyengine_cached_tokens_total{{{label}}}": counters["cached"],
+        f"pyengine_worker_steps_total{{{label}}}": counters["steps"],
+        f"vllm:num_preemptions_total{{{label}}}": counters["preempted"],
+        f'pyengine_worker_blocks_total{{{label},event="stored"}}': moved["stored_blocks"],
+        f'pyengine_worker_blocks_total{{{label},event="loaded"}}': moved["loaded_blocks"],
+        f'pyengine_worker_blocks_total{{{label},event="uncached"}}': moved["uncached_blocks"],
+        f"pyengine_worker_requests{{{label}}}": len(worker.work),
+        f'pyengine_worker_pages{{{label},state="referenced"}}': worker.batcher.pool.referenced,
+        f"vllm:num_requests_running{{{label}}}": load.running,
+        f"vllm:num_requests_waiting{{{label}}}": load.waiting,
+    }
+
+
+def _node(pool: PoolClient) -> Node:
+    node = pool.node
+    return Node(node.node, node.address, node.incarnation)
