@@ -27,20 +27,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # -- gateway -> conductor ------------------------------------------------------------------------------------------
 
 
-class GatewayHello(Message):
+class GatewayHello(Message, frozen=True):
     """First message; the conductor answers with a ClusterState, and sends one again whenever it changed."""
 
     gateway: str
     incarnation: int
 
 
-class GatewayAlive(Message):
+class GatewayAlive(Message, frozen=True):
     """Heartbeat."""
 
     gateway: str
 
 
-class Route(Message):
+class Route(Message, frozen=True):
     """Ask for a plan. keys: 16 bytes per full block of the prompt, no prompt. exclude: workers that just failed it."""
 
     request: int
@@ -55,7 +55,7 @@ class Route(Message):
     exclude: tuple[str, ...] = ()
 
 
-class RouteEnded(Message):
+class RouteEnded(Message, frozen=True):
     """The attempt is over (done, failed or aborted): its load is to be forgotten."""
 
     request: int
@@ -65,15 +65,15 @@ class RouteEnded(Message):
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
-class Planned(Message):
+class Planned(Message, frozen=True):
     plan: Plan
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     rejection: Rejection
 
 
-class ClusterState(Message):
+class ClusterState(Message, frozen=True):
     """Workers that are alive, and all counters of the cluster by Prometheus sample name, for /metrics."""
 
     workers: tuple[WorkerInfo, ...]
@@ -83,7 +83,7 @@ class ClusterState(Message):
 # -- worker -> conductor -------------------------------------------------------------------------------------------
 
 
-class WorkerHello(Message):
+class WorkerHello(Message, frozen=True):
     """Dialled in (again): all that the conductor must know."""
 
     info: WorkerInfo
@@ -99,9 +99,10 @@ class StepSample(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class WorkerAlive(Message):
-    """Heartbeat, on its own thread. progress: steps begun and requests accepted; it stands still when the loop hangs with work queued.
+class WorkerAlive(Message, frozen=True):
+    """Heartbeat, on its own thread.
 
+    progress: steps begun and requests accepted; it stands still when the loop hangs with work queued.
     queued_tokens: prompt tokens accepted and not computed yet. counters by Prometheus sample name.
     """
 
@@ -115,7 +116,7 @@ class WorkerAlive(Message):
     counters: dict[str, float]
 
 
-class WorkerLeaving(Message):
+class WorkerLeaving(Message, frozen=True):
     """A clean stop: finish nothing more, route nothing here."""
 
     worker: str
@@ -124,11 +125,11 @@ class WorkerLeaving(Message):
 # -- gateway -> worker ---------------------------------------------------------------------------------------------
 
 
-class Work(Message):
+class Work(Message, frozen=True):
     """One attempt of one request, sent to its prefill and its decode worker at once (once only for role both).
 
     part: which of the plan's workers the receiver is: "prefill", "decode" or "both".
-    token_ids: uint32 LE bytes: the prompt, and behind it the `generated` tokens the gateway already holds from earlier attempts.
+    token_ids: uint32 LE bytes: the prompt, behind it the `generated` tokens the gateway holds from earlier attempts.
     keys: 16 bytes per full block of token_ids. root: key[-1] of the chain. sampling.seed is set.
     Token numbering continues: the first new token has index `generated`; max_tokens counts from the request's start.
     deadline: seconds from receipt after which the attempt is worthless; the grant is waited for at most as long.
@@ -150,15 +151,15 @@ class Work(Message):
     deadline: float = 60.0
 
 
-class Abort(Message):
-    """Stop this attempt and release everything it holds. Idempotent; unknown attempts are ignored (and remembered for a while)."""
+class Abort(Message, frozen=True):
+    """Stop this attempt and release all it holds. Idempotent; unknown attempts are ignored (and remembered a while)."""
 
     request: int
     attempt: int
 
 
-class GatewayPing(Message):
-    """Heartbeat; the first one on a connection names the gateway. Silence: the worker aborts that gateway's requests."""
+class GatewayPing(Message, frozen=True):
+    """Heartbeat; the first on a connection names the gateway. Silence: the worker aborts that gateway's requests."""
 
     gateway: str
 
@@ -166,7 +167,7 @@ class GatewayPing(Message):
 # -- worker -> gateway ---------------------------------------------------------------------------------------------
 
 
-class PrefillReport(Message):
+class PrefillReport(Message, frozen=True):
     """Counted by the prefill worker when the prompt is computed. cached: tokens reused (device, pool or fetched)."""
 
     request: int
@@ -175,7 +176,7 @@ class PrefillReport(Message):
     computed: int
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them."""
 
     request: int
@@ -185,11 +186,11 @@ class Tokens(Message):
     finish: FinishReason | None = None
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """This attempt is over at this worker. kind tells the gateway what to do:
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
-    "wrong_role": likewise. "too_large": the request can never fit; the client gets `reason`. "bug": the client gets 500.
+    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
     """
 
     request: int
@@ -199,8 +200,8 @@ class Failed(Message):
     reason: str
 
 
-class WorkerPing(Message):
-    """Heartbeat to every connected gateway; incarnation: of the worker's process, another one than planned means it restarted."""
+class WorkerPing(Message, frozen=True):
+    """Heartbeat to every connected gateway. Another incarnation than planned means that the worker restarted."""
 
     worker: str
     incarnation: int
@@ -252,4 +253,4 @@ class Codec:
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
-__all__ += ["Codec", "Note", "StepSample", "ProtocolError", "Namespace"]
+__all__ += ["Codec", "Namespace", "Note", "ProtocolError", "StepSample"]

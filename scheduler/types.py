@@ -133,7 +133,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself when it dials the conductor. `work` is the ZeroMQ endpoint where gateways send work."""
+    """What a worker says of itself when it dials the conductor. work: the ZeroMQ endpoint where gateways send work."""
 
     worker: str
     incarnation: int

@@ -1,0 +1,440 @@
+"""Goal: every computed position sees exactly the history it should, pages add up, and everybody ends.
+
+Method: a fake device stores, per page and offset, a digest of all tokens up to there; each slice is checked against it
+before it writes. Hypothesis drives arrivals, pool answers, losses, aborts and steps in random order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pyengine.scheduler.batcher import Batcher, QueueFull, Sequence, State, Step, TooLarge
+from pyengine.scheduler.blocks import BlockPool
+from pyengine.scheduler.types import FinishReason, SamplingParams
+
+BLOCK = 4
+ROOT = b"root"
+EOS = 9
+
+
+def key_of(parent: bytes, tokens: list[int]) -> bytes:
+    return hashlib.blake2b(parent + bytes(tokens), digest_size=8).digest()
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    for i in range(len(tokens) // BLOCK):
+        keys.append(key_of(keys[-1] if keys else ROOT, tokens[i * BLOCK : (i + 1) * BLOCK]))
+    return keys
+
+
+def digest(tokens: list[int], position: int) -> bytes:
+    """What the fake device stores for a position: it depends on all tokens up to there."""
+    return hashlib.blake2b(bytes(tokens[: position + 1]), digest_size=8).digest()
+
+
+def next_token(tokens: list[int]) -> int:
+    """0 … 2, so that prompts and answers often share prefixes; rarely EOS."""
+    value = hashlib.blake2b(bytes(tokens), digest_size=2).digest()
+    return EOS if value[0] < 8 else value[1] % 3
+
+
+class Device:
+    """Pages of digests, and the check that a slice reads right history."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self.cells: dict[tuple[int, int], bytes] = {}
+
+    def load(self, step: Step, lost: dict[tuple[int, int], int] | None = None) -> None:
+        for load in step.loads:
+            sequence = self.batcher.sequences[load.id]
+            good = min((load.first_block + load.blocks) * BLOCK, sequence.available)
+            if lost and load.id in lost:
+                good = max(load.first_block * BLOCK, good - lost[load.id] * BLOCK)
+            for i, page in enumerate(load.pages):
+                for offset in range(BLOCK):
+                    position = (load.first_block + i) * BLOCK + offset
+                    right = position < good
+                    self.cells[page, offset] = digest(sequence.tokens, position) if right else b"garbage"
+            self.batcher.loaded(load.id, good)
+
+    def execute(self, step: Step) -> list[int]:
+        written: set[int] = set()
+        read: list[set[int]] = []
+        sampled = []
+        for planned in step.slices:
+            tokens = self.batcher.sequences[planned.id].tokens
+            for position in range(planned.start):
+                page = planned.pages[position // BLOCK]
+                assert self.cells[page, position % BLOCK] == digest(tokens, position), f"wrong history at {position}"
+            touched = set(planned.pages[planned.start // BLOCK :])
+            assert not touched & written
+            assert all(not touched & other for other in read)
+            assert not written & set(planned.pages)
+            written |= touched
+            read.append(set(planned.pages))
+            for position in range(planned.start, planned.start + planned.count):
+                self.cells[planned.pages[position // BLOCK], position % BLOCK] = digest(tokens, position)
+            assert planned.sample == (planned.start + planned.count == len(tokens))
+            sampled.append(next_token(tokens) if planned.sample else -1)
+        return sampled
+
+
+def sequence(
+    number: int,
+    tokens: list[int],
+    *,
+    max_tokens: int = 8,
+    first_only: bool = False,
+    handed_off: bool = False,
+    ignore_eos: bool = False,
+    generated_before: int = 0,
+) -> Sequence:
+    return Sequence(
+        id=(number, 0),
+        tokens=list(tokens),
+        prompt_tokens=len(tokens),
+        keys=keys_of(tokens),
+        root=ROOT,
+        sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
+        generated_before=generated_before,
+        first_only=first_only,
+        handed_off=handed_off,
+    )
+
+
+def batcher(pages: int = 8, **limits: int) -> Batcher:
+    values = {"max_tokens": 8, "max_sequences": 4, "max_queue": 16, "max_positions": 1000} | limits
+    return Batcher(BlockPool(pages, BLOCK), eos=frozenset([EOS]), key_of=key_of, **values)
+
+
+class BatcherMachine(RuleBasedStateMachine):
+    @initialize(pages=st.integers(3, 12), budget=st.integers(1, 12), width=st.integers(1, 4))
+    def start(self, pages: int, budget: int, width: int) -> None:
+        self.batcher = batcher(pages, max_tokens=budget, max_sequences=width, max_queue=6)
+        self.device = Device(self.batcher)
+        self.number = 0
+        self.answers: dict[tuple[int, int], list[int]] = {}
+        self.computed: dict[tuple[int, int], int] = {}
+        self.pending: Step | None = None
+
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 14),
+        kind=st.sampled_from(["both", "prefill", "decode"]),
+    )
+    def arrive(self, tokens: list[int], max_tokens: int, kind: str) -> None:
+        if kind == "decode" and (max_tokens == 1 or next_token(tokens) == EOS):
+            return  # ended at the prefill side
+        new = sequence(
+            self.number, tokens, max_tokens=max_tokens, first_only=kind == "prefill", handed_off=kind == "decode"
+        )
+        needed = len(tokens) + (kind != "prefill")
+        try:
+            self.batcher.add(new)
+        except TooLarge:
+            assert needed > self.batcher.pool.pages * BLOCK
+        except QueueFull:
+            assert self.batcher.waiting >= 6
+        else:
+            assert needed <= self.batcher.pool.pages * BLOCK
+            self.answers[new.id] = list(tokens)
+            self.computed[new.id] = 0
+            self.number += 1
+
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        held = [s for s in self.batcher.sequences.values() if s.state is State.HELD]
+        if not held:
+            return
+        chosen = data.draw(st.sampled_from(sorted(held, key=lambda s: s.id)))
+        if chosen.handed_off and len(chosen.tokens) == chosen.prompt_tokens:
+            token = next_token(chosen.tokens)
+            self.answers[chosen.id].append(token)
+            if self.batcher.first_token(chosen.id, token):
+                return
+            self.batcher.ready(chosen.id, data.draw(st.sampled_from([chosen.prompt_tokens, 0, BLOCK])))
+        else:
+            blocks = data.draw(st.integers(0, len(chosen.tokens) // BLOCK))
+            self.batcher.ready(chosen.id, blocks * BLOCK)
+
+    @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans())
+    def step(self, lost: int, abort: bool, late: bool) -> None:
+        step = self.batcher.plan()
+        self.batcher.check()
+        assert sum(planned.count for planned in step.slices) <= self.batcher.max_tokens
+        self.device.load(step, {load.id: lost for load in step.loads})
+        tokens = self.device.execute(step)
+        if abort and step.slices:
+            self.batcher.remove(step.slices[0].id)
+        for outcome, planned, token in self._outcomes(step, tokens):
+            assert outcome.token == (token if planned.sample else None)
+            mine = self.batcher.sequences[planned.id]
+            self.computed[planned.id] += planned.count
+            for block in outcome.filled:
+                assert block.key == keys_of(mine.tokens)[block.index]
+                assert block.page == mine.pages[block.index]
+                for offset in range(BLOCK):
+                    expected = digest(mine.tokens, block.index * BLOCK + offset)
+                    assert self.device.cells[block.page, offset] == expected
+            if outcome.token is not None:
+                assert outcome.index == len(self.answers[planned.id]) - mine.prompt_tokens
+                self.answers[planned.id].append(outcome.token)
+                assert mine.tokens == self.answers[planned.id]
+                over = outcome.finish is not None or mine.first_only
+                assert over == (mine.state is State.FINISHED)
+
+    def _outcomes(self, step: Step, tokens: list[int]):  # type: ignore[no-untyped-def]
+        outcomes = {outcome.id: outcome for outcome in self.batcher.finish(step, tokens)}
+        for planned, token in zip(step.slices, tokens, strict=True):
+            if planned.id in outcomes:
+                yield outcomes[planned.id], planned, token
+
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        if self.batcher.sequences:
+            self.batcher.remove(data.draw(st.sampled_from(sorted(self.batcher.sequences))))
+
+    @rule()
+    def reap(self) -> None:
+        for s in [s for s in self.batcher.sequences.values() if s.state is State.FINISHED]:
+            self.batcher.remove(s.id)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "batcher"):
+            self.batcher.check()
+
+    def teardown(self) -> None:
+        """Everybody ends when pools answer and finished ones are removed; then no page is held."""
+        if not hasattr(self, "batcher"):
+            return
+        for _ in range(5000):
+            self.reap()
+            if self.batcher.idle:
+                break
+            for s in list(self.batcher.sequences.values()):
+                if s.state is State.HELD:
+                    if s.handed_off and len(s.tokens) == s.prompt_tokens:
+                        self.answers[s.id].append(next_token(s.tokens))
+                        self.batcher.first_token(s.id, next_token(s.tokens))
+                    if s.state is State.HELD:
+                        self.batcher.ready(s.id, 0)
+            self.step(0, False, False)
+        assert self.batcher.idle, "somebody starves"
+        assert self.batcher.pool.referenced == 0
+
+
+BatcherMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBatcher = BatcherMachine.TestCase
+
+
+def run(b: Batcher, device: Device, steps: int = 1000) -> dict[tuple[int, int], list[int]]:
+    """Steps until nothing more can be planned; returns the tokens of each sequence."""
+    answers: dict[tuple[int, int], list[int]] = {}
+    for _ in range(steps):
+        step = b.plan()
+        if step.empty:
+            break
+        for id in step.preempted:
+            b.ready(id, 0)
+        device.load(step)
+        for outcome in b.finish(step, device.execute(step)):
+            if outcome.token is not None:
+                answers.setdefault(outcome.id, []).append(outcome.token)
+    return answers
+
+
+def test_decodes_come_first_and_chunks_share_the_rest_of_the_budget() -> None:
+    b = batcher(pages=20)
+    device = Device(b)
+    b.add(sequence(1, [1, 2, 3], max_tokens=50, ignore_eos=True))
+    b.ready((1, 0), 0)
+    run(b, device, 1)
+    b.add(sequence(2, [2] * 20))
+    b.ready((2, 0), 0)
+    counts = []
+    for _ in range(3):
+        step = b.plan()
+        counts.append([(planned.id[0], planned.count, planned.sample) for planned in step.slices])
+        b.finish(step, device.execute(step))
+    assert counts == [[(1, 1, True), (2, 7, False)], [(1, 1, True), (2, 7, False)], [(1, 1, True), (2, 6, True)]]
+
+
+def test_a_second_turn_reuses_the_pages_of_the_first() -> None:
+    b = batcher(pages=20)
+    device = Device(b)
+    prompt = [0, 1, 2, 0, 1, 2, 0, 1, 2, 1]
+    b.add(sequence(1, prompt, ignore_eos=True))
+    b.ready((1, 0), 0)
+    answer = run(b, device)[1, 0]
+    b.remove((1, 0))
+    second = prompt + answer
+    b.add(sequence(2, second))
+    b.ready((2, 0), 0)
+    step = b.plan()
+    # The KV of the last token of the answer was never computed: reusable are the full blocks before it.
+    assert b.sequences[2, 0].cached == (len(second) - 1) // BLOCK * BLOCK
+    assert step.slices[0].start == b.sequences[2, 0].cached
+
+
+def test_the_whole_prompt_cached_still_computes_a_token() -> None:
+    b = batcher(pages=20)
+    device = Device(b)
+    for number in (1, 2):
+        b.add(sequence(number, [1] * 8))
+        b.ready((number, 0), 8)
+        step = b.plan()
+        device.load(step)
+        if not step.slices:
+            step = b.plan()
+        assert (step.slices[0].start, step.slices[0].count) == (4, 4)
+        b.finish(step, device.execute(step))
+        b.remove((number, 0))
+
+
+def test_a_handed_off_sequence_computes_only_its_own_tokens() -> None:
+    b = batcher(pages=20)
+    device = Device(b)
+    prompt = [0, 1, 2, 0, 1, 2]
+    b.add(sequence(1, prompt, max_tokens=6, handed_off=True, ignore_eos=True))
+    with pytest.raises(ValueError, match="no first token"):
+        b.ready((1, 0), 6)
+    assert b.first_token((1, 0), next_token(prompt)) is None
+    assert b.queued_tokens == 0
+    b.ready((1, 0), 6)
+    step = b.plan()
+    (load,) = step.loads
+    assert (load.first_block, load.blocks, step.slices) == (0, 2, [])
+    device.load(step)
+    assert len(run(b, device)[1, 0]) == 5
+    assert b.sequences[1, 0].recomputed == 0
+    assert b.sequences[1, 0].computed == len(prompt) + 5
+
+
+def test_lost_blocks_of_a_hand_off_are_recomputed_and_counted() -> None:
+    b = batcher(pages=20)
+    device = Device(b)
+    prompt = [0, 1, 2, 0, 1, 2]
+    b.add(sequence(1, prompt, handed_off=True, ignore_eos=True))
+    b.first_token((1, 0), next_token(prompt))
+    b.ready((1, 0), 6)
+    step = b.plan()
+    device.load(step, {(1, 0): 1})
+    run(b, device)
+    assert b.sequences[1, 0].recomputed == 4
+
+
+def test_the_youngest_is_preempted_and_its_answer_does_not_change() -> None:
+    alone: dict[tuple[int, int], list[int]] = {}
+    for number in (1, 2):
+        b = batcher(pages=6)
+        b.add(sequence(number, [number] * 7, max_tokens=12, ignore_eos=True))
+        b.ready((number, 0), 0)
+        alone |= run(b, Device(b))
+    b = batcher(pages=6)
+    for number in (1, 2):
+        b.add(sequence(number, [number] * 7, max_tokens=12, ignore_eos=True))
+        b.ready((number, 0), 0)
+    device = Device(b)
+    together: dict[tuple[int, int], list[int]] = {}
+    preempted = []
+    for _ in range(200):
+        step = b.plan()
+        preempted += step.preempted
+        for id in step.preempted:
+            b.ready(id, 0)
+        device.load(step)
+        for outcome in b.finish(step, device.execute(step)):
+            if outcome.token is not None:
+                together.setdefault(outcome.id, []).append(outcome.token)
+            if b.sequences[outcome.id].state is State.FINISHED:
+                b.remove(outcome.id)
+        if b.idle:
+            break
+    assert preempted
+    assert set(preempted) == {(2, 0)}
+    assert together == alone
+
+
+def test_preempted_sequences_are_admitted_before_new_ones() -> None:
+    b = batcher(pages=5, max_sequences=2)
+    device = Device(b)
+    for number in (1, 2, 3):
+        b.add(sequence(number, [number] * 7, max_tokens=9, ignore_eos=True))
+        b.ready((number, 0), 0)
+    preempted: list[tuple[int, int]] = []
+    for _ in range(20):
+        step = b.plan()
+        preempted += step.preempted
+        if preempted:
+            break
+        b.finish(step, device.execute(step))
+    assert preempted == [(2, 0)]
+    b.ready((2, 0), 0)
+    b.remove((1, 0))
+    assert next(planned.id for planned in b.plan().slices) == (2, 0)
+
+
+def test_why_sequences_end() -> None:
+    cases = [
+        (sequence(1, [1, 2], max_tokens=3, ignore_eos=True), 3, FinishReason.LENGTH, {}),
+        (sequence(1, [1, 2], max_tokens=5, ignore_eos=True, generated_before=2), 3, FinishReason.LENGTH, {}),
+        (sequence(1, [1, 2], max_tokens=50, ignore_eos=True), 4, FinishReason.LENGTH, {"max_positions": 6}),
+        (sequence(1, [1, 2], max_tokens=50, ignore_eos=True), 7, FinishReason.LENGTH, {"pages": 2}),
+    ]
+    for new, count, reason, limits in cases:
+        b = batcher(**limits)
+        b.add(new)
+        b.ready(new.id, 0)
+        device, outcomes = Device(b), []
+        while new.state is not State.FINISHED:
+            step = b.plan()
+            outcomes += b.finish(step, device.execute(step))
+        assert [outcome.index for outcome in outcomes] == list(
+            range(new.generated_before, new.generated_before + count)
+        )
+        assert outcomes[-1].finish is reason
+    for ends, ignore in (((7,), True), ((), False)):
+        b = batcher()
+        new = sequence(1, [1, 2])
+        new.sampling = SamplingParams(stop_token_ids=ends, ignore_eos=ignore)
+        b.add(new)
+        b.ready(new.id, 0)
+        (outcome,) = b.finish(b.plan(), [7 if ends else EOS])
+        assert outcome.finish is FinishReason.STOP
+
+
+def test_a_prefill_part_ends_with_its_first_token_and_keeps_its_pages() -> None:
+    b = batcher()
+    device = Device(b)
+    b.add(sequence(1, [1] * 6, first_only=True, ignore_eos=True))
+    b.ready((1, 0), 0)
+    step = b.plan()
+    (outcome,) = b.finish(step, device.execute(step))
+    assert (outcome.finish, outcome.prefilled, outcome.index) == (None, True, 0)
+    assert b.sequences[1, 0].state is State.FINISHED
+    assert b.pool.referenced == 2
+    b.remove((1, 0))
+    b.remove((1, 0))
+    assert b.pool.referenced == 0
+
+
+def test_what_can_never_fit_is_refused_with_a_sentence() -> None:
+    b = batcher(pages=2, max_positions=7, max_queue=1)
+    with pytest.raises(TooLarge, match="7 positions"):
+        b.add(sequence(1, [1] * 7))
+    b = batcher(pages=2, max_queue=1)
+    with pytest.raises(TooLarge, match="holds 8 in all"):
+        b.add(sequence(1, [1] * 8))
+    b.add(sequence(1, [1] * 8, first_only=True))
+    with pytest.raises(QueueFull, match="try again"):
+        b.add(sequence(2, [1]))
+    with pytest.raises(ValueError, match="earlier attempts"):
+        b.add(sequence(3, [1], max_tokens=2, generated_before=2))
