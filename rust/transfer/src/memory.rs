@@ -25,7 +25,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
@@ -84,6 +84,8 @@ pub struct Arena {
     stride: u64,
     /// Empty in a client.
     states: Box<[Mutex<SlotState>]>,
+    /// Writes refused because the life was over.
+    fenced: AtomicU64,
 }
 
 // SAFETY: `base` is a mapping that lives as long as the value; all access to it goes through the methods below, which
@@ -134,7 +136,7 @@ impl Arena {
                 Mutex::new(SlotState { generation: 0, phase: Phase::Over, readers: 0, writing: false, arrived })
             })
             .collect();
-        let arena = Self { base: map(&fd, length)?, fd, bytes: length, layout, slots, stride, states };
+        let arena = Self { base: map(&fd, length)?, fd, bytes: length, layout, slots, stride, states, fenced: AtomicU64::new(0) };
         for (index, word) in arena.header().into_iter().enumerate() {
             arena.word(4 * index as u64).store(word, Ordering::Relaxed);
         }
@@ -157,7 +159,7 @@ impl Arena {
         if !SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_SHRINK) {
             return Err(refuse("it is not sealed against shrinking"));
         }
-        let arena = Self { base: map(&fd, bytes)?, fd, bytes, layout, slots, stride, states: Box::default() };
+        let arena = Self { base: map(&fd, bytes)?, fd, bytes, layout, slots, stride, states: Box::default(), fenced: AtomicU64::new(0) };
         for (index, word) in arena.header().into_iter().enumerate() {
             if arena.word(4 * index as u64).load(Ordering::Relaxed) != word {
                 return Err(refuse("its header says another version or layout"));
@@ -237,16 +239,30 @@ impl Arena {
     /// # Errors
     /// `Fenced` if that life is not open, or another `WriteHold` is out on it.
     pub fn begin_write(self: &Arc<Self>, slot: SlotRef) -> Result<WriteHold, Fenced> {
-        if slot.slot >= self.slots {
-            return Err(Fenced);
+        let mut state = (slot.slot < self.slots).then(|| self.state(slot.slot));
+        match &mut state {
+            Some(state) if state.generation == slot.generation && state.phase == Phase::Open && !state.writing => {
+                state.writing = true;
+            }
+            _ => {
+                self.fenced.fetch_add(1, Ordering::Relaxed);
+                return Err(Fenced);
+            }
         }
-        let mut state = self.state(slot.slot);
-        if state.generation != slot.generation || state.phase != Phase::Open || state.writing {
-            return Err(Fenced);
-        }
-        state.writing = true;
         drop(state);
         Ok(WriteHold { arena: self.clone(), slot })
+    }
+
+    /// How many writes were refused by [`Arena::begin_write`] so far.
+    pub fn fenced(&self) -> u64 {
+        self.fenced.load(Ordering::Relaxed)
+    }
+
+    /// True if every strip of a sealed slot fits its stored checksum; false also if the life is over.
+    pub fn intact(self: &Arc<Self>, slot: SlotRef) -> bool {
+        let Some(hold) = self.begin_read(slot) else { return false };
+        let strips = hold.bytes().chunks_exact(self.layout.strip_bytes as usize);
+        strips.zip(hold.checksums()).all(|(strip, sum)| checksum(strip) == sum)
     }
 
     /// Takes a sealed slot for reading; `None` if that life is over or not sealed.

@@ -1,1 +1,76 @@
-//! Stats.
+//! Counters of one daemon, named as Prometheus samples.
+
+use crate::pool::{Occupancy, Tally};
+
+/// What the engine counts itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Bytes and blocks sent to peers: applied and verified there.
+    pub bytes_out: u64,
+    /// Bytes received from peers and committed here.
+    pub bytes_in: u64,
+    /// Blocks sent to peers.
+    pub blocks_out: u64,
+    /// Blocks received from peers.
+    pub blocks_in: u64,
+    /// Blocks handed over within this arena.
+    pub blocks_arena: u64,
+    /// Checksums that did not hold after crossing a network, the arena being innocent.
+    pub corrupt_wire: u64,
+    /// Checksums that did not hold on bytes of this arena.
+    pub corrupt_arena: u64,
+    /// Copies sent again.
+    pub retries: u64,
+}
+
+/// All that the samples are made of.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Snapshot {
+    /// The engine's own.
+    pub stats: Stats,
+    /// The pool's slots.
+    pub occupancy: Occupancy,
+    /// The pool's history.
+    pub tally: Tally,
+    /// Grants (held, waiting).
+    pub grants: (usize, usize),
+    /// Writes refused because the slot's life was over.
+    pub fenced: u64,
+}
+
+impl Snapshot {
+    /// Samples as (name with labels, value). `transport` names how bytes travel to peers.
+    pub fn samples(&self, node: &str, transport: &str) -> Vec<(String, u64)> {
+        let Self { stats, occupancy, tally, grants, fenced } = self;
+        let bytes = "pyengine_transfer_bytes_total";
+        let blocks = "pyengine_transfer_blocks_total";
+        let pool = |state: &str| format!(r#"pyengine_pool_blocks{{node="{node}",tier="dram",state="{state}"}}"#);
+        let way = |name: &str, transport: &str, direction: &str| {
+            format!(r#"{name}{{transport="{transport}",direction="{direction}",node="{node}"}}"#)
+        };
+        let label = |name: &str, key: &str, value: &str| format!(r#"{name}{{node="{node}",{key}="{value}"}}"#);
+        let plain = |name: &str| format!(r#"{name}{{node="{node}"}}"#);
+        vec![
+            (way(bytes, transport, "out"), stats.bytes_out),
+            (way(bytes, transport, "in"), stats.bytes_in),
+            (way(blocks, transport, "out"), stats.blocks_out),
+            (way(blocks, transport, "in"), stats.blocks_in),
+            (way(blocks, "arena", "out"), stats.blocks_arena),
+            (way(blocks, "arena", "in"), stats.blocks_arena),
+            (pool("free"), occupancy.free.into()),
+            (pool("cached"), occupancy.cached.into()),
+            (pool("pinned"), occupancy.pinned.into()),
+            (pool("reserved"), occupancy.reserved.into()),
+            (pool("quarantine"), occupancy.quarantine.into()),
+            (label("pyengine_pool_grants", "state", "held"), grants.0 as u64),
+            (label("pyengine_pool_grants", "state", "waiting"), grants.1 as u64),
+            (label("pyengine_checksum_failures_total", "where", "wire"), stats.corrupt_wire),
+            (label("pyengine_checksum_failures_total", "where", "arena"), stats.corrupt_arena),
+            (plain("pyengine_fenced_writes_total"), *fenced),
+            (plain("pyengine_transfer_retries_total"), stats.retries),
+            (plain("pyengine_pool_evictions_total"), tally.evictions),
+            (plain("pyengine_pool_hits_total"), tally.hits),
+            (plain("pyengine_pool_misses_total"), tally.misses),
+        ]
+    }
+}

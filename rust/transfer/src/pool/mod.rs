@@ -1,1 +1,725 @@
-//! Pool.
+//! A node's block store, as bookkeeping over slot numbers: what lies where, for whom, and what may go.
+//!
+//! ```text
+//!            grant                 commit                   last reference gone
+//!   Free ------------> Reserved ------------> Committed ---------------------------> evictable (stays readable)
+//!    ^                    |                   |       |                                   |
+//!    |   quiet            | end               | private, duplicate or corrupt,           | room is needed
+//!    +------ Quarantine <-+-------------------+ last reference gone  <--------------------+
+//! ```
+//!
+//! A slot leaves `Quarantine` when nobody can write it any more: no hold of this process is out on it and every local
+//! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
+//! [`Lives`] seam.
+
+mod ended;
+pub mod policy;
+
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use crate::memory::Arena;
+use crate::messages::{GrantMode, GrantedSlot, Refusal};
+use crate::types::{BlockKey, ClientId, SlotRef, Tag};
+
+pub use ended::Remembered;
+use policy::{Evict, lru::Lru};
+
+/// What the pool needs of the memory behind its slot numbers.
+pub trait Lives {
+    /// Begins a new life of a quiet slot, open for writing.
+    fn issue(&self, slot: u32) -> SlotRef;
+    /// Ends writing, allows reading. False if somebody is writing.
+    fn seal(&self, slot: SlotRef) -> bool;
+    /// Ends the life.
+    fn retire(&self, slot: SlotRef);
+    /// True if nobody in this process touches the slot.
+    fn quiet(&self, slot: u32) -> bool;
+}
+
+impl Lives for Arc<Arena> {
+    fn issue(&self, slot: u32) -> SlotRef {
+        Arena::issue(self, slot)
+    }
+
+    fn seal(&self, slot: SlotRef) -> bool {
+        Arena::seal(self, slot)
+    }
+
+    fn retire(&self, slot: SlotRef) {
+        Arena::retire(self, slot);
+    }
+
+    fn quiet(&self, slot: u32) -> bool {
+        Arena::quiet(self, slot)
+    }
+}
+
+/// Who holds references: a local client, or the daemon itself (replication), under a tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Holder {
+    /// `None`: the daemon itself.
+    pub client: Option<ClientId>,
+    /// Chosen by the holder.
+    pub tag: Tag,
+}
+
+/// What a holder asks room for: one slot per key, plus `private` 0 or 1.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wish {
+    /// Full blocks in prefix order.
+    pub keys: Vec<BlockKey>,
+    /// One more slot, with no key?
+    pub private: bool,
+    /// Key before `keys[0]`.
+    pub parent: BlockKey,
+    /// Index of `keys[0]` in its prefix.
+    pub position: u32,
+}
+
+impl Wish {
+    fn slots(&self) -> usize {
+        self.keys.len() + usize::from(self.private)
+    }
+
+    fn place(&self, index: usize) -> Place {
+        let parent = if index == 0 { self.parent } else { self.keys[index - 1] };
+        Place { key: self.keys[index], parent, position: self.position + index as u32 }
+    }
+}
+
+/// Answer to a wish.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Granting {
+    /// The slots, in order.
+    Held(Vec<GrantedSlot>),
+    /// In the queue; [`Pool::advance`] will return it.
+    Waiting,
+    /// Never, or not now.
+    Refused(Refusal),
+}
+
+/// A published block: its key and where it stands in its prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The block.
+    pub key: BlockKey,
+    /// The block before it.
+    pub parent: BlockKey,
+    /// Its index in the prefix.
+    pub position: u32,
+}
+
+/// What changed in the set of published blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A block became readable to all.
+    Stored(Place),
+    /// It is no longer.
+    Removed(BlockKey),
+}
+
+/// Numbers of slots by state; they add up to the pool's size.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Occupancy {
+    /// Empty.
+    pub free: u32,
+    /// Published and evictable.
+    pub cached: u32,
+    /// Committed and referenced.
+    pub pinned: u32,
+    /// Reserved, wanted.
+    pub reserved: u32,
+    /// Not proven quiet yet.
+    pub quarantine: u32,
+}
+
+/// What happened so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Keys found by grants and lookups.
+    pub hits: u64,
+    /// Keys not found.
+    pub misses: u64,
+    /// Blocks removed to make room.
+    pub evictions: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Free,
+    Reserved,
+    /// `place` is `None` for a private block. Published: the index leads here.
+    Committed {
+        published: bool,
+    },
+    Quarantine,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    life: SlotRef,
+    state: State,
+    /// What it is (or will be), `None` for a private block.
+    place: Option<Place>,
+    /// References of holders.
+    pins: u32,
+    /// Copies that read it.
+    reads: u32,
+    /// Local clients, other than the holder, that may write it.
+    writers: u32,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Held {
+    /// Slots of the grant, in order.
+    grant: Option<Vec<u32>>,
+    /// Slots pinned by lookups, in order, none twice.
+    looked: Vec<u32>,
+}
+
+/// The pool of one node. Every operation leaves [`Pool::check`] true.
+pub struct Pool<M: Lives> {
+    memory: M,
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    index: HashMap<BlockKey, u32>,
+    evict: Box<dyn Evict>,
+    quarantine: BTreeSet<u32>,
+    held: HashMap<Holder, Held>,
+    /// Which client was granted a tag (or waits for it).
+    granted: HashMap<Tag, ClientId>,
+    waiting: VecDeque<(Holder, Wish)>,
+    waiting_limit: usize,
+    /// Slots that a local client may write though another one holds them.
+    writers: HashMap<Holder, HashSet<u32>>,
+    ended: Remembered<Tag>,
+    changes: Vec<(u64, Change)>,
+    next_sequence: u64,
+    xor: [u8; 16],
+    tally: Tally,
+}
+
+impl<M: Lives> Pool<M> {
+    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered.
+    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize) -> Self {
+        let empty = |slot| Slot {
+            life: SlotRef { slot, generation: 0 },
+            state: State::Free,
+            place: None,
+            pins: 0,
+            reads: 0,
+            writers: 0,
+        };
+        Self {
+            memory,
+            slots: (0..slots).map(empty).collect(),
+            free: (0..slots).rev().collect(),
+            index: HashMap::new(),
+            evict: Box::new(Lru::default()),
+            quarantine: BTreeSet::new(),
+            held: HashMap::new(),
+            granted: HashMap::new(),
+            waiting: VecDeque::new(),
+            waiting_limit,
+            writers: HashMap::new(),
+            ended: Remembered::new(ended_limit),
+            changes: Vec::new(),
+            next_sequence: 0,
+            xor: [0; 16],
+            tally: Tally::default(),
+        }
+    }
+
+    // -- taking ------------------------------------------------------------------------------------------------------
+
+    /// Reserves or pins all slots of a wish, or none of them.
+    pub fn grant(&mut self, holder: Holder, wish: Wish, mode: GrantMode) -> Granting {
+        if holder.client.is_some() && self.ended.contains(&holder.tag) {
+            return Granting::Refused(Refusal::Ended);
+        }
+        let taken = self.granted.contains_key(&holder.tag) && holder.client.is_some();
+        let granted = self.held.get(&holder).is_some_and(|held| held.grant.is_some());
+        let distinct: HashSet<_> = wish.keys.iter().collect();
+        let overflow = u32::try_from(wish.keys.len()).ok().and_then(|n| wish.position.checked_add(n)).is_none();
+        if taken || granted || distinct.len() != wish.keys.len() || overflow {
+            return Granting::Refused(Refusal::Protocol);
+        }
+        if wish.slots() > self.slots.len() {
+            return Granting::Refused(Refusal::TooLarge);
+        }
+        // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
+        let present = wish.keys.iter().filter(|key| self.index.contains_key(key)).count();
+        if (self.waiting.is_empty() || present == wish.slots())
+            && let Some(slots) = self.try_grant(holder, &wish)
+        {
+            return Granting::Held(slots);
+        }
+        if mode == GrantMode::Now || self.waiting.len() >= self.waiting_limit {
+            return Granting::Refused(Refusal::Full);
+        }
+        if let Some(client) = holder.client {
+            self.granted.insert(holder.tag, client);
+        }
+        self.waiting.push_back((holder, wish));
+        Granting::Waiting
+    }
+
+    /// Grants what fits now, in arrival order. Call after anything was released.
+    pub fn advance(&mut self) -> Vec<(Holder, Vec<GrantedSlot>)> {
+        self.sweep();
+        let mut granted = Vec::new();
+        while let Some((holder, wish)) = self.waiting.pop_front() {
+            match self.try_grant(holder, &wish) {
+                Some(slots) => granted.push((holder, slots)),
+                None => {
+                    self.waiting.push_front((holder, wish));
+                    break;
+                }
+            }
+        }
+        granted
+    }
+
+    fn try_grant(&mut self, holder: Holder, wish: &Wish) -> Option<Vec<GrantedSlot>> {
+        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
+        let hits = present.iter().flatten().count();
+        let need = wish.slots() - hits;
+        let kept = present.iter().flatten().filter(|&&slot| self.evict.contains(slot)).count();
+        if need > self.free.len() + self.evict.len() - kept {
+            return None;
+        }
+        // Pinned first, so that making room cannot take what is already here.
+        present.iter().flatten().for_each(|&slot| self.pin(slot));
+        if !self.make_room(need) {
+            present.iter().rev().flatten().for_each(|&slot| self.unpin(slot));
+            return None;
+        }
+        let mut slots = Vec::with_capacity(wish.slots());
+        for index in 0..wish.slots() {
+            let slot = match present.get(index) {
+                Some(&Some(slot)) => slot,
+                _ => {
+                    let slot = self.free.pop().expect("make_room has freed enough");
+                    let life = self.memory.issue(slot);
+                    let place = (index < wish.keys.len()).then(|| wish.place(index));
+                    self.slots[slot as usize] =
+                        Slot { life, state: State::Reserved, place, pins: 1, reads: 0, writers: 0 };
+                    slot
+                }
+            };
+            slots.push(slot);
+        }
+        self.tally.hits += hits as u64;
+        self.tally.misses += (wish.keys.len() - hits) as u64;
+        let answer = slots.iter().map(|&slot| self.granted_slot(slot)).collect();
+        self.held.entry(holder).or_default().grant = Some(slots);
+        if let Some(client) = holder.client {
+            self.granted.insert(holder.tag, client);
+        }
+        Some(answer)
+    }
+
+    /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine.
+    fn make_room(&mut self, need: usize) -> bool {
+        while self.free.len() < need {
+            let Some(victim) = self.evict.pop() else { return false };
+            self.tally.evictions += 1;
+            self.unpublish_slot(victim);
+            self.discard(victim);
+        }
+        true
+    }
+
+    /// Pins the longest leading run of keys that is published.
+    pub fn lookup(&mut self, holder: Holder, keys: &[BlockKey]) -> Vec<SlotRef> {
+        let found: Vec<u32> = keys.iter().map_while(|key| self.index.get(key).copied()).collect();
+        self.tally.hits += found.len() as u64;
+        self.tally.misses += (keys.len() - found.len()) as u64;
+        if !found.is_empty() {
+            let mut held = self.held.remove(&holder).unwrap_or_default();
+            let mut known: HashSet<u32> = held.looked.iter().copied().collect();
+            for &slot in &found {
+                if known.insert(slot) {
+                    held.looked.push(slot);
+                    self.pin(slot);
+                }
+            }
+            self.held.insert(holder, held);
+        }
+        found.iter().map(|&slot| self.slots[slot as usize].life).collect()
+    }
+
+    /// Makes a reserved block readable: published, unless it is private or its key is published already.
+    /// `by`: the client that wrote it, which promises to write it no more.
+    ///
+    /// # Errors
+    /// `Protocol`: no such index. `Corrupt`: somebody is still writing it.
+    pub fn commit(&mut self, holder: Holder, index: u32, by: Option<Holder>) -> Result<(), Refusal> {
+        let slot = self.granted_index(holder, index).ok_or(Refusal::Protocol)?;
+        if let Some(writer) = by {
+            self.forget_writer(writer, slot);
+        }
+        let record = &mut self.slots[slot as usize];
+        if record.state != State::Reserved {
+            return Ok(());
+        }
+        if !self.memory.seal(record.life) {
+            return Err(Refusal::Corrupt);
+        }
+        let place = record.place.filter(|place| !self.index.contains_key(&place.key));
+        record.state = State::Committed { published: place.is_some() };
+        if let Some(place) = place {
+            self.index.insert(place.key, slot);
+            self.mark(place.key);
+            self.change(Change::Stored(place));
+        }
+        Ok(())
+    }
+
+    /// Lets a local client write the uncommitted slots of somebody else's grant, until it commits them or lets go.
+    pub fn add_writer(&mut self, holder: Holder, writer: Holder) {
+        let reserved: Vec<u32> = self.grant_slots(holder).filter(|&slot| self.is(slot, State::Reserved)).collect();
+        let known = self.writers.entry(writer).or_default();
+        for slot in reserved {
+            if known.insert(slot) {
+                self.slots[slot as usize].writers += 1;
+            }
+        }
+    }
+
+    /// The writer has let go of everything (its `End`, or its proven death).
+    pub fn remove_writer(&mut self, writer: Holder) {
+        let mut slots: Vec<u32> = self.writers.get(&writer).into_iter().flatten().copied().collect();
+        slots.sort_unstable();
+        for slot in slots {
+            self.forget_writer(writer, slot);
+        }
+        self.writers.remove(&writer);
+    }
+
+    fn forget_writer(&mut self, writer: Holder, slot: u32) {
+        if self.writers.get_mut(&writer).is_some_and(|slots| slots.remove(&slot)) {
+            self.slots[slot as usize].writers -= 1;
+            self.settle(slot);
+        }
+    }
+
+    /// A copy begins to read a committed block. False if that life is over or not committed.
+    pub fn begin_copy(&mut self, slot: SlotRef) -> bool {
+        let Some(record) = self.slots.get_mut(slot.slot as usize) else { return false };
+        if record.life != slot || !matches!(record.state, State::Committed { .. }) {
+            return false;
+        }
+        record.reads += 1;
+        self.evict.remove(slot.slot);
+        true
+    }
+
+    /// The copy reads no more.
+    pub fn end_copy(&mut self, slot: SlotRef) {
+        self.slots[slot.slot as usize].reads -= 1;
+        self.settle(slot.slot);
+    }
+
+    // -- letting go --------------------------------------------------------------------------------------------------
+
+    /// Drops everything a holder has: waiting, reserved, pinned. True if it had or awaited a grant.
+    pub fn release(&mut self, holder: Holder) -> bool {
+        let before = self.waiting.len();
+        self.waiting.retain(|(waiting, _)| *waiting != holder);
+        let mut granted = self.waiting.len() != before;
+        let held = self.held.remove(&holder).unwrap_or_default();
+        // From tail to head, so that the head of a prefix counts as used last.
+        for slots in [held.looked, held.grant.clone().unwrap_or_default()] {
+            for &slot in slots.iter().rev() {
+                self.unpin(slot);
+            }
+        }
+        granted |= held.grant.is_some();
+        if granted && holder.client.is_some() {
+            self.granted.remove(&holder.tag);
+        }
+        granted
+    }
+
+    /// The tag is never granted again.
+    pub fn end(&mut self, tag: Tag) {
+        self.ended.insert(tag);
+    }
+
+    /// A block was found corrupt: nobody finds it any more; who holds it keeps its slot. True if it was published.
+    pub fn unpublish(&mut self, slot: SlotRef) -> bool {
+        let Some(record) = self.slots.get(slot.slot as usize) else { return false };
+        if record.life != slot || record.state != (State::Committed { published: true }) {
+            return false;
+        }
+        self.evict.remove(slot.slot);
+        self.unpublish_slot(slot.slot);
+        self.settle(slot.slot);
+        true
+    }
+
+    /// Frees what in quarantine has become quiet.
+    pub fn sweep(&mut self) {
+        let quiet = |&slot: &u32| self.slots[slot as usize].writers == 0 && self.memory.quiet(slot);
+        for slot in self.quarantine.iter().copied().filter(quiet).collect::<Vec<_>>() {
+            self.quarantine.remove(&slot);
+            self.slots[slot as usize].state = State::Free;
+            self.free.push(slot);
+        }
+    }
+
+    fn pin(&mut self, slot: u32) {
+        self.slots[slot as usize].pins += 1;
+        self.evict.remove(slot);
+    }
+
+    fn unpin(&mut self, slot: u32) {
+        self.slots[slot as usize].pins -= 1;
+        self.settle(slot);
+    }
+
+    /// Decides what becomes of a slot after somebody has let go of it.
+    fn settle(&mut self, slot: u32) {
+        let record = &self.slots[slot as usize];
+        if record.pins > 0 || record.reads > 0 {
+            return;
+        }
+        match record.state {
+            State::Reserved | State::Committed { published: false } => self.discard(slot),
+            State::Committed { published: true } if record.writers == 0 => {
+                self.evict.add(slot);
+                self.renew_ancestors(slot);
+            }
+            State::Committed { published: true } | State::Quarantine | State::Free => {}
+        }
+    }
+
+    fn discard(&mut self, slot: u32) {
+        let record = &mut self.slots[slot as usize];
+        self.memory.retire(record.life);
+        record.place = None;
+        if record.writers == 0 && self.memory.quiet(slot) {
+            record.state = State::Free;
+            self.free.push(slot);
+        } else {
+            record.state = State::Quarantine;
+            self.quarantine.insert(slot);
+        }
+    }
+
+    fn unpublish_slot(&mut self, slot: u32) {
+        let record = &mut self.slots[slot as usize];
+        record.state = State::Committed { published: false };
+        let place = record.place.expect("a published block has a place");
+        self.index.remove(&place.key);
+        self.mark(place.key);
+        self.change(Change::Removed(place.key));
+    }
+
+    /// The blocks before this one were used too: they must not be evicted before it. A referenced one ends the walk,
+    /// for its own release will walk on.
+    fn renew_ancestors(&mut self, slot: u32) {
+        let mut place = self.slots[slot as usize].place;
+        for _ in 0..self.slots.len() {
+            let Some(parent) = place.and_then(|place| self.index.get(&place.parent).copied()) else { return };
+            if !self.evict.contains(parent) {
+                return;
+            }
+            self.evict.add(parent);
+            place = self.slots[parent as usize].place;
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        self.changes.push((self.next_sequence, change));
+        self.next_sequence += 1;
+    }
+
+    fn mark(&mut self, key: BlockKey) {
+        self.xor.iter_mut().zip(key.0).for_each(|(sum, byte)| *sum ^= byte);
+    }
+
+    // -- asking ------------------------------------------------------------------------------------------------------
+
+    /// How many copies read this slot.
+    pub fn copies(&self, slot: u32) -> u32 {
+        self.slots[slot as usize].reads
+    }
+
+    /// The slot of a published block. Pins nothing.
+    pub fn find(&self, key: &BlockKey) -> Option<SlotRef> {
+        self.index.get(key).map(|&slot| self.slots[slot as usize].life)
+    }
+
+    /// True if the tag has ended and is still remembered.
+    pub fn has_ended(&self, tag: Tag) -> bool {
+        self.ended.contains(&tag)
+    }
+
+    /// The client that was granted this tag, or waits for it.
+    pub fn granted_to(&self, tag: Tag) -> Option<ClientId> {
+        self.granted.get(&tag).copied()
+    }
+
+    /// The slots of a held grant as they are now.
+    pub fn granted(&self, holder: Holder) -> Option<Vec<GrantedSlot>> {
+        let slots = self.held.get(&holder)?.grant.as_ref()?;
+        Some(slots.iter().map(|&slot| self.granted_slot(slot)).collect())
+    }
+
+    /// One slot of a held grant.
+    pub fn granted_at(&self, holder: Holder, index: u32) -> Option<GrantedSlot> {
+        self.granted_index(holder, index).map(|slot| self.granted_slot(slot))
+    }
+
+    /// The key of one slot of a held grant; `None` for a private block or no such slot.
+    pub fn key_at(&self, holder: Holder, index: u32) -> Option<BlockKey> {
+        self.slots[self.granted_index(holder, index)? as usize].place.map(|place| place.key)
+    }
+
+    /// One slot that a lookup has pinned.
+    pub fn looked_at(&self, holder: Holder, index: u32) -> Option<SlotRef> {
+        let slot = *self.held.get(&holder)?.looked.get(index as usize)?;
+        Some(self.slots[slot as usize].life)
+    }
+
+    /// All published blocks.
+    pub fn published(&self) -> impl Iterator<Item = Place> {
+        let published = |slot: &&Slot| slot.state == State::Committed { published: true };
+        self.slots.iter().filter(published).filter_map(|slot| slot.place)
+    }
+
+    /// The numbered changes since the last call.
+    pub fn take_changes(&mut self) -> Vec<(u64, Change)> {
+        std::mem::take(&mut self.changes)
+    }
+
+    /// Number that the next change will have.
+    pub fn next_sequence(&self) -> u64 {
+        self.next_sequence
+    }
+
+    /// Number and XOR of the published keys.
+    pub fn digest(&self) -> (u64, BlockKey) {
+        (self.index.len() as u64, BlockKey(self.xor))
+    }
+
+    /// What happened so far.
+    pub fn tally(&self) -> Tally {
+        self.tally
+    }
+
+    /// Grants that are held, and that wait.
+    pub fn grants(&self) -> (usize, usize) {
+        (self.held.values().filter(|held| held.grant.is_some()).count(), self.waiting.len())
+    }
+
+    /// Slots by state.
+    pub fn occupancy(&self) -> Occupancy {
+        let mut sum = Occupancy::default();
+        for (slot, record) in (0..).zip(&self.slots) {
+            match record.state {
+                State::Free => sum.free += 1,
+                State::Reserved => sum.reserved += 1,
+                State::Quarantine => sum.quarantine += 1,
+                State::Committed { .. } if self.evict.contains(slot) => sum.cached += 1,
+                State::Committed { .. } => sum.pinned += 1,
+            }
+        }
+        sum
+    }
+
+    /// True if nobody holds or awaits anything: all slots are free or cached.
+    pub fn idle(&self) -> bool {
+        let Occupancy { free, cached, .. } = self.occupancy();
+        self.held.is_empty()
+            && self.waiting.is_empty()
+            && self.granted.is_empty()
+            && self.writers.is_empty()
+            && (free + cached) as usize == self.slots.len()
+    }
+
+    fn grant_slots(&self, holder: Holder) -> impl Iterator<Item = u32> {
+        self.held.get(&holder).and_then(|held| held.grant.as_ref()).into_iter().flatten().copied()
+    }
+
+    fn granted_index(&self, holder: Holder, index: u32) -> Option<u32> {
+        self.held.get(&holder)?.grant.as_ref()?.get(index as usize).copied()
+    }
+
+    fn granted_slot(&self, slot: u32) -> GrantedSlot {
+        let record = &self.slots[slot as usize];
+        GrantedSlot { slot: record.life, committed: matches!(record.state, State::Committed { .. }) }
+    }
+
+    fn is(&self, slot: u32, state: State) -> bool {
+        self.slots[slot as usize].state == state
+    }
+
+    /// Asserts every invariant of the pool.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub fn check(&self) {
+        let mut pins = vec![0; self.slots.len()];
+        for (holder, held) in &self.held {
+            assert!(held.grant.is_some() || !held.looked.is_empty(), "{holder:?} holds nothing");
+            for &slot in held.grant.iter().flatten().chain(&held.looked) {
+                pins[slot as usize] += 1;
+            }
+            if let (Some(client), Some(_)) = (holder.client, &held.grant) {
+                assert_eq!(self.granted.get(&holder.tag), Some(&client), "{holder:?} is not known by its tag");
+            }
+        }
+        let clients = |holder: &Holder, held: &Held| holder.client.is_some() && held.grant.is_some();
+        let known = self.held.iter().filter(|(holder, held)| clients(holder, held)).count()
+            + self.waiting.iter().filter(|(holder, _)| holder.client.is_some()).count();
+        assert_eq!(self.granted.len(), known, "a tag is known without a grant");
+        let mut writers = vec![0; self.slots.len()];
+        self.writers.values().flatten().for_each(|&slot| writers[slot as usize] += 1);
+        let free: HashSet<u32> = self.free.iter().copied().collect();
+        assert_eq!(free.len(), self.free.len(), "a slot is free twice");
+        let mut published = 0;
+        let mut xor = [0; 16];
+        for (number, slot) in (0..).zip(&self.slots) {
+            assert_eq!(slot.pins, pins[number as usize], "pins of slot {number}: {slot:?}");
+            assert_eq!(slot.writers, writers[number as usize], "writers of slot {number}: {slot:?}");
+            assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
+            let quarantined = self.quarantine.contains(&number);
+            assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
+            let evictable = slot.state == State::Committed { published: true }
+                && slot.pins == 0
+                && slot.reads == 0
+                && slot.writers == 0;
+            assert_eq!(self.evict.contains(number), evictable, "eviction order and slot {number}: {slot:?}");
+            let referenced = slot.pins > 0 || slot.reads > 0;
+            match slot.state {
+                State::Free => {
+                    assert!(!referenced && slot.writers == 0 && self.memory.quiet(number), "slot {number} is not free");
+                }
+                State::Quarantine => assert!(!referenced, "slot {number} is quarantined and referenced"),
+                State::Reserved => assert!(slot.pins == 1 && slot.reads == 0, "slot {number} is reserved once"),
+                State::Committed { published: true } => {
+                    let place = slot.place.expect("a published block has a place");
+                    assert_eq!(self.index.get(&place.key), Some(&number), "the index does not lead to slot {number}");
+                    published += 1;
+                    xor.iter_mut().zip(place.key.0).for_each(|(sum, byte)| *sum ^= byte);
+                }
+                State::Committed { published: false } => assert!(referenced, "slot {number} serves nobody"),
+            }
+        }
+        assert_eq!(self.index.len(), published, "the index and the published slots differ");
+        assert_eq!(self.xor, xor, "the XOR of the keys has drifted");
+        let order = self.evict.order();
+        let rank: HashMap<u32, usize> = order.iter().enumerate().map(|(rank, &slot)| (slot, rank)).collect();
+        for &slot in &order {
+            let parent = self.slots[slot as usize].place.and_then(|place| self.index.get(&place.parent));
+            if let Some(parent) = parent.and_then(|parent| rank.get(parent)) {
+                assert!(*parent >= rank[&slot], "the head of a prefix would go before its tail");
+            }
+        }
+        assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
+    }
+}
