@@ -22,6 +22,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 CONVERTER_VERSION = 1  # part of the cache key: raise it when `_convert_gguf` writes something else for the same file
@@ -126,8 +129,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(model: str, cache: Path) -> Checkpoint:
     """Finds the model, converting or downloading it into `cache` if need be.
 
-    model: "smollm2", a Hugging Face folder, a GGUF file or a hub name ("organization/name"). Raises ModelError with what
-    to do. Safe to call from several processes at once.
+    model: "smollm2", a Hugging Face folder, a GGUF file or a hub name ("organization/name"). Raises ModelError with
+    what to do. Safe to call from several processes at once.
     """
     cache.mkdir(parents=True, exist_ok=True)
     path = Path(model).expanduser()
@@ -168,7 +171,7 @@ def _downloaded(name: str) -> Path:
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # noqa: BLE001 - the hub client raises a dozen unrelated classes, also httpx's
+    except Exception as error:  # the hub client raises a dozen unrelated classes, also httpx's
         raise ModelError(
             f"cannot get {name!r} from the model hub ({type(error).__name__}: {str(error).splitlines()[0]}). "
             "Check the name and the network, or give the path of a folder or GGUF file"
@@ -300,8 +303,9 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
 def file_digest(path: Path, cache: Path) -> str:
     """BLAKE2b of a file's content, 16 bytes in hex; remembered in `cache` by path, size and modification time."""
     status = path.stat()
-    known = [str(path.resolve()), status.st_size, status.st_mtime_ns]
-    memo = cache / "digests" / hashlib.blake2b(known[0].encode(), digest_size=16).hexdigest()
+    location = str(path.resolve())
+    known = [location, status.st_size, status.st_mtime_ns]
+    memo = cache / "digests" / hashlib.blake2b(location.encode(), digest_size=16).hexdigest()
     with contextlib.suppress(FileNotFoundError, ValueError):
         *remembered, digest = json.loads(memo.read_text())
         if remembered == known:
@@ -445,7 +449,7 @@ def _convert_weights(reader: Any, config: dict[str, Any], folder: Path, path: Pa
     import gguf
     from safetensors.numpy import save_file
 
-    tensors: dict[str, np.ndarray[Any, np.dtype[np.float32]]] = {}
+    tensors: dict[str, F32] = {}
     for tensor in reader.tensors:
         stem, _, leaf = tensor.name.rpartition(".")
         if stem.startswith("blk."):
@@ -456,7 +460,9 @@ def _convert_weights(reader: Any, config: dict[str, Any], folder: Path, path: Pa
         try:
             values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except (NotImplementedError, ValueError) as error:
-            raise ModelError(f"{path}: cannot dequantize {tensor.name!r} ({error}); use another quantization") from error
+            raise ModelError(
+                f"{path}: cannot dequantize {tensor.name!r} ({error}); use another quantization"
+            ) from error
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             kind = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             values = _half_rotation(values, config[kind])
@@ -464,9 +470,7 @@ def _convert_weights(reader: Any, config: dict[str, Any], folder: Path, path: Pa
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _half_rotation(
-    weight: np.ndarray[Any, np.dtype[np.float32]], heads: int
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _half_rotation(weight: F32, heads: int) -> F32:
     """Rows [head, pair, 2] of a GGUF projection to [head, 2, pair]: dimension i turns with i + head_dim / 2."""
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
@@ -527,25 +531,23 @@ def _convert_tokenizer(fields: dict[str, Callable[[], Any]], folder: Path, path:
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"]())
 
 
-def inverse_frequencies(
-    config: ModelConfig, factors: np.ndarray[Any, np.dtype[np.float32]] | None = None
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+def inverse_frequencies(config: ModelConfig, factors: F32 | None = None) -> F32:
     """Rotary angle per position of each pair of dimensions, float32 [head_dim / 2].
 
-    factors: the checkpoint's `rope_factors.weight`, for scaling "factors". Source: Llama 3.1's release code for "llama3".
+    factors: the checkpoint's `rope_factors.weight`, for scaling "factors". Source of "llama3": its release code.
     """
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (1.0 / np.power(np.float32(config.rope_theta), pairs)).astype(np.float32)
+    frequencies: F32 = (1.0 / np.power(np.float32(config.rope_theta), pairs)).astype(np.float32)
     scaling = config.rope_scaling
     if scaling.kind == "linear":
-        return (frequencies / np.float32(scaling.factor)).astype(np.float32)
-    if scaling.kind == "factors":
+        frequencies = frequencies / np.float32(scaling.factor)
+    elif scaling.kind == "factors":
         if factors is None:
             raise ModelError("the checkpoint scales rotary frequencies by a tensor, which is missing")
-        return (frequencies / factors).astype(np.float32)
-    if scaling.kind == "llama3":
+        frequencies = frequencies / factors
+    elif scaling.kind == "llama3":
         turns = scaling.original_max_positions * frequencies / np.float32(2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 0: divided by factor, 1: as it is
-        return ((1 - keep) * frequencies / scaling.factor + keep * frequencies).astype(np.float32)
-    return frequencies
+        frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
+    return frequencies.astype(np.float32)

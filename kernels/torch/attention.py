@@ -14,8 +14,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """One new token for each of several sequences.
 
-    query: [sequences, heads, head_dim]; keys, values: [kv_heads, sequences, length, head_dim], strided or not; mask: added
-    to the scores, [sequences, 1, 1, length] with -inf where a sequence has no token, or None. Returns
+    query: [sequences, heads, head_dim]; keys, values: [kv_heads, sequences, length, head_dim], strided or not; mask:
+    added to the scores, [sequences, 1, 1, length] with -inf where a sequence has no token, or None. Returns
     [sequences, heads, head_dim]. The query heads of one KV head are its rows, so that no key is copied for them.
     """
     sequences, heads, head_dim = query.shape

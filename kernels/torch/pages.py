@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 import torch
 
 Strips = npt.NDArray[np.uint8]

@@ -24,9 +24,7 @@ PADDING_FACTOR = 2
 class TorchBackend:
     """A Llama model on one device, and its pages."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
         """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
         if threads is not None:
             torch.set_num_threads(threads)
@@ -46,6 +44,8 @@ class TorchBackend:
             weight_quantization="none",
             kv=KvSpec(groups=(group,), block_tokens=block_tokens),
         )
+        self.model = checkpoint.name
+        self.tokenizer = str(checkpoint.folder)
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions
         self.eos_token_ids = checkpoint.eos_token_ids

@@ -7,6 +7,8 @@ head_dim. Q, K and V are one matrix product, gate and up another.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,7 +84,7 @@ class Llama:
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
-        files = {path: safe_open(path, framework="pt") for path in checkpoint.files}
+        files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in checkpoint.files}
 
         def weight(*names: str) -> torch.Tensor:
             parts = [files[checkpoint.weights[name]].get_tensor(name).to(dtype) for name in names]
@@ -104,7 +106,9 @@ class Llama:
                     down=weight(name + "mlp.down_proj.weight"),
                 )
             )
-        factors = weight("rope_factors.weight").float().cpu().numpy() if "rope_factors.weight" in checkpoint.weights else None
+        factors = (
+            weight("rope_factors.weight").float().cpu().numpy() if "rope_factors.weight" in checkpoint.weights else None
+        )
         angles = torch.outer(
             torch.arange(config.max_positions, dtype=torch.float32),
             torch.from_numpy(inverse_frequencies(config, factors)),
@@ -113,9 +117,9 @@ class Llama:
         self.sines = angles.sin().to(device, dtype)
 
     def forward(self, step: StepInput, cache: torch.Tensor) -> torch.Tensor:
-        """Computes one step, writing KV into `cache` (see kernels/torch/pages.py). Returns float32 logits [samples, vocab]."""
+        """Computes one step, writing KV into `cache`. Returns float32 logits [samples, vocab]."""
         config = self.config
-        query_width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        query_width = config.heads * config.head_dim
         rotated = config.heads + config.kv_heads
         cosine = self.cosines[step.positions].unsqueeze(1)  # [T, 1, D / 2]
         sine = self.sines[step.positions].unsqueeze(1)

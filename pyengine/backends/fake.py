@@ -1,0 +1,183 @@
+"""The model's twin for tests: no weights, but every KV byte counts.
+
+* The KV of position p is a pseudorandom function of all tokens up to p, of the layer, of k or v, of the head and of the
+  dimension.
+* The next token is a hash of all KV bytes of positions 0..p, read from the pages. So KV that is lost, late, mixed up or
+  altered on its way changes the answer.
+
+Ids 0-255 are bytes; the hash chooses printable ASCII, so that answers are text and never end by themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pyengine.backend import U8, Slice
+from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
+
+U64 = npt.NDArray[np.uint64]
+
+VOCAB = 258  # the byte tokenizer's: 256 bytes, then bos and eos
+EOS = 257
+FIRST_CHOICE, CHOICES = 32, 95  # printable ASCII
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class FakeBackend:
+    """Implements `pyengine.backend.Backend` with numpy. KV words are 64 bits, so head_dim is even (float32 pairs)."""
+
+    def __init__(
+        self,
+        *,
+        layers: int = 2,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        block_tokens: int = BLOCK_TOKENS,
+        vocab: int = VOCAB,
+        max_positions: int = 65536,
+        seconds_per_step: float = 0.0,
+        seconds_per_token: float = 0.0,
+    ) -> None:
+        """seconds_per_*: how long `execute` sleeps, for tests that need to meet it at work; 0: not at all."""
+        if head_dim % 2 or min(layers, kv_heads, head_dim, block_tokens, max_positions) < 1 or vocab < VOCAB:
+            raise ValueError(f"fake model: sizes must be positive, head_dim even, vocab at least {VOCAB}")
+        group = KvGroup(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype="float32")
+        self.namespace = Namespace(
+            weights="fake",
+            config=f"vocab {vocab}",
+            compute_dtype="float32",
+            weight_quantization="none",
+            kv=KvSpec(groups=(group,), block_tokens=block_tokens),
+        )
+        self.model = "fake"
+        self.tokenizer = "bytes"
+        self.vocab_size = vocab
+        self.max_positions = max_positions
+        self.eos_token_ids = frozenset({EOS})
+        self._seconds_per_step = seconds_per_step
+        self._seconds_per_token = seconds_per_token
+        self._strips = self.namespace.kv.strips
+        self._words = head_dim // 2
+        self._cache: U64 | None = None
+
+    @classmethod
+    def load(cls, model: str) -> FakeBackend:
+        """From "fake", or "fake:name=value,..." with the constructor's arguments."""
+        _, _, settings = model.partition(":")
+        arguments: dict[str, float] = {}
+        for setting in filter(None, settings.split(",")):
+            name, _, value = setting.partition("=")
+            try:
+                arguments[name] = float(value) if name.startswith("seconds_") else int(value)
+            except ValueError as error:
+                raise ValueError(f"fake model: {setting!r} is not name=number") from error
+        try:
+            return cls(**arguments)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ValueError(f"fake model: unknown setting in {model!r} ({error})") from error
+
+    def allocate(self, pages: int) -> None:
+        if self._cache is not None:
+            raise RuntimeError("pages are allocated once")
+        shape = (pages, self._strips, self.namespace.kv.block_tokens, self._words)
+        try:
+            self._cache = np.zeros(shape, dtype=np.uint64)
+        except MemoryError as error:
+            needed = pages * self.namespace.kv.block_bytes
+            raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
+
+    def execute(self, slices: list[Slice]) -> list[int]:
+        seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
+        if seconds:
+            time.sleep(seconds)
+        for slice_ in slices:
+            self._write(slice_)
+        return [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
+
+    def read_pages(self, pages: list[int], out: U8) -> None:
+        out[:] = self._pages[pages].view(np.uint8).reshape(len(pages), self._strips, -1)
+
+    def write_pages(self, pages: list[int], strips: U8) -> None:
+        shape = (len(pages), *self._pages.shape[1:])
+        self._pages[pages] = np.ascontiguousarray(strips).view(np.uint64).reshape(shape)
+
+    def close(self) -> None:
+        self._cache = None
+
+    @property
+    def _pages(self) -> U64:
+        if self._cache is None:
+            raise RuntimeError("no pages: call allocate first, and nothing after close")
+        return self._cache
+
+    def _write(self, slice_: Slice) -> None:
+        block_tokens = self.namespace.kv.block_tokens
+        state = 0
+        if slice_.start:
+            page, offset = divmod(slice_.start - 1, block_tokens)
+            state = int(self._pages[slice_.pages[page], 0, offset, 0])
+        states = chain(state, slice_.tokens.tolist())
+        positions = np.arange(slice_.start, slice_.start + len(states))
+        rows = kv_rows(states, self._strips, self._words)
+        self._pages[slice_.pages[positions // block_tokens], :, positions % block_tokens] = rows
+
+    def _choose(self, slice_: Slice, params: SamplingParams) -> int:
+        length = slice_.start + len(slice_.tokens)
+        count = -(-length // self.namespace.kv.block_tokens)
+        kv = self._pages[slice_.pages[:count]].swapaxes(1, 2).reshape(-1, self._strips, self._words)
+        return choose(kv[:length], params, length)
+
+
+def chain(state: int, tokens: Sequence[int]) -> list[int]:
+    """The 64-bit state after each token, from the state before the first (0 at the start of a sequence)."""
+    states = []
+    for token in tokens:
+        state = ((state ^ (token + 1)) * GOLDEN) & MASK
+        state = ((state ^ (state >> 29)) * 0xBF58476D1CE4E5B9) & MASK
+        state ^= state >> 32
+        states.append(state)
+    return states
+
+
+def kv_rows(states: Sequence[int], strips: int, words: int) -> U64:
+    """KV of one position per state: uint64 [positions, strips, words].
+
+    The first word of the first strip is the state itself: a chunk that starts later reads it back from the pages.
+    """
+    index = np.arange(strips * words, dtype=np.uint64).reshape(strips, words)
+    mixed = np.array(states, dtype=np.uint64)[:, None, None] + index * np.uint64(GOLDEN)
+    mixed ^= (mixed >> np.uint64(31)) * (index != 0)
+    mixed *= np.where(index == 0, np.uint64(1), np.uint64(0x94D049BB133111EB))
+    return mixed
+
+
+def choose(kv: U64, params: SamplingParams, position: int) -> int:
+    """The token at `position` after KV uint64 [position, strips, words]; seeded draws hash the seed too."""
+    digest = hashlib.blake2b(np.ascontiguousarray(kv).data, digest_size=8)
+    if params.temperature > 0.0:
+        digest.update(b"%d %d" % (params.seed or 0, position))
+    return FIRST_CHOICE + int.from_bytes(digest.digest(), "little") % CHOICES
+
+
+def fake_tokens(
+    prompt: Sequence[int],
+    count: int,
+    params: SamplingParams | None = None,
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+) -> list[int]:
+    """The oracle: the `count` tokens a FakeBackend of this shape answers to `prompt`, computed with no pages."""
+    params = params or SamplingParams(temperature=0.0)
+    tokens = list(prompt)
+    for _ in range(count):
+        kv = kv_rows(chain(0, tokens), layers * 2 * kv_heads, head_dim // 2)
+        tokens.append(choose(kv, params, len(tokens)))
+    return tokens[len(prompt) :]
