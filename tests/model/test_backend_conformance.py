@@ -1,0 +1,260 @@
+"""Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
+
+Method: a list of implementations (torch on a tiny random Llama, fake) times a list of expectations. Expectations
+compare the greedy continuation of a prompt computed in one way with the same computed in another: chunked, batched, with
+KV that went out through `read_pages` and came back elsewhere through `write_pages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pyengine.backend import Backend, Slice
+from pyengine.backends import load_backend
+from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
+from tests.model.checkpoints import write_tiny
+
+GREEDY = SamplingParams(temperature=0.0)
+PAGES = 64
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=["torch", "fake"])
+def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
+    """Makes instances of the implementation, with pages."""
+    if request.param == "torch":
+        pytest.importorskip("torch", reason="needs the torch extra")
+    made: list[Backend] = []
+
+    def make_one() -> Backend:
+        model = str(tiny) if request.param == "torch" else "fake"
+        backend = load_backend(request.param, model, cache=tmp_path, threads=1)
+        backend.allocate(PAGES)
+        made.append(backend)
+        return backend
+
+    yield make_one
+    for backend in made:
+        backend.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng([length, seed]).integers(0, 256, length)]
+
+
+def pages_for(length: int, first: int = 0) -> list[int]:
+    """Enough pages for `length` tokens, in an order that is neither sorted nor contiguous."""
+    count = -(-length // BLOCK_TOKENS)
+    return [(first + 7 * index) % PAGES for index in reversed(range(count))]
+
+
+def slice_of(tokens: list[int], start: int, pages: list[int], sampling: SamplingParams | None = GREEDY) -> Slice:
+    return Slice(np.array(tokens, dtype=np.uint32), start, np.array(pages, dtype=np.int32), sampling)
+
+
+def prefill(backend: Backend, tokens: list[int], pages: list[int], chunk: int, start: int = 0) -> int:
+    """Computes tokens[start:] in chunks; returns the next token."""
+    while start + chunk < len(tokens):
+        assert backend.execute([slice_of(tokens[start : start + chunk], start, pages, None)]) == [-1]
+        start += chunk
+    return backend.execute([slice_of(tokens[start:], start, pages)])[0]
+
+
+def decode(
+    backend: Backend, first: int, length: int, count: int, pages: list[int], sampling: SamplingParams = GREEDY
+) -> list[int]:
+    """`count` tokens, of which `first` is known, after `length` positions."""
+    out = [first]
+    while len(out) < count:
+        out += backend.execute([slice_of([out[-1]], length + len(out) - 1, pages, sampling)])
+    return out
+
+
+def strips(backend: Backend, pages: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    spec = backend.namespace.kv
+    out = np.full((len(pages), spec.strips, spec.strip_bytes), 0xAB, dtype=np.uint8)
+    backend.read_pages(pages, out)
+    return out
+
+
+def baseline(backend: Backend, tokens: list[int], count: int = 12) -> list[int]:
+    pages = pages_for(len(tokens) + count, first=3)
+    return decode(backend, prefill(backend, tokens, pages, len(tokens)), len(tokens), count, pages)
+
+
+def test_describes_itself(make: Callable[[], Backend]) -> None:
+    backend = make()
+    assert backend.vocab_size > 1
+    assert backend.max_positions > 1
+    assert backend.model
+    assert backend.tokenizer
+    assert all(0 <= token < backend.vocab_size for token in backend.eos_token_ids)
+    assert backend.namespace.digest() == make().namespace.digest()
+
+
+def test_an_empty_step_is_one(make: Callable[[], Backend]) -> None:
+    assert make().execute([]) == []
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
+@pytest.mark.parametrize("chunk", [1, 5, 16, 33])
+def test_chunks_do_not_change_the_answer(make: Callable[[], Backend], length: int, chunk: int) -> None:
+    backend = make()
+    tokens = prompt(length)
+    pages = pages_for(length + 12)
+    assert decode(backend, prefill(backend, tokens, pages, chunk), length, 12, pages) == baseline(backend, tokens)
+
+
+def test_decoding_equals_prefilling_what_was_decoded(make: Callable[[], Backend]) -> None:
+    backend = make()
+    tokens = prompt(21)
+    answer = baseline(backend, tokens)
+    for cut in range(1, len(answer)):
+        whole = tokens + answer[:cut]
+        assert prefill(backend, whole, pages_for(len(whole)), len(whole)) == answer[cut]
+
+
+def test_the_batch_does_not_change_the_answer(make: Callable[[], Backend]) -> None:
+    """Prompts of very different lengths decode together while another is prefilled in chunks beside them."""
+    backend = make()
+    lengths = [1, 16, 40, 3, 111]
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    expected = [baseline(backend, tokens) for tokens in prompts]
+    late = prompt(70, 9)
+    expected_late = baseline(backend, late, 1)
+
+    free = iter(np.random.default_rng(0).permutation(PAGES).tolist())
+    tables = [[next(free) for _ in pages_for(length + 12)] for length in lengths]
+    late_pages = [next(free) for _ in pages_for(len(late))]
+    answers = [[token] for token in backend.execute([slice_of(t, 0, p) for t, p in zip(prompts, tables, strict=True)])]
+    for step in range(11):
+        batch = [
+            slice_of([answer[-1]], length + step, pages)
+            for answer, length, pages in zip(answers, lengths, tables, strict=True)
+        ]
+        start = step * 7
+        chunk = late[start : start + 7] if start < len(late) else []
+        if chunk:
+            batch.insert(step % 4, slice_of(chunk, start, late_pages, GREEDY if step == 9 else None))
+        chosen = backend.execute(batch)
+        if chunk:
+            token = chosen.pop(step % 4)
+            assert token == (expected_late[0] if step == 9 else -1)
+        for answer, token in zip(answers, chosen, strict=True):
+            answer.append(token)
+    assert answers == expected
+
+
+def test_kv_moves_to_other_pages_and_instances(make: Callable[[], Backend]) -> None:
+    """A prefix computed here continues there, from strips alone; the partial last page too."""
+    source, target = make(), make()
+    tokens = prompt(75)
+    expected = baseline(source, tokens)
+    pages = pages_for(len(tokens) + 12)
+    first = prefill(source, tokens, pages, 32)
+    used = pages[: -(-len(tokens) // BLOCK_TOKENS)]
+    moved = strips(source, used)
+    for backend in (source, target):
+        others = pages_for(len(tokens) + 12, first=5)
+        backend.write_pages(others[: len(used)], moved)
+        assert np.array_equal(strips(backend, others[: len(used)]), moved)
+        assert decode(backend, first, len(tokens), 12, others) == expected
+
+
+def test_a_reused_prefix_is_not_computed_again(make: Callable[[], Backend]) -> None:
+    """Another prompt with the same first blocks starts behind them, on the same pages."""
+    backend = make()
+    shared, tail = prompt(48), prompt(30, 1)
+    expected = baseline(backend, shared + tail)
+    pages = pages_for(48 + 30 + 12)
+    prefill(backend, shared, pages, 48)
+    before = strips(backend, pages[:3])
+    first = prefill(backend, shared + tail, pages, 16, start=48)
+    assert decode(backend, first, 78, 12, pages) == expected
+    assert np.array_equal(strips(backend, pages[:3]), before)
+
+
+def test_read_only_strips_are_taken(make: Callable[[], Backend]) -> None:
+    backend = make()
+    prefill(backend, prompt(16), [0], 16)
+    out = strips(backend, [0])
+    out.flags.writeable = False
+    backend.write_pages([5], out)
+    assert np.array_equal(strips(backend, [5]), out)
+
+
+def test_garbage_behind_the_tokens_does_not_leak(make: Callable[[], Backend]) -> None:
+    """Every page is full of 0xFF (NaN in every float type) before use, and so is the tail of a page that is written."""
+    backend = make()
+    tokens = prompt(40)
+    expected = baseline(backend, tokens)
+    spec = backend.namespace.kv
+    backend.write_pages(list(range(PAGES)), np.full((PAGES, spec.strips, spec.strip_bytes), 0xFF, dtype=np.uint8))
+    assert baseline(backend, tokens) == expected
+
+    pages = pages_for(len(tokens) + 12, first=2)
+    first = prefill(backend, tokens, pages, 40)
+    poisoned = strips(backend, pages[:3])
+    poisoned.reshape(3, spec.strips, BLOCK_TOKENS, -1)[2, :, 8:] = 0xFF
+    backend.write_pages(pages[:3], poisoned)
+    assert decode(backend, first, len(tokens), 12, pages) == expected
+
+
+def test_a_changed_strip_changes_what_follows(make: Callable[[], Backend]) -> None:
+    """The KV is really read from the pages: swapping two full pages of a prefix changes the KV computed after it."""
+    backend = make()
+    tokens = prompt(64)
+    pages = pages_for(65)
+    prefill(backend, tokens, pages, 64)
+    moved = strips(backend, pages[:4])
+    outcomes = []
+    for order in ([0, 1, 2, 3], [1, 0, 2, 3]):
+        backend.write_pages(pages[:4], moved[order])
+        backend.execute([slice_of([7], 64, pages)])
+        outcomes.append((strips(backend, pages[4:5]).tobytes(), backend.execute([slice_of([7], 64, pages)])))
+    assert outcomes[0] != outcomes[1]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=6),
+    ],
+)
+def test_seeded_sampling_depends_on_seed_and_position_alone(
+    make: Callable[[], Backend], sampling: SamplingParams
+) -> None:
+    backend = make()
+    tokens = prompt(20)
+    pages = pages_for(40)
+
+    def answer(params: SamplingParams, beside: bool) -> list[int]:
+        slices = [slice_of(tokens, 0, pages, params)]
+        if beside:
+            slices.insert(0, slice_of(prompt(9), 0, [60], GREEDY))
+        first = backend.execute(slices)[-1]
+        return decode(backend, first, 20, 20, pages, params)
+
+    one = answer(sampling, beside=False)
+    assert answer(sampling, beside=True) == one
+    assert all(0 <= token < backend.vocab_size for token in one)
+    assert answer(SamplingParams(temperature=sampling.temperature, seed=99), beside=False) != one
+
+
+def test_pages_are_allocated_once(make: Callable[[], Backend]) -> None:
+    with pytest.raises(RuntimeError, match="once"):
+        make().allocate(1)
+
+
+def test_unknown_backend_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="known: torch, fake"):
+        load_backend("tensorflow", "fake", cache=tmp_path)
