@@ -4,30 +4,33 @@ The worker's loop calls it; it never blocks. What it asks of the pool is answere
 calls of the Batcher (`ready`, `first_token`) and into `Failure`s. One `Job` is kept per sequence:
 
     both      lookup (and fetch from other nodes) --> ready --> load pages --> [compute, write through]
-    prefill   open(decode's grant) --> local grant, fetch --> ready --> load --> [compute chunk, store, push]* --> note
+    prefill   open(decode's grant) --> lookup, fetch --> ready --> load --> [compute chunk, stage, push]* --> note
     decode    grant --> complete(note) --> first token, ready --> load --> end(grant) --> [decode, write through]
 
-On one node prefill has no local grant: it writes into the slots of the decode worker's grant, and a push commits them.
+On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
+block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
+go when the block has arrived. Nobody who waits for something else may hold a pool's last slot, so staging always goes
+on, and nodes that prefill for each other cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence as Run
+from collections.abc import Sequence as Run
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from pyengine import _native
-from pyengine._native import NodeAddress, PoolClient, Slot, Tag
+from pyengine._native import NodeAddress, Slot, Tag
 from pyengine.backend import U8, Backend
 from pyengine.scheduler.batcher import Batcher, Filled, Load, Sequence, SequenceId, State
 from pyengine.scheduler.messages import Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Node, Source, cacheable_blocks
 
-#: Blocks copied per call between pages and arena: 32 blocks of a small model are 24 MiB, which bounds the scratch buffer.
+#: Blocks copied per call between pages and arena. It bounds the scratch buffer: 24 MiB for a small model.
 COPY_BLOCKS = 32
 #: Blocks that may wait, copied out of their pages, for a free slot to be cached in; beyond it they are not cached.
 WRITE_THROUGH_BLOCKS = 256
@@ -41,12 +44,12 @@ class Pool(Protocol):
     @property
     def node(self) -> NodeAddress: ...
     def events(self) -> list[_native.PoolEvent]: ...
-    def grant(self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, wait: bool) -> None: ...
+    def grant(self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, mode: str) -> None: ...
     def lookup(self, tag: Tag, keys: bytes) -> None: ...
     def commit(self, tag: Tag, indices: Run[int]) -> None: ...
     def fetch(self, tag: Tag, indices: Run[int], source: NodeAddress) -> None: ...
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None: ...
-    def push(self, local: Tag, tag: Tag, indices: Run[int], note: bytes | None = None) -> None: ...
+    def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
     def end(self, tag: Tag) -> None: ...
     def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
@@ -95,8 +98,14 @@ class Job:
     handoff: Holding | None = None
     #: Indices whose fetch has no outcome yet.
     fetching: set[int] = dataclasses.field(default_factory=set)
-    #: Prefill: blocks handed to `push` (or committed at the decode node before).
+    #: Prefill: blocks on their way (or committed at the decode node before).
     delivered: set[int] = dataclasses.field(default_factory=set)
+    #: Prefill: blocks that wait for a slot of the own pool, by the tag of their grant; their pages must stay.
+    staging: dict[Tag, int] = dataclasses.field(default_factory=dict)
+    #: Prefill: tags of slots being pushed, by block.
+    staged: dict[int, Tag] = dataclasses.field(default_factory=dict)
+    #: Prefill: encoded, once the prompt is computed.
+    note: bytes | None = None
     opened: bool = False
     adopted: bool = False
 
@@ -144,7 +153,6 @@ class KvMover:
         batcher: Batcher,
         spec: KvSpec,
         incarnation: int,
-        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.backend = backend
         self.batcher = batcher
@@ -155,8 +163,9 @@ class KvMover:
         self.failures: deque[Failure] = deque()
         #: Prefill parts whose KV and note have arrived at the decode node: nothing is left to do for them.
         self.handed_off: deque[SequenceId] = deque()
+        #: Prefill parts that are computed and copied out of their pages: the batcher may forget them.
+        self.copied_out: deque[SequenceId] = deque()
         self.counters = {"checksum_failures": 0, "stored_blocks": 0, "loaded_blocks": 0, "uncached_blocks": 0}
-        self._on_lost = on_lost
         self._by_tag: dict[Tag, Job] = {}
         self._write_through: dict[Tag, WriteThrough] = {}
         self._next_local = 0
@@ -180,11 +189,12 @@ class KvMover:
             waiting = self._held(job)
             job.local = job.handoff = None
             job.fetching.clear()
+            job.staging.clear()
+            job.staged.clear()
             if needs_pool:
                 self.failures.append(Failure(job.id, "retry", "the node's daemon died"))
             elif waiting:
                 self.batcher.ready(job.id, 0)
-        self._on_lost()
 
     def close(self) -> None:
         if self.pool is not None:
@@ -210,7 +220,7 @@ class KvMover:
         self._by_tag[job.handoff.tag] = job
         if work.part == "decode":
             private = len(sequence.tokens) % self.spec.block_tokens != 0
-            self.pool.grant(job.handoff.tag, work.keys, private, NO_PARENT, 0, True)
+            self.pool.grant(job.handoff.tag, work.keys, private, NO_PARENT, 0, "wait")
         else:
             self.pool.open(job.handoff.tag, address(work.decode_node), work.deadline)
 
@@ -219,17 +229,24 @@ class KvMover:
         job = self.jobs.pop(sequence_id, None)
         if job is not None:
             for holding in job.holdings():
-                self._release(holding)
+                self._release(holding.tag)
+            for tag in (*job.staging, *job.staged.values()):
+                self._release(tag)
 
     def resume(self, sequence_id: SequenceId) -> None:
         """The sequence was preempted (HELD): looks again for what the pool still has of it."""
         job = self.jobs[sequence_id]
+        for tag, index in job.staging.items():  # their pages are gone: they are delivered when computed again
+            self._release(tag)
+            job.delivered.discard(index)
+        job.staging.clear()
+        if job.local is not None:
+            self._release(job.local.tag)
+            job.local = None
         if self.pool is None:
             self.batcher.ready(sequence_id, 0)
-            return
-        if job.local is not None:
-            self._release(job.local)
-        self._lookup(job)
+        else:
+            self._lookup(job)
 
     def _held(self, job: Job) -> bool:
         """True while the batcher waits for this mover's word."""
@@ -238,10 +255,13 @@ class KvMover:
 
     def _seek_prefix(self, job: Job) -> None:
         """Pins what this node has of the prefix, and fetches what the plan's sources have beyond it."""
+        assert self.pool is not None, "callers check"
         limit = self._prefix_limit(job)
         wanted = min(max((source.last for source in self._sources(job)), default=0), limit)
         if wanted:
-            self._grant_local(job, job.work.keys[: wanted * KEY_BYTES], private=False, wait=False)
+            job.local = Holding(self._local_tag(), 0)
+            self._by_tag[job.local.tag] = job
+            self.pool.grant(job.local.tag, job.work.keys[: wanted * KEY_BYTES], False, NO_PARENT, 0, "now")
         else:
             self._lookup(job)
 
@@ -255,12 +275,6 @@ class KvMover:
         self._by_tag[job.local.tag] = job
         self.pool.lookup(job.local.tag, keys)
 
-    def _grant_local(self, job: Job, keys: bytes, *, private: bool, wait: bool) -> None:
-        assert self.pool is not None, "callers check"
-        job.local = Holding(self._local_tag(), 0)
-        self._by_tag[job.local.tag] = job
-        self.pool.grant(job.local.tag, keys, private, NO_PARENT, 0, wait)
-
     def _prefix_limit(self, job: Job) -> int:
         return min(cacheable_blocks(len(job.sequence.tokens), self.spec.block_tokens), len(job.sequence.keys))
 
@@ -273,9 +287,9 @@ class KvMover:
         self._next_local += 1
         return Tag(self._next_local, 0, self.incarnation)
 
-    def _release(self, holding: Holding) -> None:
-        if self._by_tag.pop(holding.tag, None) is not None and self.pool is not None:
-            self.pool.end(holding.tag)
+    def _release(self, tag: Tag) -> None:
+        if self._by_tag.pop(tag, None) is not None and self.pool is not None:
+            self.pool.end(tag)
 
     # -- events of the pool ---------------------------------------------------------------------------------------
 
@@ -283,6 +297,7 @@ class KvMover:
         """Takes the pool's events and moves every job on."""
         if self.pool is None:
             return
+        granted: dict[SequenceId, list[tuple[Tag, Slot]]] = {}
         for event in self.pool.events():
             match event:
                 case _native.Disconnected():
@@ -292,7 +307,10 @@ class KvMover:
                     if tag in self._write_through:
                         self._store_through(self._write_through.pop(tag), slots)
                     elif job := self._by_tag.get(tag):
-                        self._granted(job, tag, slots)
+                        if tag in job.staging:
+                            granted.setdefault(job.id, []).append((tag, slots[0]))
+                        else:
+                            self._granted(job, tag, slots)
                 case _native.Located(tag, slots):
                     if job := self._by_tag.get(tag):
                         assert job.local is not None and job.local.tag == tag, "one lookup per job at a time"
@@ -312,13 +330,16 @@ class KvMover:
                 case _native.Fetched(tag, index, refusal):
                     if job := self._by_tag.get(tag):
                         self._fetched(job, index, refusal)
-                case _native.Pushed(tag, _, True):
+                case _native.Pushed(tag, indices, note):
                     if job := self._by_tag.get(tag):
-                        self.handed_off.append(job.id)
+                        self._pushed(job, indices, note)
                 case _native.Refused(tag, refusal):
                     self._refused(tag, refusal)
                 case _:
                     pass
+        for sequence_id, slots in granted.items():
+            if job := self.jobs.get(sequence_id):
+                self._store_staged(job, slots)
 
     def _granted(self, job: Job, tag: Tag, slots: list[Slot]) -> None:
         if job.handoff is not None and job.handoff.tag == tag:
@@ -337,17 +358,13 @@ class KvMover:
             self._ready(job)
 
     def _opened(self, job: Job, committed: list[bool], slots: list[Slot]) -> None:
-        """The decode worker's grant stands: now prefill may take slots of its own."""
+        """The decode worker's grant stands: now prefill may take slots and pages of its own."""
         assert job.handoff is not None, "only prefill opens, and it has a hand-off"
         job.opened = True
         job.handoff.slots = slots
         job.handoff.committed = list(committed)
         job.delivered = {index for index, done in enumerate(committed) if done}
-        if job.same_arena:
-            self._seek_prefix(job)
-        else:
-            private = len(job.sequence.tokens) % self.spec.block_tokens != 0
-            self._grant_local(job, job.work.keys, private=private, wait=True)
+        self._seek_prefix(job)
 
     def _fetched(self, job: Job, index: int, refusal: str | None) -> None:
         job.fetching.discard(index)
@@ -376,8 +393,8 @@ class KvMover:
         job = self._by_tag.get(tag)
         if job is None:
             return
-        if job.local is not None and job.local.tag == tag and refusal == "full":
-            self._release(job.local)
+        if job.local is not None and job.local.tag == tag and refusal in ("full", "too_large"):
+            self._release(job.local.tag)
             self._lookup(job)
             return
         if refusal == "too_large":
@@ -425,54 +442,83 @@ class KvMover:
 
     def _in_pages(self, job: Job) -> None:
         """The blocks are in pages: whoever held them only for that lets go; prefill hands on what decode lacks."""
+        if job.local is not None:
+            self._release(job.local.tag)
+            job.local = None
         if job.work.part == "decode" and not job.adopted:
             job.adopted = True
             if job.handoff is not None:
-                self._release(job.handoff)
+                self._release(job.handoff.tag)
                 job.handoff = None
         if job.work.part == "prefill":
-            self._push_computed(job)
-        elif job.local is not None:
-            self._release(job.local)
-            job.local = None
+            full = min(job.sequence.computed // self.spec.block_tokens, len(job.work.keys) // KEY_BYTES)
+            self._deliver(job, full)
 
     def computed(self, sequence_id: SequenceId) -> None:
         """A step has computed part of the sequence. Prefill pushes what is complete; pins for loading serve no more."""
         self._in_pages(self.jobs[sequence_id])
 
-    def _push_computed(self, job: Job) -> None:
-        """Prefill: stores and pushes every computed block that the decode worker's grant lacks."""
-        if job.handoff is None or self.pool is None:
-            return
-        full = min(job.sequence.computed // self.spec.block_tokens, len(job.work.keys) // KEY_BYTES)
-        blocks = [index for index in range(full) if index not in job.delivered]
-        self._deliver(job, blocks, None)
-
     def hand_off(self, sequence_id: SequenceId, note: Note) -> None:
-        """Prefill: the prompt is computed. Pushes the rest, the partial block and the note; pages are free afterwards."""
+        """Prefill: the prompt is computed. Pushes the rest, the partial block and the note; see `copied_out`."""
         job = self.jobs[sequence_id]
-        if job.handoff is None or self.pool is None:
-            return
-        blocks = [index for index in range(len(job.handoff.committed)) if index not in job.delivered]
-        self._deliver(job, blocks, msgspec.msgpack.encode(note))
+        if job.handoff is not None:
+            job.note = msgspec.msgpack.encode(note)
+            self._deliver(job, len(job.handoff.committed))
+            self._note_if_copied_out(job)
 
-    def _deliver(self, job: Job, blocks: list[int], note: bytes | None) -> None:
-        assert self.pool is not None and job.handoff is not None, "callers check"
-        target = job.handoff if job.same_arena else job.local
-        assert target is not None, "prefill holds slots before it has pages"
-        unstored = [index for index in blocks if not target.committed[index]]
-        for begin in range(0, len(unstored), COPY_BLOCKS):
-            batch = unstored[begin : begin + COPY_BLOCKS]
-            for index, strips in zip(batch, self._read_blocks(job.sequence, batch), strict=True):
-                slot = target.slots[index]
-                self.pool.store(slot.slot, slot.generation, strips)
-                target.committed[index] = True
-        self.counters["stored_blocks"] += len(unstored)
-        if unstored and not job.same_arena:
-            self.pool.commit(target.tag, unstored)
-        if blocks or note is not None:
-            self.pool.push(target.tag, job.handoff.tag, blocks, note)
-            job.delivered.update(blocks)
+    def _deliver(self, job: Job, blocks: int) -> None:
+        """Sends those of the first `blocks` blocks on their way that the decode worker's grant lacks."""
+        if self.pool is None or job.handoff is None:
+            return
+        missing = [index for index in range(blocks) if index not in job.delivered]
+        job.delivered.update(missing)
+        if job.same_arena:
+            self._store(job.sequence, {index: job.handoff.slots[index] for index in missing})
+            if missing:
+                self.pool.push(job.handoff.tag, job.handoff.tag, missing)
+            return
+        for index in missing:
+            tag = self._local_tag()
+            job.staging[tag] = index
+            self._by_tag[tag] = job
+            key = job.work.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            parent = job.work.keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else NO_PARENT
+            self.pool.grant(tag, key, not key, parent, index, "staging")
+
+    def _store_staged(self, job: Job, granted: list[tuple[Tag, Slot]]) -> None:
+        """Slots for staged blocks have come: fills those that are not cached here, and pushes all."""
+        if self.pool is None or job.handoff is None:
+            return
+        index_of = {tag: job.staging.pop(tag) for tag, _ in granted}
+        self._store(job.sequence, {index_of[tag]: slot for tag, slot in granted if not slot.committed})
+        for tag, slot in granted:
+            job.staged[index_of[tag]] = tag
+            if not slot.committed:
+                self.pool.commit(tag, [0])
+            self.pool.push(tag, job.handoff.tag, [index_of[tag]], first=index_of[tag])
+        self._note_if_copied_out(job)
+
+    def _note_if_copied_out(self, job: Job) -> None:
+        if self.pool is not None and job.handoff is not None and job.note is not None and not job.staging:
+            self.pool.push(job.handoff.tag, job.handoff.tag, [], note=job.note)
+            self.copied_out.append(job.id)
+
+    def _pushed(self, job: Job, indices: list[int], note: bool) -> None:
+        for index in indices:
+            if tag := job.staged.pop(index, None):
+                self._release(tag)
+        if note:
+            self.handed_off.append(job.id)
+
+    def _store(self, sequence: Sequence, slots: dict[int, Slot]) -> None:
+        """Copies blocks of a sequence from its pages into slots of the arena."""
+        assert self.pool is not None, "callers check"
+        blocks = list(slots)
+        for begin in range(0, len(blocks), COPY_BLOCKS):
+            batch = blocks[begin : begin + COPY_BLOCKS]
+            for index, strips in zip(batch, self._read_blocks(sequence, batch), strict=True):
+                self.pool.store(slots[index].slot, slots[index].generation, strips)
+        self.counters["stored_blocks"] += len(blocks)
 
     def _read_blocks(self, sequence: Sequence, blocks: list[int]) -> U8:
         """Canonical strips of some blocks of a sequence; a partial one is zeroed beyond its tokens."""
@@ -496,7 +542,7 @@ class KvMover:
         self._write_through[tag] = WriteThrough(tag, self._read_blocks(sequence, [block.index for block in filled]))
         keys = b"".join(block.key for block in filled)
         parent = filled[0].parent if filled[0].index else NO_PARENT
-        self.pool.grant(tag, keys, False, parent, filled[0].index, False)
+        self.pool.grant(tag, keys, False, parent, filled[0].index, "now")
 
     def _store_through(self, entry: WriteThrough, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"

@@ -126,7 +126,9 @@ class LLM:
         batch = [prompts] if _is_prompt(prompts) else list(prompts)
         params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(batch):
-            raise ValueError(f"{len(batch)} prompts and {len(params)} sampling parameters: give one for all, or one each")
+            raise ValueError(
+                f"{len(batch)} prompts and {len(params)} sampling parameters: give one for all, or one each"
+            )
         running = {}
         try:
             for prompt, each in zip(batch, params, strict=True):
@@ -138,9 +140,7 @@ class LLM:
                 self._worker.abort(Abort(request=number, attempt=1))
         return [request.completion() for request in running.values()]
 
-    def chat(
-        self, messages: Sequence[dict[str, str]], sampling: SamplingParams | None = None
-    ) -> Completion:
+    def chat(self, messages: Sequence[dict[str, str]], sampling: SamplingParams | None = None) -> Completion:
         """Completes one conversation through the model's chat template: [{"role": "user", "content": "..."}]."""
         return self.generate(self._tokenizer.chat(list(messages)), sampling)[0]
 
@@ -153,7 +153,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _ids(self, prompt: Prompt) -> list[int]:

@@ -132,6 +132,7 @@ class Worker:
     def step(self) -> list[Message]:
         """One round; returns what gateways must be told, in order."""
         self.mover.pump()
+        self._forget_copied_out()
         while self.mover.handed_off:
             self._end(self.mover.handed_off.popleft())
         self._report_failures()
@@ -144,6 +145,7 @@ class Worker:
             self._bound_recompute(load.id)
         if step.slices:
             self._forward(step)
+            self._forget_copied_out()
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
         self.busy = bool(out) or not step.empty
@@ -223,7 +225,6 @@ class Worker:
                 computed=sequence.prompt_tokens - sequence.cached,
             )
             self.mover.hand_off(outcome.id, note)
-            self.batcher.remove(outcome.id)
             return
         self.mover.computed(outcome.id)
 
@@ -231,6 +232,10 @@ class Worker:
         self._out.append(
             Tokens(request=work.request, attempt=work.attempt, first=index, tokens=(token,), finish=finish)
         )
+
+    def _forget_copied_out(self) -> None:
+        while self.mover.copied_out:
+            self.batcher.remove(self.mover.copied_out.popleft())
 
     # -- endings --------------------------------------------------------------------------------------------------
 
@@ -254,9 +259,7 @@ class Worker:
 
     def _refuse(self, work: Work, kind: str, reason: str) -> None:
         self._remember((work.request, work.attempt))
-        self._out.append(
-            Failed(request=work.request, attempt=work.attempt, worker=self.name, kind=kind, reason=reason)
-        )
+        self._out.append(Failed(request=work.request, attempt=work.attempt, worker=self.name, kind=kind, reason=reason))
 
     def _end(self, sequence_id: SequenceId) -> None:
         self._remember(sequence_id)

@@ -6,6 +6,7 @@ either side can sleep. The thread knows which gateway sent which attempt, the lo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -52,9 +53,7 @@ class WorkerLinks(threading.Thread):
     Raises LinkError from the constructor if the endpoint cannot be bound.
     """
 
-    def __init__(
-        self, info: WorkerInfo, conductor: str, session_key: bytes, alive: Callable[[], WorkerAlive]
-    ) -> None:
+    def __init__(self, info: WorkerInfo, conductor: str, session_key: bytes, alive: Callable[[], WorkerAlive]) -> None:
         super().__init__(name="links", daemon=True)
         self.info = info
         self.arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -215,7 +214,5 @@ class WorkerLinks(threading.Thread):
 
 
 def _drain(descriptor: int) -> None:
-    try:
+    with contextlib.suppress(BlockingIOError):
         os.eventfd_read(descriptor)
-    except BlockingIOError:
-        pass

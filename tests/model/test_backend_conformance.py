@@ -1,8 +1,8 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
 Method: a list of implementations (torch on a tiny random Llama, fake) times a list of expectations. Expectations
-compare the greedy continuation of a prompt computed in one way with the same computed in another: chunked, batched, with
-KV that went out through `read_pages` and came back elsewhere through `write_pages`.
+compare the greedy continuation of a prompt computed in one way with the same computed in another: chunked, batched,
+with KV that went out through `read_pages` and came back elsewhere through `write_pages`.
 """
 
 from __future__ import annotations

@@ -21,9 +21,11 @@ def report() -> str:
         name = str(path.relative_to(ROOT))
         files.append((text.count("\n"), name))
         if path.suffix == ".py":
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
-                    functions.append((node.end_lineno - node.lineno + 1, f"{name}:{node.lineno} {node.name}"))
+            functions += [
+                (node.end_lineno - node.lineno + 1, f"{name}:{node.lineno} {node.name}")
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+            ]
     lines = [f"{sum(size for size, _ in files)} lines in {len(files)} files"]
     for title, rows in (("longest files", files), ("longest functions", functions)):
         lines.append(title + ":")

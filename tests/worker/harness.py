@@ -210,7 +210,9 @@ class Cluster:
                 yield f"{name}: {worker.batcher.pool.referenced} pages referenced"
         for name in self.daemons:
             for sample, value in self.counters(name).items():
-                busy = any(f'state="{state}"' in sample for state in ("pinned", "reserved", "quarantine", "held", "waiting"))
+                busy = any(
+                    f'state="{state}"' in sample for state in ("pinned", "reserved", "quarantine", "held", "waiting")
+                )
                 if busy and value:
                     yield f"{sample} = {value}"
 

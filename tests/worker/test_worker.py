@@ -334,7 +334,7 @@ def test_random_aborts_leave_nothing(tmp_path: object) -> None:
     generator = random.Random(7)
     with two_nodes(slots=48, pages=48) as cluster:
         requests: list[Request] = []
-        for i in range(200):
+        for _ in range(200):
             requests.append(cluster.submit(COMMON[: generator.randrange(1, 200)], "prefill", "decode"))
             for _ in range(generator.randrange(4)):
                 cluster.step()

@@ -1,0 +1,77 @@
+"""What the system tests share: servers, clients, and a look at what a server leaves behind."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from bench.server import Server
+
+FAKE_SLOW = "fake:seconds_per_step=0.02"
+
+
+@pytest.fixture(scope="session")
+def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One state directory for the session: the secret, and the model converted once."""
+    return tmp_path_factory.mktemp("state")
+
+
+def fake_server(state_dir: Path, *flags: str, model: str = "fake") -> Server:
+    return Server(*flags, "--dram-bytes", "32MiB", backend="fake", model=model, state_dir=state_dir)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(f"{length}/{seed}")
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def text(ids: list[int]) -> str:
+    """The fake backend answers in printable ASCII."""
+    return bytes(ids).decode()
+
+
+def complete(server: Server, ids: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
+    """One completion, not streamed; the test fails on any status but 200."""
+    response = httpx2.post(f"{server.base}/v1/completions", json=body(ids, tokens, **fields), timeout=120)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def body(ids: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": fields.pop("model", "fake"),
+        "prompt": ids,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def stream(server: Server, ids: list[int], tokens: int, **fields: Any) -> Iterator[str]:
+    """Pieces of text of a streamed completion, as they come; raises StreamFailed on an error event."""
+    payload = body(ids, tokens, stream=True, **fields)
+    with httpx2.stream("POST", f"{server.base}/v1/completions", json=payload, timeout=120) as response:
+        if response.status_code != 200:
+            response.read()
+            raise StreamFailed(response.text)
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if not line.startswith("data: ") or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise StreamFailed(event["error"])
+            for choice in event["choices"]:
+                yield choice["text"]
+
+
+class StreamFailed(Exception):
+    """The server ended a stream with a typed error."""

@@ -1,0 +1,291 @@
+"""Goal: `pyengine serve` answers right in every shape, through deaths of its parts, and leaves nothing behind.
+
+Method: real processes over the fake backend, whose answer depends on every byte of KV, compared with its oracle.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from bench.server import Server
+from pyengine.backends.fake import fake_tokens
+from tests.system.conftest import FAKE_SLOW, StreamFailed, complete, fake_server, prompt, stream, text
+
+#: Generous: an event that takes longer never comes.
+PATIENCE = 60.0
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Polls counters that travel with heartbeats; there is no event to wait for in another process."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+def expect(answer: dict, ids: list[int], tokens: int) -> None:  # type: ignore[type-arg]
+    assert answer["choices"][0]["text"] == text(fake_tokens(ids, tokens))
+    assert answer["usage"]["completion_tokens"] == tokens
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+SHAPES = {
+    "one node": (("--prefill", "1", "--decode", "1"), ("prefill-0", "decode-0")),
+    "both": (("--both", "1"), ("both-0",)),
+    "two nodes": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp"), ("prefill-0", "decode-0")),
+    "2 + 2 on two nodes": (
+        ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "round-robin"),
+        ("prefill-0", "prefill-1", "decode-0", "decode-1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_answers_and_its_workers_counters_move(shape: str, state_dir: Path) -> None:
+    flags, workers = SHAPES[shape]
+    with fake_server(state_dir, *flags) as server:
+        for i in range(4):
+            expect(complete(server, prompt(100, i), 20), prompt(100, i), 20)
+
+        def worked(worker: str) -> bool:
+            phases = ("prefill", "decode") if worker.startswith("both") else (worker.partition("-")[0],)
+            return all(server.metric("pyengine_worker_tokens_total", worker=worker, phase=phase) for phase in phases)
+
+        until(lambda: all(map(worked, workers)), "the counters of all workers move")
+        assert server.metric("pyengine_recomputed_tokens_total") == 0
+        if shape == "two nodes":
+            until(lambda: server.metric("pyengine_transfer_bytes_total", transport="tcp") > 0, "bytes crossed")
+            # 7 blocks each: six full ones and the partial one.
+            until(
+                lambda: server.metric("pyengine_transfer_blocks_total", transport="tcp", direction="in") == 28,
+                "all blocks crossed",
+            )
+        if shape == "one node":
+            until(lambda: server.metric("pyengine_transfer_blocks_total", transport="arena") == 28, "arena hand-off")
+            assert server.metric("pyengine_transfer_bytes_total") == 0
+        if shape == "both":
+            assert server.metric("pyengine_transfer_blocks_total") == 0
+
+
+def test_reuse_across_turns_and_nodes(state_dir: Path) -> None:
+    """Second turn, and the same prompt on the other node: cached tokens are what the blocks in common allow."""
+    flags = ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "round-robin")
+    with fake_server(state_dir, *flags) as server:
+        first = complete(server, prompt(100), 30)
+        answered = list(first["choices"][0]["text"].encode())
+        until(lambda: server.metric("pyengine_indexed_blocks") >= 6 + 2, "the conductor has indexed all blocks")
+        for _ in range(2):  # round robin: one of the two prefills where the prompt never was
+            again = complete(server, prompt(100), 8)
+            expect(again, prompt(100), 8)
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * (99 // 16)
+        turn = prompt(100) + answered[:-1] + prompt(20, 1)
+        second = complete(server, turn, 8)
+        expect(second, turn, 8)
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * (129 // 16)
+
+
+def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path) -> None:
+    """Load on the holder makes Algorithm 1 choose the other node, which fetches the prefix instead of computing it."""
+    flags = ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "kvcache-centric")
+    with fake_server(state_dir, *flags, model="fake:seconds_per_token=0.0005") as server:
+        shared = prompt(800)
+        complete(server, shared, 2)
+        until(lambda: server.metric("pyengine_indexed_blocks") >= 50, "the conductor has indexed the prefix")
+        before = server.metric("pyengine_worker_tokens_total", phase="prefill")
+        with ThreadPoolExecutor(12) as threads:
+            prompts = [shared + prompt(40, i) for i in range(24)]
+            for ids, answer in zip(prompts, threads.map(lambda ids: complete(server, ids, 4), prompts), strict=True):
+                expect(answer, ids, 4)
+                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 800
+        until(
+            lambda: server.metric("pyengine_worker_tokens_total", phase="prefill") - before == 24 * 40,
+            "only the rest was computed",
+        )
+        workers = [
+            server.metric("pyengine_worker_tokens_total", worker=f"prefill-{k}", phase="prefill") for k in (0, 1)
+        ]
+        assert all(workers), f"only one prefill worker was used: {workers}"
+
+
+def test_openai_client(state_dir: Path) -> None:
+    with fake_server(state_dir) as server:
+        client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none")
+        assert [model.id for model in client.models.list()] == ["fake"]
+        whole = client.completions.create(model="fake", prompt="hello", max_tokens=30, temperature=0)
+        pieces = client.completions.create(model="fake", prompt="hello", max_tokens=30, temperature=0, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+        stop = whole.choices[0].text[10:12]
+        stopped = client.completions.create(model="fake", prompt="hello", max_tokens=30, temperature=0, stop=stop)
+        assert stopped.choices[0].text == whole.choices[0].text.partition(stop)[0]
+        assert stopped.choices[0].finish_reason == "stop"
+        chat = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=5)
+        assert chat.choices[0].message.content
+
+
+def test_interrupt_ends_all_and_leaves_nothing(state_dir: Path) -> None:
+    shared_memory = set(os.listdir("/dev/shm"))
+    server = fake_server(state_dir, "--nodes", "2")
+    with server:
+        complete(server, prompt(50), 4)
+        children = list(server.children().values())
+        run_dir = server.run_dir
+        assert run_dir.is_dir()
+        assert len(children) == 6
+    assert server.returncode == 0
+    assert not any(psutil.pid_exists(pid) for pid in children)
+    assert not run_dir.exists()
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_killed_launcher_leaves_no_orphan(state_dir: Path) -> None:
+    with fake_server(state_dir) as server:
+        children = [psutil.Process(pid) for pid in server.children().values()]
+        server.process.kill()
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE)
+        assert not alive
+
+
+@pytest.mark.parametrize("part", ["prefill-0", "decode-0", "transferd-1"])
+def test_a_killed_part_costs_nobody_an_answer(part: str, state_dir: Path) -> None:
+    """kill -9 while twelve clients stream: where a twin of the part exists, all get the whole right answer."""
+    flags = ("--prefill", "2", "--decode", "2", "--nodes", "2")
+    with fake_server(state_dir, *flags, model=FAKE_SLOW) as server:
+        flowing = threading.Barrier(13, timeout=PATIENCE)
+
+        def client(i: int) -> str:
+            pieces = []
+            for piece in stream(server, prompt(150, i), 120):
+                pieces.append(piece)
+                if len(pieces) == 3 + i:  # tokens have gone out
+                    flowing.wait()
+            return "".join(pieces)
+
+        with ThreadPoolExecutor(12) as threads:
+            answers = [threads.submit(client, i) for i in range(12)]
+            flowing.wait()
+            server.kill(part, signal.SIGKILL)
+            for i, answer in enumerate(answers):
+                assert answer.result(PATIENCE) == text(fake_tokens(prompt(150, i), 120))
+        until(lambda: part in server.children(), "the dead part is started again")
+        expect(complete(server, prompt(60), 10), prompt(60), 10)
+
+
+def test_only_worker_of_a_role_dies(state_dir: Path) -> None:
+    """No twin: the client gets a typed error (or the answer, if the restart is quick), and the next one works."""
+    with fake_server(state_dir, model=FAKE_SLOW) as server:
+        pieces = []
+        try:
+            for piece in stream(server, prompt(50), 200):
+                pieces.append(piece)
+                if len(pieces) == 5:
+                    server.kill("decode-0", signal.SIGKILL)
+        except StreamFailed:
+            pass
+        else:
+            assert "".join(pieces) == text(fake_tokens(prompt(50), 200))
+        until(lambda: "decode-0" in server.children(), "the worker is started again")
+        until(lambda: httpx2.get(f"{server.base}/health").status_code == 200, "the server is well again")
+        expect(complete(server, prompt(60), 10), prompt(60), 10)
+
+
+def test_conductor_restart_harms_no_running_request(state_dir: Path) -> None:
+    """Requests go on; everyone dials in again; the index is rebuilt from dumps, so the prefix is still found."""
+    with fake_server(state_dir, "--nodes", "2", model=FAKE_SLOW) as server:
+        complete(server, prompt(100), 2)
+        until(lambda: server.metric("pyengine_indexed_blocks") >= 6, "blocks are indexed")
+        pieces = []
+        for piece in stream(server, prompt(90, 1), 100):
+            pieces.append(piece)
+            if len(pieces) == 5:
+                server.kill("conductor", signal.SIGKILL)
+        assert "".join(pieces) == text(fake_tokens(prompt(90, 1), 100))
+        until(lambda: server.metric("pyengine_indexed_blocks") >= 6, "the index is rebuilt")
+        again = complete(server, prompt(100), 4)
+        expect(again, prompt(100), 4)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+def test_gateway_restart(state_dir: Path) -> None:
+    """A dead gateway's requests are aborted by the workers; the new one serves."""
+    with fake_server(state_dir, model=FAKE_SLOW) as server:
+        with pytest.raises(httpx2.TransportError):
+            for count, _ in enumerate(stream(server, prompt(50), 1000)):
+                if count == 5:
+                    server.kill("gateway", signal.SIGKILL)
+        until(lambda: "gateway" in server.children(), "the gateway is started again")
+
+        def quiet() -> bool:
+            try:
+                return (
+                    httpx2.get(f"{server.base}/health").status_code == 200
+                    and server.metric("pyengine_worker_requests") == 0
+                    and server.metric("pyengine_worker_pages", state="referenced") == 0
+                )
+            except httpx2.TransportError:
+                return False
+
+        until(quiet, "the workers have let go of the lost gateway's request")
+        expect(complete(server, prompt(60), 10), prompt(60), 10)
+
+
+def test_client_gone_mid_stream_releases_everything(state_dir: Path) -> None:
+    with fake_server(state_dir, "--nodes", "2", model=FAKE_SLOW) as server:
+        for piece in stream(server, prompt(100), 2000):
+            assert piece is not None
+            break
+        until(lambda: server.metric("pyengine_worker_requests") == 0, "the request is aborted")
+        until(lambda: server.metric("pyengine_worker_pages", state="referenced") == 0, "pages are released")
+        until(lambda: server.metric("pyengine_pool_blocks", state="pinned") == 0, "pins are dropped")
+        until(lambda: server.metric("pyengine_pool_grants") == 0, "grants are dropped")
+        expect(complete(server, prompt(60), 10), prompt(60), 10)
+
+
+def test_bad_requests_are_told_what_to_do(state_dir: Path) -> None:
+    with fake_server(state_dir, "--pages", "64") as server:
+
+        def post(path: str, **fields: object) -> httpx2.Response:
+            return httpx2.post(f"{server.base}{path}", json=fields, timeout=30)
+
+        answers = {
+            "empty messages": post("/v1/chat/completions", model="fake", messages=[]),
+            "negative max_tokens": post("/v1/completions", model="fake", prompt="a", max_tokens=-1),
+            "unknown model": post("/v1/completions", model="nope", prompt="a"),
+            "longer than the KV space": post("/v1/completions", model="fake", prompt=prompt(2000), max_tokens=1),
+            "longer than the model": post("/v1/completions", model="fake", prompt=[65] * 70000, max_tokens=1),
+            "invalid JSON": httpx2.post(f"{server.base}/v1/completions", content=b'{"model": ', timeout=30),
+        }
+        for what, response in answers.items():
+            assert response.status_code in (400, 404), f"{what}: {response.status_code} {response.text}"
+            message = response.json()["error"]["message"]
+            assert len(message) > 15, f"{what}: {message}"
+        assert "fake" in answers["unknown model"].json()["error"]["message"]
+        expect(complete(server, prompt(60), 10), prompt(60), 10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (("--model", "/no/such/path", "--backend", "torch"), "no such"),
+        (("--backend", "jax"), "torch"),
+        (("--transport", "rdma"), "tcp"),
+        (("--prefill", "1"), "--decode"),
+        (("--dram-bytes", "900TiB"), "memory"),
+        (("--host", "0.0.0.0", "--policy", "nonsense", "--backend", "fake", "--model", "fake"), "kvcache-centric"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_remedy(flags: tuple[str, ...], hint: str, state_dir: Path) -> None:
+    result = Server.run_once(*flags, state_dir=state_dir)
+    assert result.returncode not in (0, None)
+    assert hint in result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
