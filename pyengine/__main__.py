@@ -1,0 +1,5 @@
+"""`python -m pyengine` is the `pyengine` command."""
+
+from pyengine.cli import main
+
+main()

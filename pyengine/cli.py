@@ -1,0 +1,224 @@
+"""`pyengine ...`: the command line. Importing it loads no framework; each command imports what it runs.
+
+Exit status: 0 stopped on request, 1 failed, 2 impossible as asked (a restart would not help).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from pyengine import config as settings
+from pyengine import env
+from pyengine.config import ConfigError, GatewayConfig, ServeConfig, WorkerConfig
+
+DISTRIBUTION = "pyengine-llm"
+IMPOSSIBLE = 2
+
+
+def installed_version() -> str:
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+app = App(
+    name="pyengine",
+    help="Serves large language models with prefill and decode apart, around one shared KV cache.",
+    version=installed_version,
+)
+
+ConfigFile = Annotated[Path | None, Parameter(name="--config")]
+
+
+@app.command
+def serve(
+    *,
+    model: str | None = None,
+    backend: str | None = None,
+    prefill: int | None = None,
+    decode: int | None = None,
+    both: int | None = None,
+    nodes: int | None = None,
+    transport: str | None = None,
+    dram_bytes: str | None = None,
+    kv_bytes: str | None = None,
+    pages: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    policy: str | None = None,
+    admission: str | None = None,
+    max_tokens_per_step: int | None = None,
+    max_sequences: int | None = None,
+    max_queue: int | None = None,
+    threads: int | None = None,
+    state_dir: str | None = None,
+    file: ConfigFile = None,
+) -> int:
+    """Gateway, conductor, workers and daemons on this machine.
+
+    Parameters
+    ----------
+    model
+        Name (smollm2), Hugging Face folder, GGUF file or hub name.
+    backend
+        torch, or fake (computes no model; for tests).
+    prefill
+        Prefill workers. With no number named: 1 prefill and 1 decode worker.
+    decode
+        Decode workers.
+    both
+        Workers that do both.
+    nodes
+        Daemons, each with its pool; worker k sits on node k mod nodes.
+    transport
+        How blocks cross between nodes: auto or tcp.
+    dram_bytes
+        Pool arena per node, for example 2GiB (default: the lesser of 2 GiB and a tenth of the memory).
+    kv_bytes
+        Device memory for pages per worker (same default).
+    pages
+        Device pages per worker, instead of kv_bytes.
+    host
+        Where the gateway listens (default 127.0.0.1).
+    port
+        Default 8000.
+    policy
+        How the conductor chooses: random, round-robin, least-loaded, kvcache-centric (default).
+    admission
+        none (default) or at-arrival.
+    max_tokens_per_step
+        Tokens one step computes at most.
+    max_sequences
+        Sequences a worker runs at once.
+    max_queue
+        Requests a worker holds.
+    threads
+        Of each worker's backend (default: cores divided by workers).
+    state_dir
+        Secret and converted models (default: PYENGINE_STATE_DIR, else ~/.local/state/pyengine).
+    file
+        TOML file with the same settings, underscores for dashes; flags override it.
+    """
+    flags = {name: value for name, value in locals().items() if name != "file"}
+
+    def run() -> int:
+        from pyengine.launch import run_serve
+
+        config = settings.load(ServeConfig, file, flags)
+        config.check()
+        return run_serve(config)
+
+    return _guarded("serve", run)
+
+
+@app.command
+def worker(*, file: Annotated[Path, Parameter(name="--config")], ready_fd: int | None = None) -> int:
+    """One worker of a deployment.
+
+    Parameters
+    ----------
+    file
+        TOML or JSON file with the fields of pyengine.config.WorkerConfig.
+    ready_fd
+        Descriptor that gets one JSON line when the worker accepts work.
+    """
+
+    def run() -> int:
+        from pyengine.worker.service import run_worker
+
+        return run_worker(settings.load(WorkerConfig, file, {}), _announcer(ready_fd))
+
+    return _guarded("worker", run)
+
+
+@app.command
+def gateway(
+    *,
+    gateway: str | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    conductor: str | None = None,
+    secret_file: str | None = None,
+    file: ConfigFile = None,
+    listen_fd: int | None = None,
+    ready_fd: int | None = None,
+) -> int:
+    """One gateway of a deployment.
+
+    Parameters
+    ----------
+    gateway
+        Its name, unique in the cluster.
+    host
+        Where it listens.
+    port
+        Where it listens.
+    conductor
+        ZeroMQ endpoint of the conductor.
+    secret_file
+        The cluster secret.
+    file
+        TOML or JSON file with the fields of pyengine.config.GatewayConfig; flags override it.
+    listen_fd
+        A listening socket that is open already, instead of host and port.
+    ready_fd
+        Descriptor that gets one JSON line when the address answers.
+    """
+    flags = {name: value for name, value in locals().items() if name not in ("file", "listen_fd", "ready_fd")}
+
+    def run() -> int:
+        from pyengine.gateway.listener import listen
+        from pyengine.gateway.server import run_gateway
+
+        config = settings.load(GatewayConfig, file, flags)
+        listener = listen(config.host, config.port) if listen_fd is None else socket.socket(fileno=listen_fd)
+        return run_gateway(config, listener, _announcer(ready_fd))
+
+    return _guarded("gateway", run)
+
+
+def _announcer(descriptor: int | None) -> Callable[[dict[str, Any]], None]:
+    """Writes what it is given as one JSON line to `descriptor`, and closes it."""
+
+    def announce(facts: dict[str, Any]) -> None:
+        if descriptor is not None:
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(json.dumps(facts) + "\n")
+
+    return announce
+
+
+def _guarded(command: str, run: Callable[[], int]) -> int:
+    """Runs a command; an impossible wish becomes one readable line and status 2."""
+    try:
+        logging.basicConfig(level=env.read().log_level.upper(), format=f"{command} %(levelname)s %(name)s: %(message)s")
+        return run()
+    except (ConfigError, ValueError) as error:
+        print(f"pyengine {command}: error: {error}", file=sys.stderr)
+        return IMPOSSIBLE
+    except Exception as error:
+        from pyengine._native import GiveUpError, RetryError
+
+        if not isinstance(error, GiveUpError | RetryError):
+            raise
+        print(f"pyengine {command}: error: {error}", file=sys.stderr)
+        return IMPOSSIBLE if isinstance(error, GiveUpError) else 1
+
+
+def main() -> None:
+    sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

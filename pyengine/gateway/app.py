@@ -1,0 +1,298 @@
+"""HTTP: bytes of a client in, JSON and server-sent events out. Their meaning is openai.py's, what happens service.py's.
+
+A client that goes away aborts its request at once, in whatever state it is: every wait here is also a wait for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pyengine.gateway import openai
+from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Usage
+from pyengine.gateway.request import RequestError
+from pyengine.gateway.service import Generation, Model, Service
+from pyengine.text import ChatError, Tokenizer
+
+JSON = "application/json"
+#: Text longer than this (characters) is tokenized off the loop: 10 ms of work that would hold up every stream.
+LONG_TEXT = 20_000
+
+T = TypeVar("T")
+Endpoint = Literal["chat", "completion"]
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """The ASGI application of one gateway. Starting and closing `service` follows the application's life."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        try:
+            yield
+        finally:
+            await service.close()
+
+    # No generated schema: bodies are parsed by msgspec, and a schema without them would mislead.
+    app = FastAPI(title="pyengine", lifespan=lifespan, openapi_url=None)
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return _failure(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
+        text = f"{error.detail}; known are {known}" if error.status_code in (404, 405) else str(error.detail)
+        return _failure(ApiError(error.status_code, text), error.headers)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: HttpRequest) -> Response:
+        return await _complete(service, http, "chat")
+
+    @app.post("/v1/completions")
+    async def completions(http: HttpRequest) -> Response:
+        return await _complete(service, http, "completion")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        names = sorted(service.models)
+        positions = {name: service.models[name].max_positions for name in names}
+        return Response(openai.models(names, positions), media_type=JSON)
+
+    @app.get("/health")
+    async def health() -> Response:
+        workers = {worker.worker: worker.role.value for worker in service.cluster.workers}
+        body = {"status": "ok" if service.healthy else "unavailable", "workers": workers}
+        return Response(msgspec.json.encode(body), 200 if service.healthy else 503, media_type=JSON)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> Response:
+    """Both completion endpoints: parse, start, and answer whole or as a stream."""
+    body = await _body(http, service.config.max_body_bytes)
+    request = openai.parse_chat(body) if endpoint == "chat" else openai.parse_completion(body)
+    gone = asyncio.ensure_future(_gone(http.receive))
+    exchange = Exchange(service, gone)
+    try:
+        model = await exchange.unless_gone(_model(service, request.model))
+        tokenizer = await exchange.unless_gone(service.tokenizer(model.tokenizer))
+        prompts = await exchange.unless_gone(_prompts(request, tokenizer, model))
+        exchange.start(request, model, prompts, tokenizer)
+        answer = Answer(endpoint, model.name, request.include_usage)
+        if not request.stream:
+            return Response(await exchange.whole(answer), media_type=JSON)
+        # The status line waits for the first token: what fails before it is an HTTP error and no broken stream.
+        stream = EventStream(exchange, answer, await exchange.next())
+    except ClientGone:
+        exchange.close()
+        return Response(status_code=499)
+    except RequestError as error:
+        exchange.close()
+        raise openai.api_error(error) from error
+    except BaseException:
+        exchange.close()
+        raise
+    return stream
+
+
+async def _model(service: Service, name: str | None) -> Model:
+    model = await service.model(name)
+    if model is None:
+        known = ", ".join(sorted(service.models))
+        text = f"model: is required here; send one of: {known}"
+        if name is not None:
+            text = f"model: there is no {name!r} here; send one of: {known}"
+        raise ApiError(404 if name is not None else 400, text, param="model", code="model_not_found")
+    return model
+
+
+async def _prompts(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: Model) -> list[list[int]]:
+    """Token ids of each choice's prompt. Raises ApiError 400."""
+    if isinstance(request, ChatRequest):
+        messages = request.conversation()
+        size = sum(len(message["content"]) for message in messages)
+        try:
+            return [await _maybe_in_thread(size, lambda: tokenizer.chat(messages))]
+        except ChatError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+    prompts = []
+    for prompt in request.prompts():
+        if isinstance(prompt, str):
+            ids = await _maybe_in_thread(len(prompt), lambda text=prompt: tokenizer.encode(text))  # type: ignore[misc]
+            if not ids:
+                raise ApiError(400, "prompt: is empty; send at least one token", param="prompt")
+        else:
+            ids = prompt
+            if bad := next((token for token in ids if not 0 <= token < model.vocab_size), None):
+                text = f"prompt: {bad} is no token id of this model; ids are 0 to {model.vocab_size - 1}"
+                raise ApiError(400, text, param="prompt")
+        prompts.append(ids)
+    return prompts
+
+
+async def _maybe_in_thread(size: int, work: Callable[[], list[int]]) -> list[int]:
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+
+class Exchange:
+    """The choices of one HTTP request, read together until all have ended or the client is gone."""
+
+    def __init__(self, service: Service, gone: asyncio.Future[None]) -> None:
+        self._service = service
+        self._gone = gone
+        self._ready = asyncio.Event()
+        self._generations: list[Generation] = []
+        self._open: dict[int, Generation] = {}
+        gone.add_done_callback(lambda _: self._ready.set())
+
+    def start(
+        self, request: ChatRequest | CompletionRequest, model: Model, prompts: list[list[int]], tokenizer: Tokenizer
+    ) -> None:
+        """Checks all before the first starts. Raises ApiError, RequestError."""
+        settings = [openai.sampling(request, len(ids), model.max_positions, model.room) for ids in prompts]
+        for index, (ids, sampling) in enumerate(zip(prompts, settings, strict=True)):
+            generation = self._service.generate(model, ids, sampling, tokenizer, self._ready.set)
+            self._generations.append(generation)
+            self._open[index] = generation
+
+    @property
+    def choices(self) -> int:
+        return len(self._generations)
+
+    @property
+    def finished(self) -> bool:
+        return not self._open
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt=sum(len(generation.request.prompt) for generation in self._generations),
+            completion=sum(generation.emitted for generation in self._generations),
+            cached=sum(generation.request.cached or 0 for generation in self._generations),
+        )
+
+    async def next(self) -> list[tuple[int, str, str | None]]:
+        """New (choice, text, finish reason), at least one. Raises RequestError, ClientGone."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            if self._gone.done():
+                raise ClientGone
+            news = []
+            for index, generation in list(self._open.items()):
+                text, finish = generation.take()
+                if finish is not None:
+                    del self._open[index]
+                if text or finish is not None:
+                    news.append((index, text, finish))
+            if news:
+                return news
+
+    async def whole(self, answer: Answer) -> bytes:
+        """The complete answer. Raises RequestError, ClientGone."""
+        texts = [""] * self.choices
+        reasons = [""] * self.choices
+        while not self.finished:
+            for index, text, finish in await self.next():
+                texts[index] += text
+                reasons[index] = finish or ""
+        body = answer.whole(list(zip(texts, reasons, strict=True)), self.usage)
+        self.close()
+        return body
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or ClientGone, whichever comes first."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise ClientGone
+        return await task
+
+    def close(self) -> None:
+        """Aborts what still runs. Idempotent."""
+        self._gone.cancel()
+        for generation in self._generations:
+            generation.close()
+
+
+class EventStream(Response):
+    """Sends an exchange as server-sent events, one body part per batch of tokens that came together."""
+
+    def __init__(self, exchange: Exchange, answer: Answer, first: list[tuple[int, str, str | None]]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        # A stream has no length; Response put the empty body's there.
+        del self.headers["content-length"]
+        self._exchange = exchange
+        self._answer = answer
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange, answer = self._exchange, self._answer
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            news = self._first
+            prefix = answer.opening(exchange.choices)
+            while True:
+                events = b"".join(answer.delta(*item) for item in news)
+                if exchange.finished:
+                    await send(_part(prefix + events + answer.closing(exchange.usage), more=False))
+                    return
+                await send(_part(prefix + events, more=True))
+                prefix = b""
+                news = await exchange.next()
+        except ClientGone:
+            pass
+        except RequestError as error:
+            await send(_part(answer.failure(openai.api_error(error)), more=False))
+        finally:
+            exchange.close()
+
+
+def _part(body: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+async def _gone(receive: Receive) -> None:
+    """Ends when the client has closed the connection. The body has been read already."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(http: HttpRequest, limit: int) -> bytes:
+    """The request's body. Raises ApiError 413 beyond `limit` bytes."""
+    body = bytearray()
+    async for part in http.stream():
+        body += part
+        if len(body) > limit:
+            raise ApiError(413, f"the body is larger than {limit} bytes: send less")
+    return bytes(body)
+
+
+def _failure(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    extra = dict(headers or {})
+    if error.retry_after is not None:
+        extra["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    return Response(error.body(), error.status, extra, JSON)

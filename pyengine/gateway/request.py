@@ -1,0 +1,350 @@
+"""One request as a state machine: attempts, numbered tokens put in order, retries. No socket, no clock, no text.
+
+    ROUTING --plan--> RUNNING --last token, stop, error--> DONE
+       ^                |  a worker failed or was lost
+       |                v
+       +---wake_at--- BACKING_OFF   (a new attempt: prompt + the tokens held, numbering goes on)
+
+Time comes in as `now` (seconds, monotonic); what is to be sent comes out as actions. Tokens, finish and error are read
+by the shell after each call.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from pyengine.scheduler import messages
+from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, WorkerRef, cacheable_blocks
+
+#: Failed attempts in a row, without one new token, after which the client gets the error. With the back-off below they
+#: take about 5 s, the promised bound.
+MAX_FAILURES = 8
+#: First retry at once (another worker may well be there), then a doubling wait.
+BACK_OFF = (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)
+#: Pause before a rejected route is asked again while workers are missing.
+REJECTED_PAUSE = 0.2
+
+
+class State(enum.Enum):
+    ROUTING = "routing"
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    DONE = "done"
+
+
+class ErrorKind(enum.Enum):
+    """What the client can do about it; the HTTP status follows from it (see openai.py)."""
+
+    BUSY = "busy"
+    UNAVAILABLE = "unavailable"
+    TOO_LARGE = "too_large"
+    TIMEOUT = "timeout"
+    BUG = "bug"
+
+
+class RequestError(Exception):
+    """Why a request could not be completed. retry_after: seconds, None: not known or never."""
+
+    def __init__(self, kind: ErrorKind, reason: str, retry_after: float | None = None) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class ToConductor(msgspec.Struct, frozen=True):
+    message: messages.Route | messages.RouteEnded
+
+
+class ToWorker(msgspec.Struct, frozen=True):
+    worker: WorkerRef
+    message: messages.Work | messages.Abort
+
+
+Action: TypeAlias = ToConductor | ToWorker
+
+
+class Request:
+    """One sequence of one HTTP request.
+
+    key_of: uint32 LE token bytes -> 16 bytes per full block, under `root`. patience: seconds without progress that a
+    failing request is given; deadline: `now` after which it is worthless.
+    """
+
+    def __init__(
+        self,
+        request: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        model: str,
+        namespace: bytes,
+        block_tokens: int,
+        root: bytes,
+        key_of: Callable[[bytes], bytes],
+        patience: float,
+        deadline: float,
+        slo: Slo | None = None,
+        tenant: str = "",
+    ) -> None:
+        if not prompt:
+            raise ValueError("a prompt has at least one token")
+        if sampling.seed is None:
+            raise ValueError("the gateway draws the seed: a retry must continue the same random numbers")
+        self.id = request
+        self.prompt = list(prompt)
+        # Stop strings are found here, in text; workers need not carry them.
+        self.sampling = msgspec.structs.replace(sampling, stop=())
+        self.state = State.BACKING_OFF
+        self.attempt = -1
+        self.plan: Plan | None = None
+        self.tokens: list[int] = []
+        self.finish: FinishReason | None = None
+        self.error: RequestError | None = None
+        self.cached: int | None = None
+        self.wake_at = deadline
+        self.failures = 0
+        self.model = model
+        self._namespace = namespace
+        self._block_tokens = block_tokens
+        self._root = root
+        self._key_of = key_of
+        self._patience = patience
+        self._deadline = deadline
+        self._slo = slo or Slo()
+        self._tenant = tenant
+        self._early: dict[int, int] = {}
+        self._ends_at: int | None = None
+        self._ends_as: FinishReason | None = None
+        self._failing_since: float | None = None
+        self._excluded: tuple[str, ...] = ()
+        self._base = 0
+        self._ids = b""
+        self._keys = b""
+        self._route: messages.Route | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state is State.DONE
+
+    def check(self) -> None:
+        """Invariants, for tests."""
+        assert len(self.tokens) <= self.sampling.max_tokens
+        assert self._base <= len(self.tokens)
+        assert all(len(self.tokens) < index < self.sampling.max_tokens for index in self._early)
+        assert (self.plan is not None) == (self.state is State.RUNNING)
+        assert (self.finish is not None or self.error is not None) <= self.done
+        assert self.finish is None or self.error is None
+
+    # -- inputs ----------------------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> list[Action]:
+        """The first attempt. Also what a back-off ends in."""
+        self.attempt += 1
+        self.state = State.ROUTING
+        self._base = len(self.tokens)
+        self._early.clear()
+        self._ends_at = self._ends_as = None
+        self._ids = np.asarray(self.prompt + self.tokens, dtype="<u4").tobytes()
+        self._keys = self._key_of(self._ids)
+        length = len(self._ids) // 4
+        self._route = messages.Route(
+            request=self.id,
+            attempt=self.attempt,
+            model=self.model,
+            namespace=self._namespace,
+            keys=self._keys[: 16 * cacheable_blocks(length, self._block_tokens)],
+            prompt_tokens=length,
+            max_tokens=self.sampling.max_tokens - self._base,
+            slo=self._slo,
+            tenant=self._tenant,
+            exclude=self._excluded,
+        )
+        self.wake_at = min(self._deadline, now + self._patience)
+        return [ToConductor(self._route)]
+
+    def ask_again(self) -> list[Action]:
+        """The conductor is there (again): it may never have seen the question."""
+        if self.state is not State.ROUTING or self._route is None:
+            return []
+        return [ToConductor(self._route)]
+
+    def on_planned(self, plan: Plan, now: float) -> list[Action]:
+        if self.state is not State.ROUTING or plan.attempt != self.attempt:
+            return []
+        self.state = State.RUNNING
+        self.plan = plan
+        self.wake_at = self._deadline
+        alone = plan.prefill.worker == plan.decode.worker
+        parts = [("both", plan.prefill)] if alone else [("decode", plan.decode), ("prefill", plan.prefill)]
+        return [
+            ToWorker(
+                worker,
+                messages.Work(
+                    request=self.id,
+                    attempt=self.attempt,
+                    part=part,
+                    token_ids=self._ids,
+                    generated=self._base,
+                    root=self._root,
+                    keys=self._keys,
+                    sampling=self.sampling,
+                    namespace=self._namespace,
+                    decode_node=plan.decode.node,
+                    decode_incarnation=plan.decode.incarnation,
+                    sources=plan.sources,
+                    deadline=max(self._deadline - now, 0.0),
+                ),
+            )
+            for part, worker in parts
+        ]
+
+    def on_rejected(self, rejection: messages.Rejected, now: float, servable: bool) -> list[Action]:
+        """servable: workers for every part are alive, so the rejection is about load, not about absence."""
+        refusal = rejection.rejection
+        if self.state is not State.ROUTING or refusal.attempt != self.attempt:
+            return []
+        if refusal.retry_after is None:
+            return self._give_up(RequestError(ErrorKind.TOO_LARGE, refusal.reason))
+        if servable and self._failing_since is None:
+            return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after))
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since >= self._patience:
+            return self._give_up(RequestError(ErrorKind.UNAVAILABLE, refusal.reason, refusal.retry_after))
+        self.state = State.BACKING_OFF
+        self.wake_at = min(now + REJECTED_PAUSE, self._deadline)
+        return []
+
+    def on_tokens(self, message: messages.Tokens) -> list[Action]:
+        """Numbered tokens of either worker, in any order, possibly twice."""
+        if self.state is not State.RUNNING or message.attempt != self.attempt:
+            return []
+        limit = self.sampling.max_tokens
+        for index, token in enumerate(message.tokens, start=message.first):
+            if len(self.tokens) <= index < limit:
+                self._early[index] = token
+        if message.finish is not None:
+            self._ends_at = message.first + len(message.tokens)
+            self._ends_as = message.finish
+        before = len(self.tokens)
+        while (token_at := self._early.pop(len(self.tokens), None)) is not None:
+            self.tokens.append(token_at)
+        if len(self.tokens) > before:
+            self.failures = 0
+            self._failing_since = None
+            self._excluded = ()
+        if self._ends_at is not None and len(self.tokens) >= self._ends_at:
+            return self._complete(self._ends_as or FinishReason.STOP, abort_decode=self._ends_at == self._base + 1)
+        if len(self.tokens) >= limit:
+            return self._complete(FinishReason.LENGTH, abort_decode=True)
+        return []
+
+    def on_prefill_report(self, message: messages.PrefillReport) -> None:
+        """What the first prefill that succeeded had reused; later attempts reuse what earlier ones computed."""
+        if message.attempt == self.attempt and self.cached is None:
+            self.cached = min(message.cached, len(self.prompt))
+
+    def on_failed(self, message: messages.Failed, now: float) -> list[Action]:
+        if self.state is not State.RUNNING or message.attempt != self.attempt or self.plan is None:
+            return []
+        if message.kind == "too_large":
+            return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
+        if message.kind == "bug":
+            return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
+        if message.kind == "retry":
+            # Whoever reports it need not be the one at fault (its peer's daemon may be): try with neither.
+            exclude = {self.plan.prefill.worker, self.plan.decode.worker}
+        elif message.kind == "wrong_role":
+            exclude = {message.worker}
+        else:
+            exclude = set()
+        return self._retry(now, f"{message.worker}: {message.reason}", exclude, gone=message.worker)
+
+    def on_lost(self, worker: str, now: float, reason: str) -> list[Action]:
+        """The link to a worker is gone, or it is another incarnation than planned."""
+        if self.state is not State.RUNNING or self.plan is None:
+            return []
+        if worker not in (self.plan.prefill.worker, self.plan.decode.worker):
+            return []
+        return self._retry(now, f"{worker}: {reason}", {worker}, gone=worker)
+
+    def tick(self, now: float) -> list[Action]:
+        """To be called at `wake_at` or later."""
+        if self.done or now < self.wake_at:
+            return []
+        if now >= self._deadline:
+            return self._give_up(RequestError(ErrorKind.TIMEOUT, "the request took longer than this server allows"))
+        if self.state is State.ROUTING:
+            return self._give_up(RequestError(ErrorKind.UNAVAILABLE, "the conductor does not answer", self._patience))
+        if self.state is State.BACKING_OFF:
+            return self.start(now)
+        return []
+
+    def stop(self) -> list[Action]:
+        """A stop string was found in the text: enough."""
+        if self.done:
+            return []
+        actions = self._release()
+        self.state = State.DONE
+        self.finish = FinishReason.STOP
+        return actions
+
+    def abort(self) -> list[Action]:
+        """The client is gone."""
+        if self.done:
+            return []
+        actions = self._release()
+        self.state = State.DONE
+        return actions
+
+    # -- transitions -----------------------------------------------------------------------------------------------
+
+    def _retry(self, now: float, reason: str, exclude: set[str], gone: str) -> list[Action]:
+        if self._failing_since is None:
+            self._failing_since = now
+        self.failures += 1
+        if self.failures > MAX_FAILURES or now - self._failing_since >= self._patience:
+            return self._give_up(RequestError(ErrorKind.UNAVAILABLE, reason, 1.0), gone)
+        actions = self._release(gone)
+        self._excluded = tuple(sorted(exclude))
+        self.state = State.BACKING_OFF
+        pause = BACK_OFF[min(self.failures, len(BACK_OFF)) - 1]
+        self.wake_at = min(now + pause, self._deadline)
+        return actions + (self.start(now) if pause == 0.0 and now < self._deadline else [])
+
+    def _complete(self, finish: FinishReason, abort_decode: bool) -> list[Action]:
+        # The prefill worker may have ended the request with the first token: its decode worker still holds the grant.
+        plan = self.plan
+        self.state = State.DONE
+        self.plan = None
+        self.finish = finish
+        self._early.clear()
+        actions: list[Action] = [ToConductor(messages.RouteEnded(request=self.id, attempt=self.attempt))]
+        if plan is not None and abort_decode and plan.prefill.worker != plan.decode.worker:
+            actions.append(ToWorker(plan.decode, messages.Abort(request=self.id, attempt=self.attempt)))
+        return actions
+
+    def _give_up(self, error: RequestError, gone: str | None = None) -> list[Action]:
+        actions = self._release(gone)
+        self.state = State.DONE
+        self.error = error
+        return actions
+
+    def _release(self, gone: str | None = None) -> list[Action]:
+        """Ends the attempt everywhere but at the worker that is gone or has ended it itself."""
+        actions: list[Action] = []
+        if self.plan is not None:
+            workers = {worker.worker: worker for worker in (self.plan.prefill, self.plan.decode)}
+            abort = messages.Abort(request=self.id, attempt=self.attempt)
+            actions += [ToWorker(worker, abort) for name, worker in workers.items() if name != gone]
+        if self.attempt >= 0 and self.state in (State.ROUTING, State.RUNNING):
+            actions.append(ToConductor(messages.RouteEnded(request=self.id, attempt=self.attempt)))
+        self.plan = None
+        self._early.clear()
+        return actions

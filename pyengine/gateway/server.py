@@ -1,0 +1,79 @@
+"""The gateway process: keys, socket, uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from pyengine import _native
+from pyengine.config import GatewayConfig
+from pyengine.gateway.app import create_app
+from pyengine.gateway.service import Service
+from pyengine.secret import read_secret
+
+#: Seconds open streams get when the process is asked to stop; the launcher waits a little longer.
+GRACE = 1
+
+
+class ClusterKeys:
+    """Block keys by the native code."""
+
+    def __init__(self, hash_key: bytes) -> None:
+        self._hash_key = hash_key
+
+    def root(self, namespace: bytes) -> bytes:
+        return _native.root_key(namespace, b"", b"", self._hash_key)
+
+    def blocks(self, tokens: bytes, block_tokens: int, root: bytes) -> bytes:
+        return _native.block_keys(tokens, block_tokens, root, self._hash_key)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, but a signal ends it with status 0 and is not raised again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+
+def run_gateway(
+    config: GatewayConfig, listener: socket.socket, ready: Callable[[dict[str, object]], None] = lambda _: None
+) -> int:
+    """Serves on `listener` until SIGTERM or SIGINT; returns the exit status.
+
+    ready: called once when the address answers, with its host and port.
+    """
+    secret = read_secret(Path(config.secret_file))
+    keys = ClusterKeys(_native.derive_key(secret, "hash"))
+    service = Service(config, _native.derive_key(secret, "session"), keys)
+    server = Server(
+        uvicorn.Config(
+            create_app(service),
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=GRACE,
+        )
+    )
+
+    async def serve() -> None:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            host, port = listener.getsockname()[:2]
+            ready({"gateway": config.gateway, "host": host, "port": port})
+        await serving
+
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(serve())
+    return 0

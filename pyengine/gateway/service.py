@@ -1,0 +1,445 @@
+"""The gateway's engine room: requests in flight, links, what is known of the cluster. HTTP is app.py's, choices are
+request.py's; this file carries messages between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from pyengine.config import GatewayConfig
+from pyengine.gateway.links import Link
+from pyengine.gateway.metrics import Metrics
+from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, ToConductor
+from pyengine.scheduler.messages import (
+    Abort,
+    ClusterState,
+    Codec,
+    ConductorToGateway,
+    Failed,
+    GatewayAlive,
+    GatewayHello,
+    GatewayPing,
+    Planned,
+    PrefillReport,
+    Tokens,
+    WorkerPing,
+    WorkerToGateway,
+)
+from pyengine.scheduler.types import SamplingParams, WorkerInfo
+from pyengine.text import Detokenizer, Tokenizer
+
+log = logging.getLogger("pyengine.gateway")
+
+#: How often time is looked at, seconds: the grain of retries and heartbeats, far below the promised 5 s.
+TICK = 0.05
+#: Models remembered after their workers have gone, so that a restart is a wait and not a 404.
+MAX_MODELS = 256
+
+
+class Keys(Protocol):
+    """Block keys of one cluster (the hash key is inside)."""
+
+    def root(self, namespace: bytes) -> bytes:
+        """key[-1] for a namespace digest, with no adapter and no tenant salt."""
+        ...
+
+    def blocks(self, tokens: bytes, block_tokens: int, root: bytes) -> bytes:
+        """16 bytes per full block of uint32 LE tokens."""
+        ...
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What the workers that serve a name have announced. room: tokens the largest decode worker can hold."""
+
+    name: str
+    tokenizer: str
+    namespace: bytes
+    block_tokens: int
+    vocab_size: int
+    max_positions: int
+    room: int
+
+
+class Generation:
+    """One choice of one HTTP request: its state machine, and the text that comes of its tokens."""
+
+    def __init__(
+        self, service: Service, request: Request, tokenizer: Tokenizer, stop: tuple[str, ...], wake: Callable[[], None]
+    ) -> None:
+        self.request = request
+        self.emitted = 0
+        self._service = service
+        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._stop_ids = frozenset(request.sampling.stop_token_ids)
+        self._one_by_one = bool(stop)
+        self._wake = wake
+        self._closed = False
+        self.begun = self._last = time.monotonic()
+
+    def take(self) -> tuple[str, str | None]:
+        """New text, and the finish reason once the last of it is there. Raises RequestError."""
+        request = self.request
+        fresh = request.tokens[self.emitted :]
+        text: list[str] = []
+        # With stop strings token by token, so that usage counts no token behind the stop.
+        width = 1 if self._one_by_one else max(len(fresh), 1)
+        for at in range(0, len(fresh), width):
+            piece = fresh[at : at + width]
+            self.emitted += len(piece)
+            if self._ends_in_stop_id(piece):
+                piece = piece[:-1]
+            text.append(self._detokenizer.push(piece))
+            if self._detokenizer.stopped:
+                self._service.stop(self)
+                break
+        if request.error is not None:
+            raise request.error
+        if request.finish is None:
+            return "".join(text), None
+        if not self._detokenizer.stopped:
+            text.append(self._detokenizer.finish())
+            if self._detokenizer.stopped:
+                return "".join(text), "stop"
+        return "".join(text), "stop" if self._detokenizer.stopped else request.finish.value
+
+    def _ends_in_stop_id(self, piece: list[int]) -> bool:
+        """The token that ended the request by the client's list is no part of the text."""
+        last = self.request.finish is not None and self.emitted == len(self.request.tokens)
+        return last and bool(piece) and piece[-1] in self._stop_ids
+
+    def progressed(self, before: int, now: float) -> None:
+        """Called by the service after each message: measures new tokens, wakes the reader."""
+        metrics = self._service.metrics.of(self.request.model)
+        after = len(self.request.tokens)
+        if after > before:
+            metrics.generated_tokens += after - before
+            if before == 0:
+                metrics.ttft.observe(now - self.begun)
+            gaps = after - max(before, 1)
+            for _ in range(gaps):
+                metrics.gap.observe((now - self._last) / gaps)
+            if before <= 1 < after:
+                metrics.second_gap.observe((now - self._last) / gaps)
+            self._last = now
+        if after > before or self.request.done:
+            self._wake()
+
+    def close(self) -> None:
+        """The reader is through with it: whatever still runs is aborted. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._service.forget(self)
+
+
+class Service:
+    """All requests of one gateway process. Everything happens on the loop it was started on."""
+
+    def __init__(self, config: GatewayConfig, session_key: bytes, keys: Keys) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.cluster = ClusterState(workers=(), counters={})
+        self.models: dict[str, Model] = {}
+        self._session_key = session_key
+        self._keys = keys
+        self._incarnation = secrets.randbits(63)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._conductor: Link | None = None
+        self._workers: dict[str, Link] = {}
+        self._incarnations: dict[str, int] = {}
+        self._generations: dict[int, Generation] = {}
+        self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
+        self._changed = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+        self._from_worker = Codec(WorkerToGateway)
+
+    # -- for app.py ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        name = self.config.gateway
+        self._conductor = Link(
+            self._context,
+            self.config.conductor,
+            self._session_key,
+            Codec(ConductorToGateway),
+            on_messages=self._on_conductor,
+            on_change=self._on_conductor_change,
+            greeting=GatewayHello(gateway=name, incarnation=self._incarnation),
+            beat=GatewayAlive(gateway=name),
+        )
+        self._ticker = asyncio.create_task(self._tick_for_ever())
+
+    async def close(self) -> None:
+        """Aborts what runs and closes all links. Idempotent."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        for generation in list(self._generations.values()):
+            generation.close()
+        for link in [*self._workers.values(), *([self._conductor] if self._conductor else [])]:
+            link.close()
+        self._workers.clear()
+        self._conductor = None
+        self._context.term()
+
+    @property
+    def healthy(self) -> bool:
+        """The conductor is there and some model has workers for every part."""
+        conductor = self._conductor is not None and self._conductor.up
+        return conductor and any(self.servable(name) for name in self.models)
+
+    @property
+    def active(self) -> int:
+        return len(self._generations)
+
+    def servable(self, model: str) -> bool:
+        workers = [worker for worker in self.cluster.workers if worker.model == model]
+        return any(worker.role.prefills for worker in workers) and any(worker.role.decodes for worker in workers)
+
+    async def model(self, name: str | None) -> Model | None:
+        """The model of this name (or the only one); None if there is none of it. Waits `patience` for a first worker.
+
+        Raises RequestError (unavailable) if none came.
+        """
+        deadline = time.monotonic() + self.config.patience
+        while not self.models:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RequestError(ErrorKind.UNAVAILABLE, "no worker is ready yet", 1.0)
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+        if name is None and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        return self.models.get(name or "")
+
+    async def tokenizer(self, path: str) -> Tokenizer:
+        """Loaded once per path, off the loop."""
+        future = self._tokenizers.get(path)
+        if future is None:
+            future = self._tokenizers[path] = asyncio.ensure_future(asyncio.to_thread(Tokenizer.load, path))
+        try:
+            return await asyncio.shield(future)
+        except (OSError, ValueError):
+            self._tokenizers.pop(path, None)
+            raise
+
+    def generate(
+        self,
+        model: Model,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        wake: Callable[[], None],
+    ) -> Generation:
+        """Starts one sequence. Raises RequestError (busy) beyond `max_requests`."""
+        if len(self._generations) >= self.config.max_requests:
+            raise RequestError(ErrorKind.BUSY, f"this gateway holds {self.config.max_requests} requests already", 1.0)
+        now = time.monotonic()
+        root = self._keys.root(model.namespace)
+        request = Request(
+            secrets.randbits(63),
+            prompt,
+            sampling,
+            model=model.name,
+            namespace=model.namespace,
+            block_tokens=model.block_tokens,
+            root=root,
+            key_of=lambda tokens: self._keys.blocks(tokens, model.block_tokens, root),
+            patience=self.config.patience,
+            deadline=now + self.config.request_timeout,
+        )
+        generation = Generation(self, request, tokenizer, sampling.stop, wake)
+        self._generations[request.id] = generation
+        self.metrics.of(model.name).prompt_tokens += len(prompt)
+        self._act(generation, request.start(now))
+        return generation
+
+    def stop(self, generation: Generation) -> None:
+        """A stop string has been found."""
+        self._act(generation, generation.request.stop())
+
+    def forget(self, generation: Generation) -> None:
+        request = generation.request
+        if self._generations.pop(request.id, None) is None:
+            return
+        metrics = self.metrics.of(generation.request.model)
+        metrics.duration.observe(time.monotonic() - generation.begun)
+        metrics.cached_tokens += request.cached or 0
+        metrics.retries += max(request.attempt, 0)
+        if request.finish is not None:
+            metrics.finish(request.finish.value)
+        else:
+            metrics.finish(request.error.kind.value if request.error is not None else "abort")
+        self._act(generation, request.abort())
+
+    def metrics_text(self) -> bytes:
+        running: dict[str, int] = dict.fromkeys(self.models, 0)
+        waiting: dict[str, int] = dict.fromkeys(self.models, 0)
+        for generation in self._generations.values():
+            count = running if generation.request.state is State.RUNNING else waiting
+            count[generation.request.model] = count.get(generation.request.model, 0) + 1
+        return self.metrics.render(self.cluster.counters, running, waiting)
+
+    # -- messages in -----------------------------------------------------------------------------------------------
+
+    def _on_conductor(self, messages: list[Any]) -> None:
+        now = time.monotonic()
+        for message in messages:
+            if isinstance(message, ClusterState):
+                self._on_cluster(message)
+                continue
+            answer = message.plan if isinstance(message, Planned) else message.rejection
+            generation = self._generations.get(answer.request)
+            if generation is None:
+                continue
+            if isinstance(message, Planned):
+                actions = generation.request.on_planned(message.plan, now)
+            else:
+                servable = self.servable(generation.request.model)
+                actions = generation.request.on_rejected(message, now, servable)
+            self._act(generation, actions)
+
+    def _on_conductor_change(self, up: bool) -> None:
+        log.info("conductor %s", "is there" if up else "is away")
+        if up:
+            for generation in list(self._generations.values()):
+                self._act(generation, generation.request.ask_again())
+
+    def _on_cluster(self, state: ClusterState) -> None:
+        self.cluster = state
+        named: dict[str, list[WorkerInfo]] = {}
+        for worker in state.workers:
+            named.setdefault(worker.model, []).append(worker)
+            link = self._workers.get(worker.worker)
+            if link is None or link.endpoint != worker.work:
+                self._dial(worker.worker, worker.work)
+        for name, workers in named.items():
+            first = workers[0]
+            block_tokens = first.namespace.kv.block_tokens
+            self.models[name] = Model(
+                name=name,
+                tokenizer=first.tokenizer,
+                namespace=first.namespace.digest(),
+                block_tokens=block_tokens,
+                vocab_size=first.vocab_size,
+                max_positions=min(worker.max_positions for worker in workers),
+                room=block_tokens
+                * max((min(w.pages, w.pool_slots or w.pages) for w in workers if w.role.decodes), default=first.pages),
+            )
+        while len(self.models) > MAX_MODELS:
+            del self.models[next(name for name in self.models if name not in named)]
+        present = {worker.worker for worker in state.workers}
+        for name in [name for name in self._workers if name not in present and not self._workers[name].up]:
+            self._workers.pop(name).close()
+            self._incarnations.pop(name, None)
+        self._changed.set()
+
+    def _dial(self, worker: str, endpoint: str) -> Link:
+        if (old := self._workers.pop(worker, None)) is not None:
+            old.close()
+            self._on_worker_change(worker, False)
+        link = self._workers[worker] = Link(
+            self._context,
+            endpoint,
+            self._session_key,
+            self._from_worker,
+            on_messages=partial(self._on_worker, worker),
+            on_change=partial(self._on_worker_change, worker),
+            greeting=GatewayPing(gateway=self.config.gateway),
+            beat=GatewayPing(gateway=self.config.gateway),
+        )
+        return link
+
+    def _on_worker(self, worker: str, messages: list[Any]) -> None:
+        now = time.monotonic()
+        for message in messages:
+            if isinstance(message, WorkerPing):
+                self._on_incarnation(worker, message.incarnation)
+                continue
+            generation = self._generations.get(message.request)
+            if generation is None:
+                continue
+            request = generation.request
+            before = len(request.tokens)
+            actions: list[Action] = []
+            if isinstance(message, Tokens):
+                actions = request.on_tokens(message)
+            elif isinstance(message, PrefillReport):
+                request.on_prefill_report(message)
+            elif isinstance(message, Failed):
+                log.info("request %d attempt %d: %s", message.request, message.attempt, message.reason)
+                actions = request.on_failed(message, now)
+            self._act(generation, actions, before)
+
+    def _on_incarnation(self, worker: str, incarnation: int) -> None:
+        if self._incarnations.get(worker) == incarnation:
+            return
+        self._incarnations[worker] = incarnation
+        for generation in list(self._generations.values()):
+            plan = generation.request.plan
+            parts = (plan.prefill, plan.decode) if plan is not None else ()
+            if any(part.worker == worker and part.incarnation != incarnation for part in parts):
+                self._act(generation, generation.request.on_lost(worker, time.monotonic(), "has been restarted"))
+
+    def _on_worker_change(self, worker: str, up: bool) -> None:
+        if up:
+            return
+        self._incarnations.pop(worker, None)
+        now = time.monotonic()
+        for generation in list(self._generations.values()):
+            self._act(generation, generation.request.on_lost(worker, now, "the connection is lost"))
+
+    # -- actions out -----------------------------------------------------------------------------------------------
+
+    def _act(self, generation: Generation, actions: list[Action], before: int | None = None) -> None:
+        request = generation.request
+        held = len(request.tokens) if before is None else before
+        queue = deque(actions)
+        while queue:
+            action = queue.popleft()
+            if isinstance(action, ToConductor):
+                # Unsent while the conductor is away: a Route is asked again, a RouteEnded means nothing to a new one.
+                if self._conductor is not None:
+                    self._conductor.send([action.message])
+                continue
+            name, expected = action.worker.worker, action.worker.incarnation
+            link = self._workers.get(name)
+            if isinstance(action.message, Abort):
+                if link is not None:
+                    link.send([action.message])
+                continue
+            if link is None:
+                link = self._dial(name, action.worker.work)
+            now = time.monotonic()
+            if action.message.attempt != request.attempt or request.done:
+                continue
+            if self._incarnations.get(name, expected) != expected:
+                queue.extend(request.on_lost(name, now, "has been restarted"))
+            elif not link.send([action.message]):
+                queue.extend(request.on_lost(name, now, "is not reachable"))
+        if request.done or len(request.tokens) > held:
+            generation.progressed(held, time.monotonic())
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            if self._conductor is not None:
+                self._conductor.tick(now)
+            for link in list(self._workers.values()):
+                link.tick(now)
+            for generation in list(self._generations.values()):
+                if now >= generation.request.wake_at:
+                    self._act(generation, generation.request.tick(now))

@@ -1,0 +1,429 @@
+"""`pyengine serve`: starts all parts of a cluster on this machine as child processes, and minds them.
+
+    launch -- conductor, one daemon per node, workers, gateway      (each: python -m pyengine.child ...)
+
+A child that dies is reported and restarted with a doubling pause; a launcher that dies takes its children along
+(child.py); Ctrl-C ends all within 5 s: first those that serve clients, then those that hold memory for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pyengine import env
+from pyengine.cli import installed_version
+from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
+from pyengine.gateway.listener import listen
+from pyengine.secret import secret_file
+
+#: Exit status by which a child says that a restart would not help (cli.py, transferd, conductor).
+IMPOSSIBLE = 2
+#: Pause before a restart, seconds: doubles from the first to the last, starts anew after a life of STEADY seconds.
+FIRST_PAUSE = 0.2
+LAST_PAUSE = 5.0
+STEADY = 30.0
+#: Crashes before a part was ever ready after which the launcher gives up.
+START_ATTEMPTS = 5
+#: Seconds to end by themselves for gateway and workers, then for conductor and daemons; SIGKILL follows. Daemons may
+#: write to disk for 3 s at most in later versions; the sum stays below the promised 5 s.
+STOP_FRONT = 2.0
+STOP_BACK = 2.0
+#: sockaddr_un holds 108 bytes; the longest file name put into the run directory has 28.
+MAX_RUN_DIRECTORY = 78
+
+
+class StartError(Exception):
+    """The cluster cannot be started; what is wrong has been printed by the part."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One child process. front: it is ended before those that are not. fds: descriptors it inherits.
+
+    `{ready}` in the arguments becomes the descriptor to which it writes one JSON line when it is ready.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    front: bool
+    fds: tuple[int, ...] = ()
+
+
+class Supervisor:
+    """Runs parts until told to stop. report: gets one line per event, for people."""
+
+    def __init__(self, parts: Sequence[Part], report: Callable[[str], None]) -> None:
+        self._parts = list(parts)
+        self._report = report
+        self._begun = time.monotonic()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ready: dict[str, asyncio.Event] = {part.name: asyncio.Event() for part in parts}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the parts that are alive."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    async def start(self) -> None:
+        """Starts all at once; returns when each has been ready. Raises StartError when one cannot."""
+        self._tasks = [asyncio.create_task(self._mind(part), name=part.name) for part in self._parts]
+        everybody = asyncio.gather(*(event.wait() for event in self._ready.values()))
+        await asyncio.wait((everybody, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        if self._failure.done():
+            everybody.cancel()
+            self._failure.result()
+
+    async def stop(self) -> None:
+        """Ends all parts, front first; returns when they are gone, about STOP_FRONT + STOP_BACK later at the latest."""
+        self._stopping = True
+        for front, patience in ((True, STOP_FRONT), (False, STOP_BACK)):
+            names = {part.name for part in self._parts if part.front is front}
+            tasks = [task for task in self._tasks if task.get_name() in names]
+            for task in tasks:
+                # A part between two lives is in its pause.
+                if task.get_name() not in self._processes:
+                    task.cancel()
+            self._signal(names, signal.SIGTERM)
+            if tasks:
+                await asyncio.wait(tasks, timeout=patience)
+            late = sorted(names & self._processes.keys())
+            if late:
+                self._report(f"{', '.join(late)} did not end in time: killed")
+            self._signal(names, signal.SIGKILL)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._failure.done():
+            self._failure.cancel()
+
+    def _signal(self, names: set[str], number: signal.Signals) -> None:
+        for name in names & self._processes.keys():
+            self._processes[name].send_signal(number)
+
+    async def _mind(self, part: Part) -> None:
+        """One part through all its lives."""
+        pause = FIRST_PAUSE
+        crashes = 0
+        while not self._stopping:
+            born = time.monotonic()
+            status = await self._live(part)
+            if self._stopping:
+                return
+            if not self._ready[part.name].is_set():
+                crashes += 1
+                if status == IMPOSSIBLE or crashes >= START_ATTEMPTS:
+                    self._fail(part.name)
+                    return
+            if time.monotonic() - born >= STEADY:
+                pause = FIRST_PAUSE
+            self._report(f"{part.name} {_how(status)}: restarting it in {pause:.1f} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def _fail(self, name: str) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(StartError(f"{name} cannot start"))
+
+    async def _live(self, part: Part) -> int:
+        """One life: spawned, ready, dead. Returns the exit status (negative: signal)."""
+        process, reading = _spawn(part)
+        self._processes[part.name] = process
+        watching = asyncio.create_task(self._watch_ready(part, reading))
+        try:
+            await _exit_of(process.pid)
+        finally:
+            watching.cancel()
+            status = process.wait()
+            del self._processes[part.name]
+        return status
+
+    async def _watch_ready(self, part: Part, reading: int) -> None:
+        loop = asyncio.get_running_loop()
+        with os.fdopen(reading, "rb", 0) as pipe:
+            stream = asyncio.StreamReader()
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+            try:
+                line = await stream.readline()
+            finally:
+                transport.close()
+        if line:
+            again = " again" if self._ready[part.name].is_set() else ""
+            self._report(f"{part.name:<12} ready{again} after {time.monotonic() - self._begun:.1f} s{_facts(line)}")
+            self._ready[part.name].set()
+
+
+def _spawn(part: Part) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a part; also returns the descriptor where its ready line will come."""
+    reading, writing = os.pipe()
+    try:
+        # The child ties itself to the thread that forks it, so this must be the main one. -P: whatever lies in the
+        # current directory is not imported.
+        tied = (sys.executable, "-P", "-m", "pyengine.child", "--parent", str(os.getpid()), "--name", part.name)
+        process = subprocess.Popen(
+            [*tied, part.module, *(argument.replace("{ready}", str(writing)) for argument in part.arguments)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(writing, *part.fds),
+            # Ctrl-C in the terminal is for the launcher, which ends its children in order.
+            process_group=0,
+        )
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return process, reading
+
+
+async def _exit_of(pid: int) -> None:
+    """Returns when the child has ended; it is still to be waited for."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    try:
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _how(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _facts(line: bytes) -> str:
+    """What a ready line says that a person wants to see."""
+    try:
+        facts = json.loads(line)
+    except ValueError:
+        return ""
+    shown = [f"{facts[name]} {unit}".strip() for name, unit in (("address", ""), ("pages", "pages")) if name in facts]
+    return f"  ({', '.join(shown)})" if shown else ""
+
+
+# -- the cluster as parts ------------------------------------------------------------------------------------------
+
+
+def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, daemons: str) -> list[Part]:
+    """All parts of one machine, their configuration written into `run`.
+
+    config: derived; listen_fd: the gateway's socket; daemons: "host:port" where the conductor awaits daemons.
+    """
+    conductor = f"ipc://{run}/conductor"
+    parts = [
+        Part(
+            name="conductor",
+            module="pyengine.scheduler.cli",
+            arguments=(
+                *("serve", "--listen", conductor, "--daemons", daemons),
+                *("--policy", config.policy, "--admission", config.admission),
+                *("--secret-file", str(secret), "--state-dir", config.state_dir, "--ready-fd", "{ready}"),
+            ),
+            front=False,
+        )
+    ]
+    for index in range(config.nodes):
+        node = f"node-{index}"
+        daemon = DaemonConfig(
+            node=node,
+            dram_bytes=config.dram_bytes,
+            listen="127.0.0.1:0",
+            socket=f"{run}/{node}.sock",
+            conductor=daemons,
+            secret_file=str(secret),
+        )
+        file = _write(run / f"{node}.toml", daemon.toml().encode())
+        parts.append(
+            Part(
+                name=node,
+                module="pyengine._transferd",
+                arguments=("--config", file, "--ready-fd", "{ready}"),
+                front=False,
+            )
+        )
+    for index, (name, role) in enumerate(config.roles()):
+        node = f"node-{index % config.nodes}"
+        worker = WorkerConfig(
+            worker=name,
+            role=role,
+            node=node,
+            daemon_socket=f"{run}/{node}.sock",
+            conductor=conductor,
+            work_endpoint=f"ipc://{run}/{name}",
+            secret_file=str(secret),
+            model=config.model,
+            backend=config.backend,
+            state_dir=config.state_dir,
+            kv_bytes=config.kv_bytes,
+            pages=config.pages,
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_sequences=config.max_sequences,
+            max_queue=config.max_queue,
+            threads=config.threads,
+        )
+        file = _write(run / f"{name}.json", msgspec.json.encode(worker))
+        parts.append(
+            Part(
+                name=name,
+                module="pyengine.cli",
+                arguments=("worker", "--config", file, "--ready-fd", "{ready}"),
+                front=True,
+            )
+        )
+    gateway = GatewayConfig(host=config.host, port=config.port, conductor=conductor, secret_file=str(secret))
+    file = _write(run / "gateway-0.json", msgspec.json.encode(gateway))
+    parts.append(
+        Part(
+            name="gateway-0",
+            module="pyengine.cli",
+            arguments=("gateway", "--config", file, "--listen-fd", str(listen_fd), "--ready-fd", "{ready}"),
+            front=True,
+            fds=(listen_fd,),
+        )
+    )
+    return parts
+
+
+def _write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+def run_serve(config: ServeConfig) -> int:
+    """Starts the cluster, prints where it is, minds it until SIGINT or SIGTERM; returns the exit status.
+
+    Raises ConfigError for what cannot work, before anything is started.
+    """
+    config = config.derived()
+    if not config.state_dir:
+        config = msgspec.structs.replace(config, state_dir=str(env.read().state_dir))
+    with contextlib.closing(listen(config.host, config.port)) as listener:
+        return asyncio.run(_serve(config, listener))
+
+
+async def _serve(config: ServeConfig, listener: socket.socket) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    begun = time.monotonic()
+    roles = ", ".join(name for name, _ in config.roles())
+    print(
+        f"pyengine {installed_version()}: {config.model} ({config.backend}), {roles}, nodes: {config.nodes}",
+        flush=True,
+    )
+    secret = secret_file(Path(config.state_dir))
+    if config.backend == "torch":
+        await asyncio.to_thread(_prepare_model, config)
+    with run_directory(env.read().runtime_dir) as run:
+        parts = plan_parts(config, run, secret, listener.fileno(), f"127.0.0.1:{_free_port()}")
+        supervisor = Supervisor(parts, _say)
+        try:
+            starting = asyncio.create_task(supervisor.start())
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                ready = asyncio.create_task(_announce(config, begun))
+                await stopped
+                ready.cancel()
+            starting.cancel()
+        except StartError as error:
+            print(f"pyengine serve: error: {error}; what is wrong is said above", file=sys.stderr)
+            return 1
+        finally:
+            await supervisor.stop()
+    print("  all parts have ended", flush=True)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def _prepare_model(config: ServeConfig) -> None:
+    """Finds, downloads or converts the checkpoint once, before several workers ask for it. Raises ValueError."""
+    from pyengine.checkpoint import resolve
+
+    resolve(config.model, Path(config.state_dir) / "models")
+
+
+async def _announce(config: ServeConfig, begun: float) -> None:
+    """Says that all is ready when the gateway knows a model, with a line to try it."""
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    models: list[dict[str, Any]] = []
+    while not models:
+        # The gateway may be between two lives: then it is asked again.
+        with contextlib.suppress(OSError, ValueError):
+            if (await _get_json(host, config.port, "/health"))["status"] == "ok":
+                models = (await _get_json(host, config.port, "/v1/models"))["data"]
+        await asyncio.sleep(0.05)
+    base = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": models[0]["id"], "messages": [message], "stream": True, "temperature": 0})
+    print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s. Try:\n", flush=True)
+    print(f"curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+
+
+async def _get_json(host: str, port: int, path: str) -> Any:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        return json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+    finally:
+        writer.close()
+
+
+def _free_port() -> int:
+    """A loopback port that nobody holds now. The conductor binds it a moment later, and again whenever it restarts."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def run_directory(parent: Path) -> Iterator[Path]:
+    """A private directory (0700) for sockets, gone afterwards; what killed launchers left behind goes too."""
+    if len(str(parent)) + len("/pyengine-12345678") > MAX_RUN_DIRECTORY:
+        parent = Path("/tmp")
+    if not parent.is_dir():
+        raise ConfigError(f"the directory {parent} for sockets does not exist: set XDG_RUNTIME_DIR to one that does")
+    for old in parent.glob("pyengine-*"):
+        with contextlib.suppress(OSError):
+            if old.stat().st_uid == os.getuid() and not _is_held(old / "lock"):
+                shutil.rmtree(old)
+    run = Path(tempfile.mkdtemp(prefix="pyengine-", dir=parent))
+    try:
+        # Children do not inherit it (close-on-exec), so the lock ends with the launcher.
+        with open(run / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield run
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a living launcher holds this lock. Raises FileNotFoundError if it has not been made yet."""
+    with open(lock, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
