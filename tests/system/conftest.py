@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ import pytest
 from bench.server import Server
 
 FAKE_SLOW = "fake:seconds_per_step=0.02"
+#: Generous: an event that takes longer never comes.
+PATIENCE = 60.0
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Polls counters that travel with heartbeats; there is no event to wait for in another process."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")
@@ -22,8 +33,16 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state")
 
 
-def fake_server(state_dir: Path, *flags: str, model: str = "fake") -> Server:
-    return Server(*flags, "--dram-bytes", "32MiB", backend="fake", model=model, state_dir=state_dir)
+def fake_server(state_dir: Path, *flags: str, model: str = "fake", environment: dict[str, str] | None = None) -> Server:
+    return Server(
+        *flags,
+        "--dram-bytes",
+        "32MiB",
+        backend="fake",
+        model=model,
+        state_dir=state_dir,
+        environment=environment,
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
 import openai
-import psutil
 import pytest
 
-from bench.server import Server
+from bench.server import is_alive
 from pyengine.backends.fake import fake_tokens
-from tests.system.conftest import FAKE_SLOW, StreamFailed, complete, fake_server, prompt, stream, text
-
-#: Generous: an event that takes longer never comes.
-PATIENCE = 60.0
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Polls counters that travel with heartbeats; there is no event to wait for in another process."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
+from tests.system.conftest import FAKE_SLOW, PATIENCE, StreamFailed, complete, fake_server, prompt, stream, text, until
 
 
 def expect(answer: dict, ids: list[int], tokens: int) -> None:  # type: ignore[type-arg]
@@ -133,27 +121,25 @@ def test_openai_client(state_dir: Path) -> None:
         assert chat.choices[0].message.content
 
 
-def test_interrupt_ends_all_and_leaves_nothing(state_dir: Path) -> None:
+def test_interrupt_ends_all_and_leaves_nothing(state_dir: Path, tmp_path: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    server = fake_server(state_dir, "--nodes", "2")
-    with server:
-        complete(server, prompt(50), 4)
-        children = list(server.children().values())
-        run_dir = server.run_dir
-        assert run_dir.is_dir()
-        assert len(children) == 6
-    assert server.returncode == 0
-    assert not any(psutil.pid_exists(pid) for pid in children)
-    assert not run_dir.exists()
+    server = fake_server(state_dir, "--nodes", "2", environment={"XDG_RUNTIME_DIR": str(tmp_path)}).start()
+    complete(server, prompt(50), 4)
+    children = server.children()
+    assert sorted(children) == ["conductor", "decode-0", "gateway", "prefill-0", "transferd-0", "transferd-1"]
+    assert os.listdir(tmp_path), "the run directory is where the environment says"
+    assert server.stop() == 0
+    assert not any(is_alive(pid) for pid in children.values())
+    assert not os.listdir(tmp_path)
     assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
-def test_killed_launcher_leaves_no_orphan(state_dir: Path) -> None:
-    with fake_server(state_dir) as server:
-        children = [psutil.Process(pid) for pid in server.children().values()]
-        server.process.kill()
-        _, alive = psutil.wait_procs(children, timeout=PATIENCE)
-        assert not alive
+def test_killed_launcher_leaves_no_orphan(state_dir: Path, tmp_path: Path) -> None:
+    server = fake_server(state_dir, environment={"XDG_RUNTIME_DIR": str(tmp_path)}).start()
+    children = server.children()
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: not any(is_alive(pid) for pid in children.values()), "all children die with the launcher")
+    server.destroy()
 
 
 @pytest.mark.parametrize("part", ["prefill-0", "decode-0", "transferd-1"])
@@ -174,7 +160,7 @@ def test_a_killed_part_costs_nobody_an_answer(part: str, state_dir: Path) -> Non
         with ThreadPoolExecutor(12) as threads:
             answers = [threads.submit(client, i) for i in range(12)]
             flowing.wait()
-            server.kill(part, signal.SIGKILL)
+            server.kill(part)
             for i, answer in enumerate(answers):
                 assert answer.result(PATIENCE) == text(fake_tokens(prompt(150, i), 120))
         until(lambda: part in server.children(), "the dead part is started again")
@@ -189,7 +175,7 @@ def test_only_worker_of_a_role_dies(state_dir: Path) -> None:
             for piece in stream(server, prompt(50), 200):
                 pieces.append(piece)
                 if len(pieces) == 5:
-                    server.kill("decode-0", signal.SIGKILL)
+                    server.kill("decode-0")
         except StreamFailed:
             pass
         else:
@@ -208,7 +194,7 @@ def test_conductor_restart_harms_no_running_request(state_dir: Path) -> None:
         for piece in stream(server, prompt(90, 1), 100):
             pieces.append(piece)
             if len(pieces) == 5:
-                server.kill("conductor", signal.SIGKILL)
+                server.kill("conductor")
         assert "".join(pieces) == text(fake_tokens(prompt(90, 1), 100))
         until(lambda: server.metric("pyengine_indexed_blocks") >= 6, "the index is rebuilt")
         again = complete(server, prompt(100), 4)
@@ -222,7 +208,7 @@ def test_gateway_restart(state_dir: Path) -> None:
         with pytest.raises(httpx2.TransportError):
             for count, _ in enumerate(stream(server, prompt(50), 1000)):
                 if count == 5:
-                    server.kill("gateway", signal.SIGKILL)
+                    server.kill("gateway")
         until(lambda: "gateway" in server.children(), "the gateway is started again")
 
         def quiet() -> bool:
@@ -285,7 +271,8 @@ def test_bad_requests_are_told_what_to_do(state_dir: Path) -> None:
     ],
 )
 def test_impossible_settings_are_refused_with_a_remedy(flags: tuple[str, ...], hint: str, state_dir: Path) -> None:
-    result = Server.run_once(*flags, state_dir=state_dir)
-    assert result.returncode not in (0, None)
+    command = [sys.executable, "-m", "pyengine", "serve", "--state-dir", str(state_dir), *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode != 0
     assert hint in result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
