@@ -1,0 +1,1 @@
+"""Tests of the front: gateway, launcher, command line, settings."""
