@@ -4,6 +4,9 @@
 //! [`engine`], then `session`, [`transport`] and [`pool`], then `wire` and [`memory`], then [`types`] and [`error`].
 //! Everything below the shells is sans-IO: bytes and time come in as arguments.
 
+pub mod client;
+pub mod config;
+pub mod daemon;
 pub mod engine;
 pub mod error;
 pub mod keys;
@@ -12,6 +15,8 @@ pub mod mailbox;
 pub mod memory;
 pub mod messages;
 pub mod pool;
+pub mod report;
+pub mod server;
 pub mod session;
 pub mod stats;
 pub mod transport;

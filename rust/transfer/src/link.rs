@@ -182,9 +182,9 @@ fn dial_one(address: SocketAddr, link: &Link, within: Duration) -> io::Result<Tc
 }
 
 /// Sets both kernel buffers. The kernel may give less; then it is only slower.
-pub fn set_buffers(stream: &TcpStream) {
-    let _ = setsockopt(stream, sockopt::SndBuf, &SOCKET_BUFFER);
-    let _ = setsockopt(stream, sockopt::RcvBuf, &SOCKET_BUFFER);
+pub fn set_buffers(socket: &impl AsFd) {
+    let _ = setsockopt(socket, sockopt::SndBuf, &SOCKET_BUFFER);
+    let _ = setsockopt(socket, sockopt::RcvBuf, &SOCKET_BUFFER);
 }
 
 /// True if poll found anything on it, an error or a hang-up included.
@@ -274,6 +274,13 @@ impl Link {
         self.0.wake.set();
     }
 
+    /// Drops what is queued: it was meant for a connection that is over.
+    pub fn forget(&self) {
+        let mut state = self.lock();
+        state.queue.clear();
+        state.bytes = 0;
+    }
+
     /// What `close` makes readable.
     pub fn wake(&self) -> &Wake {
         &self.0.wake
@@ -357,8 +364,8 @@ impl Connection {
         }
     }
 
-    /// Runs until the connection ends; returns why. `deliver` gets each message.
-    pub fn drive(mut self, mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<(), Ended>) -> Ended {
+    /// Runs until the connection ends; returns why. `deliver` gets each message. The socket closes with the connection.
+    pub fn drive(&mut self, mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<(), Ended>) -> Ended {
         let mut events = Vec::new();
         loop {
             let mut result = self.step(&mut events);

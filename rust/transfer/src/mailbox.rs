@@ -85,6 +85,15 @@ impl<T> Mailbox<T> {
         Ok(())
     }
 
+    /// Adds an item that must not be lost, beyond the limit. Only for what the sender itself bounds.
+    pub fn push_always(&self, item: T) {
+        let mut queue = self.lock();
+        if !queue.closed {
+            queue.items.push_back(item);
+            self.wake.set();
+        }
+    }
+
     /// Adds the last word, beyond the limit; nothing follows it. Only the first one counts.
     pub fn close(&self, last: T) {
         let mut queue = self.lock();

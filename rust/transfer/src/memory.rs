@@ -504,7 +504,7 @@ fn map(fd: &OwnedFd, length: u64) -> Result<NonNull<u8>, Error> {
 }
 
 /// Bytes that can be used without swapping, if the kernel says so.
-fn available_memory() -> Option<u64> {
+pub(crate) fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)

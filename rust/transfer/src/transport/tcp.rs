@@ -13,7 +13,6 @@ use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice, Read};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -45,23 +44,6 @@ const CHUNK_BYTES: u32 = 256 << 10;
 /// Bytes thrown away at once from the body of a fenced frame.
 const DISCARD_BYTES: usize = 64 << 10;
 
-/// What a transport has counted, both directions. Read by the daemon for its counters.
-#[derive(Debug, Default)]
-pub struct TcpCounters {
-    /// Body bytes handed to the kernel.
-    pub bytes_out: AtomicU64,
-    /// Body bytes received, also those that were then refused.
-    pub bytes_in: AtomicU64,
-    /// Blocks applied here.
-    pub blocks_in: AtomicU64,
-    /// Blocks acknowledged as applied there.
-    pub blocks_out: AtomicU64,
-    /// Blocks that came with a strip whose checksum did not hold, or on a lane with a damaged header.
-    pub corrupt_in: AtomicU64,
-    /// Blocks refused because their slot's life was over.
-    pub fenced_in: AtomicU64,
-}
-
 /// What the transport's owner, its lanes, and the acceptor of incoming lanes share.
 pub struct Shared {
     key: Key,
@@ -69,18 +51,12 @@ pub struct Shared {
     arena: OnceLock<Arc<Arena>>,
     completions: Mutex<Vec<Completion>>,
     notify: Box<dyn Fn() + Send + Sync>,
-    counters: TcpCounters,
 }
 
 impl Shared {
     fn complete(&self, completions: impl IntoIterator<Item = Completion>) {
         self.completions.lock().unwrap_or_else(PoisonError::into_inner).extend(completions);
         (self.notify)();
-    }
-
-    /// What was counted so far.
-    pub fn counters(&self) -> &TcpCounters {
-        &self.counters
     }
 }
 
@@ -127,7 +103,6 @@ impl TcpTransport {
             arena: OnceLock::new(),
             completions: Mutex::default(),
             notify,
-            counters: TcpCounters::default(),
         };
         Self { shared: Arc::new(shared), lanes: HashMap::new(), ending: Vec::new() }
     }
@@ -319,7 +294,6 @@ impl Taken<'_> {
                 if sending.sent < whole {
                     break;
                 }
-                self.shared.counters.bytes_out.fetch_add(sending.hold.bytes().len() as u64, Ordering::Relaxed);
                 self.unacknowledged.push_back(sending.id);
                 // The hold ends here: the kernel has the bytes.
                 self.writing.pop_front();
@@ -332,9 +306,6 @@ impl Taken<'_> {
         // The receiver answers in order; anything else is another program.
         if self.unacknowledged.pop_front() != Some(ack.id) {
             return Err(io::Error::other("an acknowledgement of nothing that was sent"));
-        }
-        if ack.outcome == Outcome::Done {
-            self.shared.counters.blocks_out.fetch_add(1, Ordering::Relaxed);
         }
         self.complete(ack.id, ack.outcome);
         Ok(())
@@ -446,6 +417,11 @@ pub fn serve_lane(shared: &Shared, stream: &TcpStream, link: &Link) -> io::Resul
     }
 }
 
+/// Nothing behind such a header can be trusted, so the lane ends; its copies are lost and may be sent again.
+fn damaged(error: impl std::fmt::Display) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error.to_string())
+}
+
 struct Receiving<'a> {
     shared: &'a Shared,
     stream: &'a TcpStream,
@@ -456,18 +432,18 @@ struct Receiving<'a> {
 
 impl Receiving<'_> {
     fn block(&mut self, front: &[u8; BLOCK_HEADER_BYTES]) -> io::Result<Ack> {
-        let header = BlockHeader::peek(front).map_err(|error| self.damaged(error))?;
+        let header = BlockHeader::peek(front).map_err(damaged)?;
         let arena = self.shared.arena.get().ok_or_else(|| io::Error::other("a block before the arena exists"))?;
         if header.layout != arena.layout() {
             // Also what a damaged header most likely shows; either way nothing behind it can be trusted.
-            return Err(self.damaged(format!("blocks of {:?}, this pool has {:?}", header.layout, arena.layout())));
+            return Err(damaged(format!("blocks of {:?}, this pool has {:?}", header.layout, arena.layout())));
         }
         let mut table = std::mem::take(&mut self.table);
         table.clear();
         table.extend(front);
         table.resize(BLOCK_HEADER_BYTES + 4 * header.layout.strips as usize, 0);
         self.fill(&mut table[BLOCK_HEADER_BYTES..], false)?;
-        let sums = BlockHeader::verify(&table).map_err(|error| self.damaged(error))?;
+        let sums = BlockHeader::verify(&table).map_err(damaged)?;
         self.table = table;
         let outcome = match arena.begin_write(header.destination) {
             Ok(mut hold) => self.apply(&mut hold, &sums, arena)?,
@@ -476,20 +452,7 @@ impl Receiving<'_> {
                 Outcome::Fenced
             }
         };
-        let counters = &self.shared.counters;
-        counters.bytes_in.fetch_add(arena.layout().block_bytes() as u64, Ordering::Relaxed);
-        let counter = match outcome {
-            Outcome::Done => &counters.blocks_in,
-            Outcome::Fenced => &counters.fenced_in,
-            Outcome::Corrupt | Outcome::Lost => &counters.corrupt_in,
-        };
-        counter.fetch_add(1, Ordering::Relaxed);
         Ok(Ack { id: header.id, outcome })
-    }
-
-    fn damaged(&self, error: impl std::fmt::Display) -> io::Error {
-        self.shared.counters.corrupt_in.fetch_add(1, Ordering::Relaxed);
-        io::Error::new(io::ErrorKind::InvalidData, error.to_string())
     }
 
     fn apply(&self, hold: &mut WriteHold, sums: &[u32], arena: &Arena) -> io::Result<Outcome> {

@@ -1,0 +1,236 @@
+//! What a daemon is told at its start, checked before anything is opened.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::Error;
+use crate::keys::{Key, derive_key};
+use crate::memory::available_memory;
+
+/// Longest path of a unix socket: `sun_path` less its final zero.
+const SOCKET_PATH_LIMIT: usize = 107;
+/// Longest node id, in bytes.
+pub const NODE_LIMIT: usize = 64;
+/// Shortest secret that is worth the name, in bytes.
+const SECRET_MINIMUM: usize = 16;
+/// Longest secret file that is read.
+const SECRET_LIMIT: u64 = 4096;
+
+/// Settings of one daemon.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The node's id, unique in the cluster: 1 to 64 bytes of letters, digits, `-`, `_` and `.`.
+    pub node: String,
+    /// Size of the arena.
+    pub dram_bytes: u64,
+    /// `host:port` for peers; port 0: any. None: no peers.
+    pub listen: Option<String>,
+    /// `host:port` that peers dial, where it is not what `listen` says.
+    pub advertise: Option<String>,
+    /// Unix socket for local workers. None: only clients within the process.
+    pub socket: Option<PathBuf>,
+    /// `host:port` of the conductor's endpoint.
+    pub conductor: Option<String>,
+    /// Proven by everybody who connects. None: this cluster has no secret, and only loopback is allowed.
+    pub session_key: Option<Key>,
+}
+
+impl Config {
+    /// The key of the sessions; without a secret a well-known one, so that the protocol stays the same.
+    pub fn key(&self) -> Key {
+        self.session_key.unwrap_or_else(open_key)
+    }
+
+    /// Finds what cannot work.
+    ///
+    /// # Errors
+    /// Give up, with what to do.
+    pub fn check(&self) -> Result<(), Error> {
+        let good = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if self.node.is_empty() || self.node.len() > NODE_LIMIT || !self.node.chars().all(good) {
+            return Err(Error::give_up(format!(
+                "node id {:?} is impossible: use 1 to {NODE_LIMIT} letters, digits, '-', '_' or '.'",
+                self.node
+            )));
+        }
+        if let Some(available) = available_memory()
+            && self.dram_bytes > available
+        {
+            return Err(Error::give_up(format!(
+                "dram_bytes is {}, but this machine has {available} bytes of memory available: lower it",
+                self.dram_bytes
+            )));
+        }
+        if let Some(listen) = &self.listen {
+            let addresses = resolve(listen)?;
+            if self.session_key.is_none() && !addresses.iter().all(|address| address.ip().is_loopback()) {
+                return Err(Error::give_up(format!(
+                    "listening at {listen} with no secret would let anybody in: give a secret file, or listen at 127.0.0.1"
+                )));
+            }
+            if self.advertise.is_none() && addresses.iter().any(|address| unspecified(address.ip())) {
+                return Err(Error::give_up(format!(
+                    "peers cannot dial {listen}: listen at one address of this machine, or say with advertise what they dial"
+                )));
+            }
+        }
+        for (name, address) in [("advertise", &self.advertise), ("conductor", &self.conductor)] {
+            if let Some(address) = address
+                && !address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+            {
+                return Err(Error::give_up(format!("{name} {address:?} is not host:port")));
+            }
+        }
+        if let Some(socket) = &self.socket {
+            let length = socket.as_os_str().len();
+            if length > SOCKET_PATH_LIMIT {
+                return Err(Error::give_up(format!(
+                    "the socket path {} has {length} bytes, at most {SOCKET_PATH_LIMIT} are possible: use a shorter directory",
+                    socket.display()
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn unspecified(ip: IpAddr) -> bool {
+    ip.is_unspecified()
+}
+
+/// The addresses that `host:port` names.
+pub fn resolve(address: &str) -> Result<Vec<SocketAddr>, Error> {
+    let unknown = |why: String| {
+        Error::give_up(format!("{address:?} is no address to listen at ({why}): give host:port, such as 127.0.0.1:0"))
+    };
+    let found: Vec<SocketAddr> = address.to_socket_addrs().map_err(|error| unknown(error.to_string()))?.collect();
+    if found.is_empty() { Err(unknown("unknown host".into())) } else { Ok(found) }
+}
+
+/// The session key where there is no secret: known to all, so it proves nothing but the protocol.
+pub fn open_key() -> Key {
+    blake3::derive_key("pyengine-llm 2026-11 v1 no secret", b"")
+}
+
+/// A session key as callers give it: 32 bytes, or none where the cluster has no secret.
+pub fn session_key(bytes: &[u8]) -> Result<Option<Key>, Error> {
+    match bytes.len() {
+        0 => Ok(None),
+        32 => {
+            let mut key = [0; 32];
+            key.copy_from_slice(bytes);
+            Ok(Some(key))
+        }
+        other => Err(Error::bug(format!("a session key has 32 bytes (derive_key), not {other}"))),
+    }
+}
+
+/// Reads a secret file (64 hex digits, or raw bytes) and derives the session key.
+///
+/// # Errors
+/// Give up: missing, readable by others, or too short.
+pub fn read_session_key(path: &Path) -> Result<Key, Error> {
+    let problem = |why: &str| Error::give_up(format!("secret file {}: {why}", path.display()));
+    let metadata = std::fs::metadata(path).map_err(|error| problem(&error.to_string()))?;
+    if metadata.permissions().mode() & 0o077 != 0 {
+        return Err(problem("others may read it: chmod 600 it, and think about a new secret"));
+    }
+    if metadata.size() > SECRET_LIMIT {
+        return Err(problem("too long for a secret"));
+    }
+    let bytes = std::fs::read(path).map_err(|error| problem(&error.to_string()))?;
+    let secret = parse_secret(&bytes);
+    if secret.len() < SECRET_MINIMUM {
+        return Err(problem("shorter than 16 bytes: make one with 32 random bytes"));
+    }
+    derive_key(&secret, "session")
+}
+
+/// 64 hex digits (white space around them allowed) are 32 bytes; anything else is the secret itself.
+fn parse_secret(bytes: &[u8]) -> Vec<u8> {
+    let trimmed = bytes.trim_ascii();
+    let digit = |byte: u8| (byte as char).to_digit(16).map(|digit| digit as u8);
+    if trimmed.len() == 64
+        && let Some(digits) = trimmed.iter().map(|&byte| digit(byte)).collect::<Option<Vec<u8>>>()
+    {
+        return digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
+    }
+    bytes.to_vec()
+}
+
+/// A size as people write it: `1073741824`, `2GiB`, `512 MiB`, `64KB`.
+pub fn parse_bytes(text: &str) -> Result<u64, Error> {
+    let text = text.trim();
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kib" => 1 << 10,
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        "tib" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        _ => 0,
+    };
+    number
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(factor))
+        .filter(|_| factor > 0)
+        .ok_or_else(|| Error::give_up(format!("{text:?} is no size: write 2GiB, 512MiB or a number of bytes")))
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: impossible settings are refused with a sentence that says what to do. Method: one case each.
+    use super::*;
+
+    fn config() -> Config {
+        Config {
+            node: "n0".into(),
+            dram_bytes: 1 << 20,
+            listen: Some("127.0.0.1:0".into()),
+            advertise: None,
+            socket: None,
+            conductor: None,
+            session_key: None,
+        }
+    }
+
+    fn refusal(change: impl FnOnce(&mut Config)) -> String {
+        let mut config = config();
+        change(&mut config);
+        config.check().expect_err("impossible").message
+    }
+
+    #[test]
+    fn impossible_settings_are_refused() {
+        config().check().expect("possible");
+        assert!(refusal(|c| c.node = "a b".into()).contains("letters"));
+        assert!(refusal(|c| c.dram_bytes = u64::MAX).contains("lower it"));
+        assert!(refusal(|c| c.listen = Some("0.0.0.0:1".into())).contains("secret"));
+        let open = |c: &mut Config| (c.listen, c.session_key) = (Some("0.0.0.0:1".into()), Some([1; 32]));
+        assert!(refusal(open).contains("advertise"));
+        assert!(refusal(|c| c.listen = Some("nonsense".into())).contains("host:port"));
+        assert!(refusal(|c| c.conductor = Some("nonsense".into())).contains("host:port"));
+        assert!(refusal(|c| c.socket = Some("x".repeat(200).into())).contains("shorter"));
+    }
+
+    #[test]
+    fn sizes_and_secrets() {
+        assert_eq!(parse_bytes("2GiB"), Ok(2 << 30));
+        assert_eq!(parse_bytes(" 512 MiB "), Ok(512 << 20));
+        assert_eq!(parse_bytes("10"), Ok(10));
+        for wrong in ["", "GiB", "-1", "1.5GiB", "2 parsecs", "99999999999TiB"] {
+            assert!(parse_bytes(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(parse_secret(format!("{}\n", "0f".repeat(32)).as_bytes()), [15; 32]);
+        assert_eq!(parse_secret(b"raw \n"), b"raw \n");
+        assert_eq!(session_key(&[]), Ok(None));
+        assert!(session_key(&[0; 31]).is_err());
+    }
+}

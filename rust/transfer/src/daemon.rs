@@ -1,0 +1,696 @@
+//! The daemon: one thread owns the engine; sockets, clients, peers and the conductor feed it, and it commands them.
+//!
+//! ```text
+//!  local clients --\                                          /--> links of clients (unix socket, or mailbox inside)
+//!  peers ----------+--> Happening (bounded channel) --> Actor +--> links of peers, dials
+//!  conductor ------+                       engine.handle()    +--> tcp transport (lanes)
+//!  lanes ----------/                                          \--> link of the conductor
+//! ```
+//!
+//! The actor never blocks on any of them: what cannot be sent at once is dropped with its link, or (copies) waits in a
+//! bounded backlog. Readers block on the channel while the actor is busy: back-pressure.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use nix::poll::{PollFd, PollFlags, poll};
+
+use crate::client::{ClientEvent, PoolClient};
+use crate::config::Config;
+use crate::engine::{Engine, Input, Output, Settings};
+use crate::error::Error;
+use crate::keys::Key;
+use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
+use crate::mailbox::{Mailbox, poll_timeout};
+use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
+use crate::server::{Listener, Threads, accept_all};
+use crate::session::{Event, Session};
+use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
+use crate::transport::{Completion, Copy, Outcome, Transport};
+use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
+use crate::wire;
+
+/// Happenings that may wait for the actor.
+const HAPPENINGS: usize = 4096;
+/// Happenings taken between two looks at the transport.
+const BATCH: usize = 256;
+/// How often the engine learns the time, at least.
+const TICK: Duration = Duration::from_millis(50);
+/// Copies handed to the transport at once; what it refuses waits here, behind the engine's own limits.
+const SUBMIT: usize = 128;
+/// Nodes whose lives are remembered.
+const NODE_LIMIT: usize = 1 << 14;
+/// Between two attempts to reach the conductor: from, to.
+const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// What the actor is told.
+pub(crate) enum Happening {
+    /// A client is here; its first request follows.
+    Attach { client: ClientId, port: Port },
+    /// A client's request.
+    Local { client: ClientId, request: LocalRequest },
+    /// A client has let go of the arena, or its process is dead.
+    LocalGone { client: ClientId },
+    /// A session with a peer stands.
+    PeerUp { number: u64, peer: NodeAddress, link: Link, dialled: bool },
+    /// A peer said something on that session.
+    PeerSaid { number: u64, peer: NodeId, message: PeerMessage },
+    /// That session is over.
+    PeerGone { number: u64, peer: NodeAddress },
+    /// No session came of a dial.
+    DialFailed { peer: NodeAddress },
+    /// The conductor's endpoint is reached.
+    ConductorUp { link: Link },
+    /// It is not any more.
+    ConductorGone,
+    /// The conductor's order.
+    Order(DaemonOrder),
+    /// The transport has completions.
+    Completions,
+    /// Somebody in this process wants the counters.
+    Counters(SyncSender<Vec<(String, u64)>>),
+    /// The end.
+    Stop,
+}
+
+/// How a client is reached.
+pub(crate) enum Port {
+    /// Over its unix socket.
+    Socket(Link),
+    /// In this process.
+    Inside(Arc<Mailbox<ClientEvent>>),
+}
+
+/// A running daemon. Dropping it stops it.
+pub struct Daemon {
+    shared: Arc<Shared>,
+    actor: Option<JoinHandle<()>>,
+    threads: Arc<Threads>,
+    accepting: Link,
+    socket: Option<PathBuf>,
+}
+
+/// What all of a daemon's threads know.
+struct Shared {
+    key: Key,
+    me: NodeAddress,
+    happenings: SyncSender<Happening>,
+    threads: Arc<Threads>,
+    tcp: Arc<TcpShared>,
+    /// The latest life of each node that has proven itself.
+    lives: Mutex<HashMap<NodeId, Incarnation>>,
+    /// Incoming lanes: number, peer's node, link.
+    lanes: Mutex<HashMap<u64, (NodeId, Link)>>,
+}
+
+impl Daemon {
+    /// Opens everything and serves.
+    ///
+    /// # Errors
+    /// Give up: an impossible configuration, with what to do.
+    pub fn start(config: &Config) -> Result<Self, Error> {
+        config.check()?;
+        let mut listeners = Vec::new();
+        let mut address = String::new();
+        if let Some(listen) = &config.listen {
+            let (listener, bound) = Listener::tcp(listen)?;
+            address = config.advertise.clone().unwrap_or_else(|| bound.to_string());
+            listeners.push(listener);
+        }
+        if let Some(path) = &config.socket {
+            listeners.push(Listener::unix(path)?);
+        }
+        let me = NodeAddress { node: config.node.clone(), address, incarnation: new_incarnation() };
+        let (happenings, inbox) = sync_channel(HAPPENINGS);
+        let notify = happenings.clone();
+        // If the channel is full the actor is awake and looks at the transport anyway.
+        let notify = Box::new(move || drop(notify.try_send(Happening::Completions)));
+        let transport = TcpTransport::new(config.key(), me.clone(), notify);
+        let threads = Arc::new(Threads::default());
+        let shared = Arc::new(Shared {
+            key: config.key(),
+            me: me.clone(),
+            happenings,
+            threads: threads.clone(),
+            tcp: transport.shared(),
+            lives: Mutex::default(),
+            lanes: Mutex::default(),
+        });
+        let engine = Engine::new(me, Settings::new(config.dram_bytes));
+        let actor = Actor::new(shared.clone(), engine, transport, config.socket.as_ref());
+        let thread = std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(move || actor.run(&inbox))
+            .map_err(|error| Error::retry(format!("no thread: {error}")))?;
+        let accepting = Link::new()?;
+        let daemon = Self {
+            shared: shared.clone(),
+            actor: Some(thread),
+            threads: threads.clone(),
+            accepting: accepting.clone(),
+            socket: config.socket.clone(),
+        };
+        if !listeners.is_empty() {
+            let (at, until) = (shared.clone(), accepting.clone());
+            threads.spawn("accept", &accepting, move || {
+                accept_all(&listeners, &until, |stream| accepted(&at, stream));
+            })?;
+        }
+        if let Some(conductor) = config.conductor.clone() {
+            let (link, at) = (Link::new()?, shared);
+            let until = link.clone();
+            threads.spawn("conductor", &link, move || report(&at, &conductor, &until))?;
+        }
+        Ok(daemon)
+    }
+
+    /// Where it listens, and its life.
+    pub fn address(&self) -> &NodeAddress {
+        &self.shared.me
+    }
+
+    /// A client within this process.
+    ///
+    /// # Errors
+    /// Give up: the layout differs from the arena's, or the arena cannot be made. Retry: the daemon has stopped.
+    pub fn attach(&self, _incarnation: Incarnation, layout: Layout) -> Result<PoolClient, Error> {
+        let mailbox = Arc::new(Mailbox::new(crate::client::EVENT_LIMIT)?);
+        let client = self.threads.number();
+        let port = Port::Inside(mailbox.clone());
+        self.shared
+            .happenings
+            .send(Happening::Attach { client, port })
+            .map_err(|_| Error::retry("the daemon has stopped"))?;
+        PoolClient::inside(self.shared.happenings.clone(), client, mailbox, layout)
+    }
+
+    /// All counters by Prometheus sample name.
+    pub fn counters(&self) -> Result<Vec<(String, u64)>, Error> {
+        let (answer, waiting) = sync_channel(1);
+        let stopped = || Error::retry("the daemon has stopped");
+        self.shared.happenings.send(Happening::Counters(answer)).map_err(|_| stopped())?;
+        waiting.recv().map_err(|_| stopped())
+    }
+
+    /// Ends all links and threads; returns when they are gone. Idempotent.
+    pub fn stop(&mut self) {
+        let Some(actor) = self.actor.take() else { return };
+        self.accepting.close("the daemon stops");
+        // Fails only if the actor has ended by itself.
+        let _ = self.shared.happenings.send(Happening::Stop);
+        let _ = actor.join();
+        self.threads.stop("the daemon stops");
+        if let Some(socket) = &self.socket {
+            // Somebody else may have removed it; nothing depends on it any more.
+            let _ = std::fs::remove_file(socket);
+        }
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Nanoseconds since 1970: another one at each start, and a later start has a larger one, so that a peer that has seen
+/// the new life refuses the old one.
+pub fn new_incarnation() -> Incarnation {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as Incarnation)
+}
+
+impl Shared {
+    /// Notes a proven node's life; false if a later one is known.
+    fn current(&self, node: &NodeAddress) -> bool {
+        let mut lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
+        if lives.len() >= NODE_LIMIT && !lives.contains_key(&node.node) {
+            return false;
+        }
+        let latest = lives.entry(node.node.clone()).or_insert(node.incarnation);
+        *latest = node.incarnation.max(*latest);
+        *latest == node.incarnation
+    }
+
+    fn tell(&self, happening: Happening) {
+        // It fails only when the actor has ended; then all links are being closed.
+        let _ = self.happenings.send(happening);
+    }
+
+    fn close_lanes(&self, node: &NodeId) {
+        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        lanes.values().filter(|(peer, _)| peer == node).for_each(|(_, link)| link.close("the peer is gone"));
+    }
+}
+
+// -- incoming connections ------------------------------------------------------------------------------------------
+
+fn accepted(shared: &Arc<Shared>, stream: Stream) {
+    let Ok(link) = Link::new() else { return };
+    let (at, until) = (shared.clone(), link.clone());
+    let started = shared.threads.spawn("connection", &link, move || {
+        if let Err(error) = serve(&at, stream, &until) {
+            tracing::warn!("a connection was refused: {error}");
+        }
+    });
+    if let Err(error) = started {
+        tracing::warn!("a connection was closed: {error}");
+    }
+}
+
+fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error> {
+    let local = matches!(stream, Stream::Unix(_));
+    let session = Session::accept(shared.key, shared.me.clone(), nonce()?, now());
+    let mut connection = Connection::new(stream, session, link.clone())?;
+    let purpose = match connection.handshake()? {
+        Event::Proven(purpose) => purpose,
+        event => return Err(Error::bug(format!("{event:?} on an accepted session"))),
+    };
+    let number = shared.threads.number();
+    match purpose {
+        Purpose::Peer { node } | Purpose::Lane { node } if !local && node.node == shared.me.node => {
+            connection.refuse("your node id is mine: give every daemon its own");
+        }
+        Purpose::Peer { node } | Purpose::Lane { node } if !local && !shared.current(&node) => {
+            connection.refuse("a later life of your node is known here: this one is stale");
+        }
+        Purpose::Peer { node } if !local => {
+            connection.welcome();
+            serve_peer(shared, connection, number, &node, link, false);
+        }
+        Purpose::Lane { node } if !local => {
+            connection.welcome();
+            let stream = connection.into_lane()?;
+            let entry = (node.node.clone(), link.clone());
+            shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).insert(number, entry);
+            if let Err(error) = serve_lane(&shared.tcp, &stream, link) {
+                tracing::warn!(peer = %node.node, "an incoming lane ended: {error}");
+            }
+            shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
+        }
+        Purpose::Local { .. } if local => {
+            connection.welcome();
+            connection.unwatch();
+            shared.tell(Happening::Attach { client: number, port: Port::Socket(link.clone()) });
+            let ended = connection.drive(|payload, _| {
+                let request = wire::decode(&payload)?;
+                shared.tell(Happening::Local { client: number, request });
+                Ok(())
+            });
+            tracing::debug!("local client {number}: {ended}");
+            drop(connection);
+            shared.tell(Happening::LocalGone { client: number });
+        }
+        _ => connection.refuse("this is a daemon: peers come by TCP, local workers by its unix socket"),
+    }
+    Ok(())
+}
+
+fn serve_peer(shared: &Shared, mut connection: Connection, number: u64, peer: &NodeAddress, link: &Link, dialled: bool) {
+    shared.tell(Happening::PeerUp { number, peer: peer.clone(), link: link.clone(), dialled });
+    let ended = connection.drive(|payload, _| {
+        let message = wire::decode(&payload)?;
+        shared.tell(Happening::PeerSaid { number, peer: peer.node.clone(), message });
+        Ok(())
+    });
+    tracing::info!(peer = %peer.node, "session ended: {ended}");
+    shared.tell(Happening::PeerGone { number, peer: peer.clone() });
+}
+
+// -- outgoing connections ------------------------------------------------------------------------------------------
+
+fn dial(shared: &Arc<Shared>, peer: &NodeAddress, link: &Link) -> Result<(), Error> {
+    let connection = connect(shared, &peer.address, Purpose::Peer { node: shared.me.clone() }, link)?;
+    let (connection, found) = connection;
+    if found.node != peer.node || found.incarnation != peer.incarnation {
+        return Err(Error::retry(format!(
+            "{} is {} in life {}, not {} in life {}",
+            peer.address, found.node, found.incarnation, peer.node, peer.incarnation
+        )));
+    }
+    if !shared.current(peer) {
+        return Err(Error::retry(format!("a later life of {} is known", peer.node)));
+    }
+    serve_peer(shared, connection, shared.threads.number(), peer, link, true);
+    Ok(())
+}
+
+fn connect(
+    shared: &Shared,
+    address: &str,
+    purpose: Purpose,
+    link: &Link,
+) -> Result<(Connection, NodeAddress), Error> {
+    let stream = dial_tcp(address, link, DIAL_WITHIN)
+        .map_err(|error| Error::retry(format!("cannot reach {address}: {error}")))?;
+    let session = Session::dial(shared.key, purpose, nonce()?, now());
+    let mut connection = Connection::new(Stream::Tcp(stream), session, link.clone())?;
+    match connection.handshake()? {
+        Event::Established(found) => Ok((connection, found)),
+        event => Err(Error::bug(format!("{event:?} on a dialled session"))),
+    }
+}
+
+/// Keeps a session with the conductor's endpoint, for ever.
+fn report(shared: &Arc<Shared>, conductor: &str, until: &Link) {
+    let mut pause = REDIAL.0;
+    while !until.is_closed() {
+        // Each session has a link of its own, so that what was queued for a dead one is not told to the next.
+        let outcome = session_with(shared, conductor, until, &mut pause);
+        if let Err(error) = outcome {
+            tracing::warn!("the conductor at {conductor}: {error}; trying again");
+        }
+        if until.is_closed() {
+            return;
+        }
+        until.wake().clear();
+        if !until.is_closed() {
+            let mut wait = [PollFd::new(until.wake().as_fd(), PollFlags::POLLIN)];
+            // An error here is an interrupted call: the pause is only shorter.
+            let _ = poll(&mut wait, poll_timeout(Some(pause)));
+        }
+        pause = (pause * 2).min(REDIAL.1);
+    }
+}
+
+fn session_with(shared: &Arc<Shared>, conductor: &str, until: &Link, pause: &mut Duration) -> Result<(), Error> {
+    let purpose = Purpose::Report { node: shared.me.clone() };
+    let (mut connection, _) = connect(shared, conductor, purpose, until)?;
+    *pause = REDIAL.0;
+    until.forget();
+    shared.tell(Happening::ConductorUp { link: until.clone() });
+    let ended = connection.drive(|payload, _| {
+        shared.tell(Happening::Order(wire::decode(&payload)?));
+        Ok(())
+    });
+    shared.tell(Happening::ConductorGone);
+    Err(Error::retry(ended.to_string()))
+}
+
+// -- the actor -----------------------------------------------------------------------------------------------------
+
+struct Actor {
+    shared: Arc<Shared>,
+    engine: Engine,
+    transport: TcpTransport,
+    registered: bool,
+    socket: String,
+    clients: HashMap<ClientId, Port>,
+    peers: HashMap<NodeId, Peer>,
+    dialling: HashSet<NodeAddress>,
+    conductor: Option<Link>,
+    /// Copies that the transport had no room for, in order, by peer.
+    backlog: HashMap<NodeId, (NodeAddress, VecDeque<Copy>)>,
+    inputs: VecDeque<Input>,
+}
+
+struct Peer {
+    address: NodeAddress,
+    /// One, or two if both sides dialled at once. Messages go out on the first; if any ends, all end, because the
+    /// other side may have used just that one.
+    sessions: Vec<PeerSession>,
+}
+
+struct PeerSession {
+    number: u64,
+    link: Link,
+    dialled: bool,
+}
+
+impl Actor {
+    fn new(shared: Arc<Shared>, engine: Engine, transport: TcpTransport, socket: Option<&PathBuf>) -> Self {
+        Self {
+            shared,
+            engine,
+            transport,
+            registered: false,
+            socket: socket.map(|path| path.display().to_string()).unwrap_or_default(),
+            clients: HashMap::new(),
+            peers: HashMap::new(),
+            dialling: HashSet::new(),
+            conductor: None,
+            backlog: HashMap::new(),
+            inputs: VecDeque::new(),
+        }
+    }
+
+    fn run(mut self, inbox: &Receiver<Happening>) {
+        let mut ticked = now();
+        loop {
+            let next = ticked + TICK.as_nanos() as u64;
+            let first = match inbox.recv_timeout(Duration::from_nanos(next.saturating_sub(now()))) {
+                Ok(happening) => Some(happening),
+                Err(RecvTimeoutError::Timeout) => None,
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
+            for happening in first.into_iter().chain(inbox.try_iter().take(BATCH)) {
+                if matches!(happening, Happening::Stop) {
+                    self.goodbye();
+                    return;
+                }
+                self.on(happening);
+            }
+            self.look_at_transport();
+            if now() >= next {
+                ticked = now();
+                self.feed(Input::Tick);
+            }
+        }
+    }
+
+    /// Clients within the process learn the end here; the others by their sockets.
+    fn goodbye(&self) {
+        for port in self.clients.values() {
+            if let Port::Inside(mailbox) = port {
+                mailbox.close(ClientEvent::Disconnected("the daemon has stopped".into()));
+            }
+        }
+    }
+
+    fn on(&mut self, happening: Happening) {
+        match happening {
+            Happening::Attach { client, port } => {
+                self.clients.insert(client, port);
+            }
+            Happening::Local { client, request } => self.feed(Input::Local { client, request }),
+            Happening::LocalGone { client } => {
+                self.clients.remove(&client);
+                self.feed(Input::LocalGone { client });
+            }
+            Happening::PeerUp { number, peer, link, dialled } => self.peer_up(number, peer, link, dialled),
+            Happening::PeerSaid { number, peer, message } => {
+                if self.peers.get(&peer).is_some_and(|peer| peer.sessions.iter().any(|s| s.number == number)) {
+                    self.feed(Input::Peer { peer, message });
+                }
+            }
+            Happening::PeerGone { number, peer } => {
+                let known = self.peers.get(&peer.node);
+                if known.is_some_and(|known| known.sessions.iter().any(|session| session.number == number)) {
+                    self.peer_down(&peer.node);
+                }
+            }
+            Happening::DialFailed { peer } => {
+                self.dialling.remove(&peer);
+                let up = self.peers.get(&peer.node).is_some_and(|known| known.address == peer);
+                if !up {
+                    self.feed(Input::PeerDown { peer });
+                }
+            }
+            Happening::ConductorUp { link } => {
+                self.conductor = Some(link);
+                let hello = DaemonReport::Hello {
+                    node: self.shared.me.clone(),
+                    socket: self.socket.clone(),
+                    next_sequence: self.engine.next_sequence(),
+                };
+                self.to_conductor(&hello);
+            }
+            Happening::ConductorGone => self.conductor = None,
+            Happening::Order(order) => self.feed(Input::Order(order)),
+            // The transport is looked at after every batch.
+            Happening::Completions => {}
+            Happening::Counters(answer) => {
+                // The asker may have given up waiting.
+                let _ = answer.try_send(self.engine.counters());
+            }
+            Happening::Stop => unreachable!("run() ends on it"),
+        }
+    }
+
+    fn peer_up(&mut self, number: u64, peer: NodeAddress, link: Link, dialled: bool) {
+        if dialled {
+            self.dialling.remove(&peer);
+        }
+        let replaces = self.peers.get(&peer.node).is_some_and(|known| {
+            // The same direction once more: the dialler has lost the earlier one.
+            known.address != peer || known.sessions.iter().any(|session| session.dialled == dialled)
+        });
+        if replaces {
+            self.peer_down(&peer.node);
+        }
+        let session = PeerSession { number, link, dialled };
+        if let Some(known) = self.peers.get_mut(&peer.node) {
+            known.sessions.push(session);
+            return;
+        }
+        self.peers.insert(peer.node.clone(), Peer { address: peer.clone(), sessions: vec![session] });
+        self.feed(Input::PeerUp { peer });
+    }
+
+    fn peer_down(&mut self, node: &NodeId) {
+        let Some(peer) = self.peers.remove(node) else { return };
+        peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
+        self.transport.close(node);
+        self.shared.close_lanes(node);
+        if let Some((_, copies)) = self.backlog.remove(node) {
+            self.feed(Input::Completed(lost(copies)));
+        }
+        self.feed(Input::PeerDown { peer: peer.address });
+    }
+
+    fn look_at_transport(&mut self) {
+        let mut completions = Vec::new();
+        self.transport.poll(&mut completions);
+        if !completions.is_empty() {
+            self.feed(Input::Completed(completions));
+        }
+        let waiting: Vec<NodeId> = self.backlog.keys().cloned().collect();
+        waiting.iter().for_each(|node| self.pump(node));
+        self.work_off();
+    }
+
+    fn feed(&mut self, input: Input) {
+        self.inputs.push_back(input);
+        self.work_off();
+    }
+
+    fn work_off(&mut self) {
+        let mut outputs = Vec::new();
+        while let Some(input) = self.inputs.pop_front() {
+            self.engine.handle(input, now(), &mut outputs);
+            if !self.registered
+                && let Some(arena) = self.engine.arena()
+            {
+                self.registered = true;
+                self.transport.register(arena);
+            }
+            for output in outputs.drain(..) {
+                self.carry_out(output);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, output: Output) {
+        match output {
+            Output::Local { client, event } => self.to_client(client, event),
+            Output::Dial { peer } => self.dial(peer),
+            Output::Peer { peer, message } => {
+                if let Some(session) = self.peers.get(&peer).and_then(|peer| peer.sessions.first())
+                    && session.link.send(wire::encode(&message)).is_err()
+                {
+                    session.link.close("the peer does not keep up");
+                }
+            }
+            Output::Submit { peer, copies } => {
+                let node = peer.node.clone();
+                self.backlog.entry(node.clone()).or_insert((peer, VecDeque::new())).1.extend(copies);
+                self.pump(&node);
+            }
+            Output::Report(report) => self.to_conductor(&report),
+        }
+    }
+
+    fn to_client(&mut self, client: ClientId, event: LocalEvent) {
+        match self.clients.get(&client) {
+            None => {}
+            Some(Port::Socket(link)) => {
+                let arena = matches!(event, LocalEvent::Attached { .. }).then(|| self.engine.arena()).flatten();
+                let payload = wire::encode(&event);
+                let sent = match arena {
+                    Some(arena) => link.send_with_arena(payload, arena),
+                    None => link.send(payload),
+                };
+                if sent.is_err() {
+                    tracing::warn!("local client {client} does not take its events: asked to let go");
+                    link.cut();
+                }
+            }
+            Some(Port::Inside(mailbox)) => {
+                if matches!(event, LocalEvent::Attached { .. })
+                    && let Some(arena) = self.engine.arena()
+                {
+                    mailbox.push_always(ClientEvent::Arena(arena));
+                }
+                if mailbox.push(ClientEvent::Event(event)).is_err() {
+                    mailbox.close(ClientEvent::Disconnected("too many events were not taken".into()));
+                }
+            }
+        }
+    }
+
+    fn to_conductor(&self, report: &DaemonReport) {
+        if let Some(link) = &self.conductor
+            && link.send(wire::encode(report)).is_err()
+        {
+            tracing::debug!("the conductor does not keep up: a report was dropped");
+        }
+    }
+
+    fn dial(&mut self, peer: NodeAddress) {
+        if self.peers.get(&peer.node).is_some_and(|known| known.address == peer) {
+            self.inputs.push_back(Input::PeerUp { peer });
+            return;
+        }
+        if !self.dialling.insert(peer.clone()) {
+            return;
+        }
+        let started = Link::new().and_then(|link| {
+            let (at, until, to) = (self.shared.clone(), link.clone(), peer.clone());
+            self.shared.threads.spawn("peer", &link, move || {
+                let outcome = if to.address.is_empty() || to.node == at.me.node {
+                    Err(Error::give_up("it takes no peers"))
+                } else {
+                    dial(&at, &to, &until)
+                };
+                if let Err(error) = outcome {
+                    tracing::warn!(peer = %to.node, "{error}");
+                    at.tell(Happening::DialFailed { peer: to });
+                }
+            })
+        });
+        if let Err(error) = started {
+            tracing::warn!(peer = %peer.node, "{error}");
+            self.dialling.remove(&peer);
+            self.inputs.push_back(Input::PeerDown { peer });
+        }
+    }
+
+    /// Hands waiting copies to the transport, as many as it takes.
+    fn pump(&mut self, node: &NodeId) {
+        let Some((peer, copies)) = self.backlog.get_mut(node) else { return };
+        if !self.peers.get(node).is_some_and(|known| known.address == *peer) {
+            // Without a session nobody would commit them.
+            if let Some((_, copies)) = self.backlog.remove(node) {
+                self.inputs.push_back(Input::Completed(lost(copies)));
+            }
+            return;
+        }
+        self.transport.connect(peer);
+        while !copies.is_empty() {
+            let batch: Vec<Copy> = copies.iter().take(SUBMIT).copied().collect();
+            if self.transport.submit(node, &batch).is_err() {
+                return;
+            }
+            copies.drain(..batch.len());
+        }
+        self.backlog.remove(node);
+    }
+}
+
+fn lost(copies: VecDeque<Copy>) -> Vec<Completion> {
+    copies.into_iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect()
+}
