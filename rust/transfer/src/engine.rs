@@ -1,12 +1,43 @@
 //! The engine: grants, pushes and fetches, written once, above `Transport`. Sans-IO.
 //!
 //! The shell (`daemon`) feeds [`Input`]s and carries out [`Output`]s; so does the model test, in virtual time.
+//!
+//! ```text
+//! prefill's daemon                                 decode's daemon
+//!                                                  <- Grant (decode worker): slots reserved            grants.rs
+//! <- Open (prefill worker)   ---- Open ---->       waits for the grant
+//!                            <--- Opened ---       slots
+//! <- Push                    ==== copies ===>      each verified, strip by strip, by the transport     copies.rs
+//!    all done                ---- Commit --->      all strips here? readable: Arrived                  push.rs
+//! -> Pushed                  <-- Committed --      last one and the note: Complete
+//! <- End                     ----- End ----->
+//! ```
+//!
+//! A fetch (`fetch.rs`) is the same the other way round: the holder pushes into slots that the asker has reserved.
+//! If both workers sit on one daemon, `Opened` carries the slots, and `Push` commits in place.
 
-use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
-use crate::transport::{Completion, Copy};
-use crate::types::{ClientId, NodeAddress, NodeId};
+mod copies;
+mod fetch;
+mod grants;
+mod push;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use crate::memory::Arena;
+use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
+use crate::pool::{Change, Holder, Pool, Remembered};
+use crate::stats::{Snapshot, Stats};
+use crate::transport::{Completion, Copy, CopyId};
+use crate::types::{BlockKey, ClientId, Layout, Nanos, NodeAddress, NodeId, Tag};
+
+use copies::Job;
+use fetch::{Fetch, Serving};
+use grants::{Opener, Visit};
+use push::{Open, Opened};
 
 /// What can happen to an engine.
+#[allow(missing_docs)] // Fields are explained by their variant.
 #[derive(Clone, Debug)]
 pub enum Input {
     /// A local client sent a request (its first is `Attach`).
@@ -28,6 +59,7 @@ pub enum Input {
 }
 
 /// What the engine wants done, in this order.
+#[allow(missing_docs)] // Fields are explained by their variant.
 #[derive(Clone, Debug)]
 pub enum Output {
     /// Tell a local client.
@@ -40,4 +72,481 @@ pub enum Output {
     Submit { peer: NodeAddress, copies: Vec<Copy> },
     /// Tell the conductor, if one is connected (the shell bounds the queue and marks a gap by dropping).
     Report(DaemonReport),
+}
+
+/// Nanoseconds of a second.
+const SECOND: Nanos = 1_000_000_000;
+
+/// Blocks in one part of a dump: 1024 x 36 bytes stay far below a frame's limit.
+const DUMP_PART: usize = 1024;
+
+/// The limits of an engine: everything that can grow has one.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Bytes of the arena.
+    pub dram_bytes: u64,
+    /// Label of the transport that carries copies to peers.
+    pub transport: &'static str,
+    /// Grants that may wait for room; beyond: `Full`.
+    pub waiting_grants: usize,
+    /// Opens that may wait for a grant, or be open, here and towards peers each; beyond: `Full`.
+    pub opens: usize,
+    /// Fetches under way, asked and served each; beyond: `Full`.
+    pub fetches: usize,
+    /// Tags that one client may use before it ends some; beyond: `Full`.
+    pub tags_per_client: usize,
+    /// Ended tags that are remembered.
+    pub ended_tags: usize,
+    /// Copies under way to one peer; the others wait in the engine.
+    pub copies_in_flight: usize,
+    /// Copies that may wait for one peer on behalf of its fetches; beyond: `Full`.
+    pub copies_waiting: usize,
+    /// How often a copy is sent again after it was corrupted on the wire or its lane broke.
+    pub retries: u32,
+}
+
+impl Settings {
+    /// Limits for an arena of this size.
+    pub fn new(dram_bytes: u64) -> Self {
+        Self {
+            dram_bytes,
+            transport: "tcp",
+            waiting_grants: 4096,
+            opens: 4096,
+            fetches: 4096,
+            tags_per_client: 16384,
+            ended_tags: 65536,
+            copies_in_flight: 32,
+            copies_waiting: 65536,
+            retries: 1,
+        }
+    }
+}
+
+/// The arena and the pool over it: they come to be together, with the first client's layout.
+struct Store {
+    arena: Arc<Arena>,
+    pool: Pool<Arc<Arena>>,
+}
+
+/// The way to one life of a peer.
+struct Link {
+    peer: NodeAddress,
+    /// Tells this link from an earlier one to the same node.
+    serial: u64,
+    up: bool,
+    /// Said when it is up; bounded by the limits on opens and fetches, which alone dial.
+    outbox: Vec<PeerMessage>,
+    waiting: std::collections::VecDeque<Job>,
+    in_flight: usize,
+}
+
+/// A node's daemon, without its sockets. Single-threaded; all collections that are walked are ordered, so that the
+/// same inputs give the same outputs.
+pub struct Engine {
+    node: NodeAddress,
+    settings: Settings,
+    now: Nanos,
+    out: Vec<Output>,
+    store: Option<Store>,
+    /// Attached clients, with the tags whose `End` they owe.
+    clients: BTreeMap<ClientId, BTreeSet<Tag>>,
+    links: BTreeMap<NodeId, Link>,
+    /// Who writes, or waits for, grants of this pool.
+    visits: BTreeMap<Tag, Visit>,
+    /// Grants elsewhere (or here, by another client) that local clients write to.
+    opens: BTreeMap<Tag, Open>,
+    ended_opens: Remembered<Tag>,
+    fetches: BTreeMap<Ticket, Fetch>,
+    serving: BTreeMap<(NodeId, Ticket), Serving>,
+    copies: BTreeMap<CopyId, Job>,
+    /// Source of tickets, copy ids and serials.
+    next_number: u64,
+    next_heartbeat: Nanos,
+    stats: Stats,
+}
+
+impl Engine {
+    /// An engine with no arena yet: the first client's layout makes it.
+    pub fn new(node: NodeAddress, settings: Settings) -> Self {
+        let ended_opens = Remembered::new(settings.ended_tags);
+        Self {
+            node,
+            settings,
+            now: 0,
+            out: Vec::new(),
+            store: None,
+            clients: BTreeMap::new(),
+            links: BTreeMap::new(),
+            visits: BTreeMap::new(),
+            opens: BTreeMap::new(),
+            ended_opens,
+            fetches: BTreeMap::new(),
+            serving: BTreeMap::new(),
+            copies: BTreeMap::new(),
+            next_number: 1,
+            next_heartbeat: 0,
+            stats: Stats::default(),
+        }
+    }
+
+    /// Reacts to one input at `now` (monotonic). Outputs are appended in the order in which they are to be carried out.
+    ///
+    /// After `Output::Submit` every copy completes once, whatever happens to the session: on `PeerDown` the shell
+    /// closes the transport's path and still delivers the completions.
+    pub fn handle(&mut self, input: Input, now: Nanos, out: &mut Vec<Output>) {
+        self.now = now;
+        match input {
+            Input::Local { client, request } => self.local(client, request),
+            Input::LocalGone { client } => {
+                for tag in self.clients.remove(&client).unwrap_or_default() {
+                    self.end(client, tag);
+                }
+            }
+            Input::PeerUp { peer } => self.peer_up(peer),
+            Input::PeerDown { peer } => self.peer_down(&peer),
+            Input::Peer { peer, message } => {
+                if self.links.get(&peer).is_some_and(|link| link.up) {
+                    self.peer(&peer, message);
+                }
+            }
+            Input::Completed(completions) => self.completed(completions),
+            Input::Order(DaemonOrder::Dump) => self.dump(),
+            Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
+                self.replicate(order, keys, parent, position, from);
+            }
+            Input::Tick => self.tick(),
+        }
+        self.settle();
+        out.append(&mut self.out);
+    }
+
+    /// Which node, in which life.
+    pub fn node(&self) -> &NodeAddress {
+        &self.node
+    }
+
+    /// The arena, once a client has attached.
+    pub fn arena(&self) -> Option<Arc<Arena>> {
+        self.store.as_ref().map(|store| store.arena.clone())
+    }
+
+    /// Number that the next stored or removed event will have (for the `Hello` of a report session).
+    pub fn next_sequence(&self) -> u64 {
+        self.store.as_ref().map_or(0, |store| store.pool.next_sequence())
+    }
+
+    /// Counters as Prometheus samples.
+    pub fn counters(&self) -> Vec<(String, u64)> {
+        let mut snapshot = Snapshot { stats: self.stats, ..Snapshot::default() };
+        if let Some(Store { arena, pool }) = &self.store {
+            snapshot.occupancy = pool.occupancy();
+            snapshot.tally = pool.tally();
+            snapshot.grants = pool.grants();
+            snapshot.fenced = arena.fenced();
+        }
+        snapshot.samples(&self.node.node, self.settings.transport)
+    }
+
+    // -- local clients -----------------------------------------------------------------------------------------------
+
+    fn local(&mut self, client: ClientId, request: LocalRequest) {
+        let tag = match request {
+            LocalRequest::Attach { ticket, layout } => return self.attach(client, ticket, layout),
+            LocalRequest::Counters { ticket } => {
+                let values = self.counters();
+                return self.tell(client, LocalEvent::Counters { ticket, values });
+            }
+            LocalRequest::End { tag } => {
+                if let Some(tags) = self.clients.get_mut(&client) {
+                    tags.remove(&tag);
+                    self.end(client, tag);
+                }
+                return;
+            }
+            LocalRequest::Grant { tag, .. }
+            | LocalRequest::Lookup { tag, .. }
+            | LocalRequest::Commit { tag, .. }
+            | LocalRequest::Fetch { tag, .. }
+            | LocalRequest::Open { tag, .. }
+            | LocalRequest::Push { tag, .. }
+            | LocalRequest::Corrupt { tag, .. } => tag,
+        };
+        let Some(tags) = self.clients.get_mut(&client) else { return self.refuse(client, tag, Refusal::Protocol) };
+        if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {
+            return self.refuse(client, tag, Refusal::Full);
+        }
+        tags.insert(tag);
+        match request {
+            LocalRequest::Grant { keys, private, parent, position, mode, .. } => {
+                self.grant(Holder { client: Some(client), tag }, keys, private, parent, position, mode);
+            }
+            LocalRequest::Lookup { keys, .. } => self.lookup(client, tag, &keys),
+            LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
+            LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, from),
+            LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
+            LocalRequest::Push { local, indices, note, .. } => self.push(client, local, tag, &indices, note),
+            LocalRequest::Corrupt { index, .. } => self.corrupt(client, tag, index),
+            LocalRequest::Attach { .. } | LocalRequest::End { .. } | LocalRequest::Counters { .. } => {}
+        }
+    }
+
+    fn attach(&mut self, client: ClientId, ticket: Ticket, layout: Layout) {
+        if self.store.is_none() {
+            match Arena::create(self.settings.dram_bytes, layout) {
+                Ok(arena) => {
+                    let Settings { waiting_grants, ended_tags, .. } = self.settings;
+                    let pool = Pool::new(arena.clone(), arena.slots(), waiting_grants, ended_tags);
+                    self.store = Some(Store { arena, pool });
+                }
+                Err(error) => {
+                    return self.tell(client, LocalEvent::AttachRefused { ticket, reason: error.message });
+                }
+            }
+        }
+        let Some(Store { arena, .. }) = &self.store else { return };
+        let have = arena.layout();
+        if have != layout {
+            let reason = if have.strips != layout.strips {
+                format!("strips: blocks of this pool have {}, yours {}", have.strips, layout.strips)
+            } else {
+                format!("strip_bytes: strips of this pool have {}, yours {}", have.strip_bytes, layout.strip_bytes)
+            };
+            return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
+        }
+        let (slots, arena_bytes, node) = (arena.slots(), arena.bytes(), self.node.clone());
+        self.clients.entry(client).or_default();
+        self.tell(client, LocalEvent::Attached { ticket, slots, layout, arena_bytes, node });
+    }
+
+    fn tell(&mut self, client: ClientId, event: LocalEvent) {
+        self.out.push(Output::Local { client, event });
+    }
+
+    fn refuse(&mut self, client: ClientId, tag: Tag, refusal: Refusal) {
+        self.tell(client, LocalEvent::Refused { tag, refusal });
+    }
+
+    // -- peers -------------------------------------------------------------------------------------------------------
+
+    /// Says something to this life of a peer, dialling first if need be. False: it cannot be that life.
+    fn reach(&mut self, peer: &NodeAddress, message: PeerMessage) -> bool {
+        if let Some(link) = self.links.get_mut(&peer.node) {
+            if link.peer.incarnation != peer.incarnation {
+                return false;
+            }
+            if link.up {
+                self.out.push(Output::Peer { peer: peer.node.clone(), message });
+            } else {
+                link.outbox.push(message);
+            }
+            return true;
+        }
+        let mut link = self.new_link(peer.clone());
+        link.outbox.push(message);
+        self.links.insert(peer.node.clone(), link);
+        self.out.push(Output::Dial { peer: peer.clone() });
+        true
+    }
+
+    /// Says something to a peer if it is there to hear.
+    fn say(&mut self, peer: &NodeId, message: PeerMessage) {
+        if let Some(link) = self.links.get_mut(peer) {
+            if link.up {
+                self.out.push(Output::Peer { peer: peer.clone(), message });
+            } else {
+                link.outbox.push(message);
+            }
+        }
+    }
+
+    fn new_link(&mut self, peer: NodeAddress) -> Link {
+        let serial = self.number();
+        Link { peer, serial, up: false, outbox: Vec::new(), waiting: Default::default(), in_flight: 0 }
+    }
+
+    fn peer_up(&mut self, peer: NodeAddress) {
+        if let Some(link) = self.links.get(&peer.node)
+            && link.peer.incarnation != peer.incarnation
+        {
+            let old = link.peer.clone();
+            self.peer_down(&old);
+        }
+        let mut link = match self.links.remove(&peer.node) {
+            Some(link) => link,
+            None => self.new_link(peer.clone()),
+        };
+        link.up = true;
+        for message in link.outbox.drain(..) {
+            self.out.push(Output::Peer { peer: peer.node.clone(), message });
+        }
+        self.links.insert(peer.node, link);
+    }
+
+    fn peer_down(&mut self, peer: &NodeAddress) {
+        if self.links.get(&peer.node).is_none_or(|link| link.peer.incarnation != peer.incarnation) {
+            return;
+        }
+        if let Some(link) = self.links.remove(&peer.node) {
+            link.waiting.into_iter().for_each(|job| self.drop_job(job));
+        }
+        self.opens_lost(&peer.node);
+        self.visitors_lost(&peer.node);
+        self.fetches_lost(&peer.node);
+    }
+
+    fn peer(&mut self, peer: &NodeId, message: PeerMessage) {
+        match message {
+            PeerMessage::Open { tag, layout, within_ms } => {
+                let deadline = self.deadline(within_ms);
+                self.visit(tag, Opener::Peer(peer.clone()), Some(layout), deadline);
+            }
+            PeerMessage::Opened { tag, slots } => self.peer_opened(peer, tag, slots),
+            PeerMessage::OpenRefused { tag, refusal } => {
+                if self.opens.get(&tag).is_some_and(|open| open.to.node == *peer && !open.over()) {
+                    self.fail_open(tag, refusal, false);
+                }
+            }
+            PeerMessage::Commit { tag, indices, note } => self.peer_commit(peer, tag, &indices, note),
+            PeerMessage::Committed { tag, indices, note, refusal } => {
+                self.peer_committed(peer, tag, indices, note, refusal);
+            }
+            PeerMessage::End { tag } => {
+                self.visitor_gone(tag, &Opener::Peer(peer.clone()), Refusal::Ended);
+                if self.opens.get(&tag).is_some_and(|open| open.to.node == *peer && !open.over()) {
+                    self.fail_open(tag, Refusal::Ended, false);
+                }
+            }
+            PeerMessage::Fetch { ticket, layout, blocks } => self.serve(peer, ticket, layout, blocks),
+            PeerMessage::Fetched { ticket, place, refusal } => self.peer_fetched(peer, ticket, place, refusal),
+            PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
+            PeerMessage::FetchEnded { ticket } => {
+                if self.fetches.get(&ticket).is_some_and(|fetch| fetch.cancelled && fetch.from.node == *peer) {
+                    self.fetches.remove(&ticket);
+                }
+            }
+        }
+    }
+
+    // -- time, reports, invariants -----------------------------------------------------------------------------------
+
+    fn deadline(&self, within_ms: u64) -> Nanos {
+        self.now.saturating_add(within_ms.saturating_mul(1_000_000))
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next_number += 1;
+        self.next_number - 1
+    }
+
+    fn tick(&mut self) {
+        let late = |open: &Open| matches!(open.state, Opened::Waiting) && open.deadline <= self.now;
+        let tags: Vec<Tag> = self.opens.iter().filter(|(_, open)| late(open)).map(|(tag, _)| *tag).collect();
+        for tag in tags {
+            self.fail_open(tag, Refusal::Deadline, true);
+        }
+        self.visits_late();
+        if self.now >= self.next_heartbeat {
+            self.next_heartbeat = self.now + SECOND;
+            let (count, xor) = self.store.as_ref().map_or((0, BlockKey([0; 16])), |store| store.pool.digest());
+            let (next_sequence, counters) = (self.next_sequence(), self.counters());
+            self.out.push(Output::Report(DaemonReport::Heartbeat { next_sequence, count, xor, counters }));
+        }
+    }
+
+    fn dump(&mut self) {
+        let sequence = self.next_sequence();
+        let published = self.store.iter().flat_map(|store| store.pool.published());
+        let blocks: Vec<_> = published.map(|place| (place.key, place.parent, place.position)).collect();
+        let parts = blocks.len().div_ceil(DUMP_PART).max(1);
+        let mut rest = blocks.as_slice();
+        for part in 1..=parts {
+            let (blocks, later) = rest.split_at(rest.len().min(DUMP_PART));
+            rest = later;
+            let report = DaemonReport::Dump { sequence, blocks: blocks.to_vec(), last: part == parts };
+            self.out.push(Output::Report(report));
+        }
+    }
+
+    /// After every input: grant what fits now, report what was stored and removed, keep the lanes full.
+    fn settle(&mut self) {
+        if let Some(store) = &mut self.store {
+            for (holder, slots) in store.pool.advance() {
+                self.granted(holder, slots);
+            }
+        }
+        if let Some(store) = &mut self.store {
+            for (sequence, change) in store.pool.take_changes() {
+                self.out.push(Output::Report(match change {
+                    Change::Stored(place) => DaemonReport::Stored {
+                        sequence,
+                        key: place.key,
+                        parent: place.parent,
+                        position: place.position,
+                    },
+                    Change::Removed(key) => DaemonReport::Removed { sequence, key },
+                }));
+            }
+        }
+        self.pump();
+    }
+
+    /// True if nothing is held, awaited or under way: all that is left is the cache.
+    pub fn idle(&self) -> bool {
+        self.clients.values().all(BTreeSet::is_empty)
+            && self.visits.is_empty()
+            && self.opens.is_empty()
+            && self.fetches.is_empty()
+            && self.serving.is_empty()
+            && self.copies.is_empty()
+            && self.links.values().all(|link| link.waiting.is_empty())
+            && self.store.as_ref().is_none_or(|store| store.pool.idle())
+    }
+
+    /// Asserts every invariant.
+    ///
+    /// # Panics
+    /// If one does not hold.
+    pub fn check(&self) {
+        let Settings { opens, fetches, tags_per_client, copies_in_flight, .. } = self.settings;
+        assert!(self.opens.len() <= opens && self.visits.len() <= opens, "too many opens");
+        assert!(self.fetches.len() <= fetches && self.serving.len() <= fetches, "too many fetches");
+        let queued = || self.links.values().flat_map(|link| &link.waiting);
+        let mut reads: HashMap<u32, u32> = HashMap::new();
+        for job in queued().chain(self.copies.values()) {
+            *reads.entry(job.source.slot).or_default() += 1;
+        }
+        for link in self.links.values() {
+            let in_flight = self.copies.values().filter(|job| job.link == link.serial).count();
+            assert_eq!(link.in_flight, in_flight, "copies under way to {:?}", link.peer);
+            assert!(link.in_flight <= copies_in_flight, "too many copies under way to {:?}", link.peer);
+            assert!(link.up || link.waiting.is_empty(), "copies wait for {:?}, which is not up", link.peer);
+        }
+        for tags in self.clients.values() {
+            assert!(tags.len() <= tags_per_client, "too many tags");
+        }
+        for (tag, open) in &self.opens {
+            assert!(
+                self.clients.get(&open.client).is_some_and(|tags| tags.contains(tag)),
+                "an open of nobody: {tag:?}"
+            );
+            open.check(*tag, queued().chain(self.copies.values()));
+        }
+        for (key, serving) in &self.serving {
+            let jobs =
+                queued().chain(self.copies.values()).filter(|job| job.serves(key) && job.link == serving.link).count();
+            assert!(serving.left == jobs && jobs > 0, "{jobs} copies serve {key:?}, not {}", serving.left);
+        }
+        for fetch in self.fetches.values() {
+            fetch.check();
+            assert!(self.links.contains_key(&fetch.from.node), "a fetch from nowhere");
+        }
+        if let Some(Store { pool, arena }) = &self.store {
+            pool.check();
+            for slot in 0..arena.slots() {
+                let expected = reads.get(&slot).copied().unwrap_or(0);
+                assert_eq!(pool.copies(slot), expected, "copies that read slot {slot}");
+            }
+        }
+    }
 }

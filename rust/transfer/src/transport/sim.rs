@@ -1,1 +1,703 @@
-//! An in-process network in virtual time, for tests.
+//! A network in virtual time, for tests: deterministic from its seed, and as unkind as it is told to be.
+//!
+//! [`Network`] carries copies and implements [`Transport`] for every node that joins it. [`World`] is the twin of
+//! `daemon`: it runs whole engines over such a network and carries their control messages, dials and deaths.
+//!
+//! A copy's life, each arrow a seeded delay; whatever breaks in between shows at its end:
+//!
+//! ```text
+//! submit ---> begin: destination's WriteHold ---> end: bytes applied, strips verified ---> ack: completion
+//!        \--- the lane breaks: completes as Lost at once; the bytes may still arrive, late, and must be fenced
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::engine::{Engine, Input, Output, Settings};
+use crate::memory::{Arena, ReadHold, WriteHold, checksum};
+use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
+use crate::types::{ClientId, Nanos, NodeAddress, NodeId};
+
+use super::{Busy, Completion, Copy, CopyId, Outcome, Transport};
+
+const MILLISECOND: Nanos = 1_000_000;
+/// The engine's shell ticks this often.
+const TICK: Nanos = 100 * MILLISECOND;
+/// A session that carries nothing this long is dead.
+const SILENCE: Nanos = 3_000 * MILLISECOND;
+
+/// How unkind the network is.
+#[derive(Clone, Copy, Debug)]
+pub struct Faults {
+    /// Every delay is drawn between 1 ns and this.
+    pub delay: Nanos,
+    /// Of a thousand copies, how many have a strip corrupted on the way.
+    pub corrupt: u64,
+    /// Of a thousand copies, how many lose their lane.
+    pub lose: u64,
+    /// Copies that one lane takes before it is `Busy`.
+    pub lane: usize,
+}
+
+impl Default for Faults {
+    fn default() -> Self {
+        Self { delay: 5 * MILLISECOND, corrupt: 0, lose: 0, lane: 8 }
+    }
+}
+
+/// Repeatable random numbers (SplitMix64).
+#[derive(Clone, Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// The next 64 bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `bound`, which is not 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.bits() % bound
+    }
+
+    /// True `chances` times in a thousand.
+    pub fn permille(&mut self, chances: u64) -> bool {
+        self.below(1000) < chances
+    }
+}
+
+/// A copy under way.
+struct Flight {
+    from: NodeId,
+    to: NodeAddress,
+    copy: Copy,
+    payload: Payload,
+    sums: Vec<u32>,
+    /// Held while the bytes are applied.
+    hold: Option<WriteHold>,
+    sabotage: Option<Sabotage>,
+    /// The source has been told `Lost`; nobody waits for the outcome.
+    orphan: bool,
+}
+
+enum Payload {
+    /// Still read from the source.
+    Held(ReadHold),
+    /// In the network's buffers.
+    Sent(Vec<u8>),
+}
+
+#[derive(Clone, Copy)]
+enum Sabotage {
+    /// One bit of one strip flips on the way.
+    Corrupt,
+    /// One strip is not written, and yet the copy says `Done`.
+    DropStrip,
+    /// The lane breaks.
+    Lose,
+}
+
+enum Event {
+    Begin(u64),
+    End(u64),
+    Ack(NodeId, CopyId, Outcome),
+    Control(Control),
+}
+
+/// What a [`World`] does when its time has come.
+enum Control {
+    Up { at: NodeId, peer: NodeAddress, session: u64 },
+    Down { at: NodeId, peer: NodeAddress },
+    Message { at: NodeId, from: NodeId, session: u64, message: PeerMessage },
+    Dialled { by: NodeAddress, peer: NodeAddress },
+    Silent { session: u64 },
+    Tick,
+}
+
+#[derive(Default)]
+struct Life {
+    incarnation: u64,
+    arena: Option<Arc<Arena>>,
+    /// Connected peers.
+    peers: BTreeMap<NodeId, NodeAddress>,
+    completions: Vec<Completion>,
+}
+
+struct Inner {
+    random: Random,
+    faults: Faults,
+    now: Nanos,
+    next: u64,
+    events: BTreeMap<(Nanos, u64), Event>,
+    lives: BTreeMap<NodeId, Life>,
+    flights: BTreeMap<u64, Flight>,
+    cut: BTreeSet<(NodeId, NodeId)>,
+    sabotage: VecDeque<Sabotage>,
+}
+
+impl Inner {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn schedule(&mut self, at: Nanos, event: Event) {
+        let number = self.number();
+        self.events.insert((at, number), event);
+    }
+
+    fn soon(&mut self) -> Nanos {
+        self.now + 1 + self.random.below(self.faults.delay)
+    }
+
+    fn is_cut(&self, a: &NodeId, b: &NodeId) -> bool {
+        self.cut.contains(&pair(a, b))
+    }
+
+    fn alive(&self, node: &NodeAddress) -> bool {
+        self.lives.get(&node.node).is_some_and(|life| life.incarnation == node.incarnation)
+    }
+
+    fn submit(&mut self, from: &NodeId, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy> {
+        let under_way =
+            self.flights.values().filter(|flight| flight.from == *from && flight.to.node == *peer && !flight.orphan);
+        // An empty lane takes any number, so that every batch gets through at last.
+        let under_way = under_way.count();
+        if under_way > 0 && under_way + copies.len() > self.faults.lane {
+            return Err(Busy);
+        }
+        for copy in copies {
+            let life = &self.lives[from];
+            let held = life.arena.as_ref().and_then(|arena| arena.begin_read(copy.source));
+            let (Some(held), Some(to)) = (held, life.peers.get(peer).cloned()) else {
+                let at = self.soon();
+                self.schedule(at, Event::Ack(from.clone(), copy.id, Outcome::Lost));
+                continue;
+            };
+            let sabotage = self.sabotage.pop_front().or_else(|| {
+                let Faults { corrupt, lose, .. } = self.faults;
+                let dice = self.random.below(1000);
+                let lost = (dice < corrupt + lose).then_some(Sabotage::Lose);
+                if dice < corrupt { Some(Sabotage::Corrupt) } else { lost }
+            });
+            let sums = held.checksums();
+            let id = self.number();
+            let payload = Payload::Held(held);
+            let from = from.clone();
+            let flight = Flight { from, to, copy: *copy, payload, sums, hold: None, sabotage, orphan: false };
+            self.flights.insert(id, flight);
+            let at = self.soon();
+            self.schedule(at, Event::Begin(id));
+        }
+        Ok(())
+    }
+
+    /// The bytes reach the destination, which takes the slot for writing.
+    fn begin(&mut self, id: u64) -> Option<NodeId> {
+        let flight = self.flights.get(&id)?;
+        if self.is_cut(&flight.from, &flight.to.node) && !flight.orphan {
+            // Nothing comes through; the silence ends the session, and that ends the copy.
+            let at = self.now + SILENCE / 2;
+            self.schedule(at, Event::Begin(id));
+            return None;
+        }
+        let lost = matches!(flight.sabotage, Some(Sabotage::Lose)) || !self.alive(&flight.to);
+        let arena = self.lives.get(&flight.to.node).and_then(|life| life.arena.clone());
+        let (false, Some(arena)) = (lost, arena) else { return self.finish(id, Outcome::Lost) };
+        match arena.begin_write(flight.copy.destination) {
+            Err(_) => self.finish(id, Outcome::Fenced),
+            Ok(hold) => {
+                self.flights.get_mut(&id)?.hold = Some(hold);
+                let at = self.soon();
+                self.schedule(at, Event::End(id));
+                None
+            }
+        }
+    }
+
+    /// The bytes have been received: each strip is verified and marked.
+    fn end(&mut self, id: u64) -> Option<NodeId> {
+        let flight = self.flights.get_mut(&id)?;
+        let mut hold = flight.hold.take()?;
+        let bytes = match &flight.payload {
+            Payload::Held(held) => held.bytes(),
+            Payload::Sent(bytes) => bytes,
+        };
+        let strip_bytes = bytes.len() / flight.sums.len();
+        let victim = self.random.below(flight.sums.len() as u64) as u32;
+        let mut outcome = Outcome::Done;
+        for (strip, (bytes, sum)) in (0..).zip(bytes.chunks_exact(strip_bytes).zip(&flight.sums)) {
+            if strip == victim && matches!(flight.sabotage, Some(Sabotage::DropStrip)) {
+                continue;
+            }
+            let into = hold.strips_mut(strip..strip + 1);
+            into.copy_from_slice(bytes);
+            if strip == victim && matches!(flight.sabotage, Some(Sabotage::Corrupt)) {
+                into[0] ^= 1;
+            }
+            if checksum(into) == *sum {
+                hold.set_checksum(strip, *sum);
+            } else {
+                outcome = Outcome::Corrupt;
+            }
+        }
+        drop(hold);
+        self.finish(id, outcome)
+    }
+
+    fn finish(&mut self, id: u64, outcome: Outcome) -> Option<NodeId> {
+        let flight = self.flights.remove(&id)?;
+        if !flight.orphan {
+            let at = self.soon();
+            self.schedule(at, Event::Ack(flight.from, flight.copy.id, outcome));
+        }
+        None
+    }
+
+    /// Breaks the lane from a node to a peer. Bytes that are in the network may still arrive, late.
+    fn close(&mut self, from: &NodeId, peer: &NodeId) {
+        let mine = |flight: &Flight| flight.from == *from && flight.to.node == *peer && !flight.orphan;
+        let broken: Vec<u64> = self.flights.iter().filter(|(_, flight)| mine(flight)).map(|(id, _)| *id).collect();
+        for id in broken {
+            let arrives = self.random.permille(500);
+            let Some(flight) = self.flights.get_mut(&id) else { continue };
+            if let Some(life) = self.lives.get_mut(from) {
+                life.completions.push(Completion { id: flight.copy.id, outcome: Outcome::Lost });
+            }
+            flight.orphan = true;
+            if let Payload::Held(held) = &flight.payload {
+                flight.payload = Payload::Sent(held.bytes().to_vec());
+            }
+            // A body that is being received ends or breaks off; either way its hold ends with it.
+            if !arrives {
+                self.flights.remove(&id);
+            }
+        }
+        if let Some(life) = self.lives.get_mut(from) {
+            life.peers.remove(peer);
+        }
+    }
+
+    /// Takes the next event. `Err(None)`: a copy went on. `Err(Some(node))`: that node has completions.
+    fn step(&mut self) -> Option<Result<Control, Option<NodeId>>> {
+        let ((at, _), event) = self.events.pop_first()?;
+        self.now = at;
+        Some(match event {
+            Event::Begin(id) => Err(self.begin(id)),
+            Event::End(id) => Err(self.end(id)),
+            Event::Ack(node, id, outcome) => {
+                if let Some(life) = self.lives.get_mut(&node) {
+                    life.completions.push(Completion { id, outcome });
+                }
+                Err(Some(node))
+            }
+            Event::Control(control) => Ok(control),
+        })
+    }
+}
+
+fn pair(a: &NodeId, b: &NodeId) -> (NodeId, NodeId) {
+    if a < b { (a.clone(), b.clone()) } else { (b.clone(), a.clone()) }
+}
+
+/// The network. Clones are the same network.
+#[derive(Clone)]
+pub struct Network(Arc<Mutex<Inner>>);
+
+impl Network {
+    /// A network with nobody in it. Same seed, same calls: same behaviour.
+    pub fn new(seed: u64, faults: Faults) -> Self {
+        Self(Arc::new(Mutex::new(Inner {
+            random: Random(seed),
+            faults,
+            now: 0,
+            next: 0,
+            events: BTreeMap::new(),
+            lives: BTreeMap::new(),
+            flights: BTreeMap::new(),
+            cut: BTreeSet::new(),
+            sabotage: VecDeque::new(),
+        })))
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        // Used by one thread in tests; a panic there has failed the test already.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A life of a node joins; an earlier one of the same name is over.
+    pub fn join(&self, node: &NodeAddress) -> SimTransport {
+        self.leave(&node.node);
+        let life = Life { incarnation: node.incarnation, ..Life::default() };
+        self.inner().lives.insert(node.node.clone(), life);
+        SimTransport { node: node.node.clone(), network: self.clone() }
+    }
+
+    /// A node dies: its lanes break.
+    pub fn leave(&self, node: &NodeId) {
+        let mut inner = self.inner();
+        let peers: Vec<NodeId> = match inner.lives.get(node) {
+            Some(life) => life.peers.keys().cloned().collect(),
+            None => return,
+        };
+        for peer in peers {
+            inner.close(node, &peer);
+        }
+        inner.lives.remove(node);
+        // Bytes on their way to it have nowhere to go.
+        for flight in inner.flights.values_mut().filter(|flight| flight.to.node == *node) {
+            flight.hold = None;
+            flight.sabotage = Some(Sabotage::Lose);
+        }
+        let stranded: Vec<u64> = inner.flights.iter().filter(|(_, f)| f.to.node == *node).map(|(id, _)| *id).collect();
+        for id in stranded {
+            inner.finish(id, Outcome::Lost);
+        }
+    }
+
+    /// One bit of the next copy that is submitted flips on the way.
+    pub fn corrupt_next(&self) {
+        self.inner().sabotage.push_back(Sabotage::Corrupt);
+    }
+
+    /// The next copy that is submitted loses one strip and says `Done` all the same.
+    pub fn drop_strip_of_next(&self) {
+        self.inner().sabotage.push_back(Sabotage::DropStrip);
+    }
+
+    /// The next copy that is submitted loses its lane.
+    pub fn lose_next(&self) {
+        self.inner().sabotage.push_back(Sabotage::Lose);
+    }
+
+    /// Lets copies go on for one event (for tests without a [`World`]). False if nothing is under way.
+    pub fn step(&self) -> bool {
+        self.inner().step().is_some()
+    }
+}
+
+/// One node's end of a [`Network`].
+pub struct SimTransport {
+    node: NodeId,
+    network: Network,
+}
+
+impl Transport for SimTransport {
+    fn register(&mut self, arena: Arc<Arena>) {
+        if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
+            life.arena = Some(arena);
+        }
+    }
+
+    fn connect(&mut self, peer: &NodeAddress) {
+        if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
+            life.peers.insert(peer.node.clone(), peer.clone());
+        }
+    }
+
+    fn submit(&mut self, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy> {
+        self.network.inner().submit(&self.node, peer, copies)
+    }
+
+    fn poll(&mut self, into: &mut Vec<Completion>) {
+        if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
+            into.append(&mut life.completions);
+        }
+    }
+
+    fn close(&mut self, peer: &NodeId) {
+        self.network.inner().close(&self.node, peer);
+    }
+}
+
+struct Node {
+    engine: Engine,
+    transport: SimTransport,
+    registered: bool,
+    /// Copies that the transport was too busy for, in order.
+    waiting: BTreeMap<NodeId, VecDeque<Copy>>,
+}
+
+struct Session {
+    id: u64,
+    /// Both ends, in the order of [`pair`].
+    ends: [NodeAddress; 2],
+}
+
+/// Engines over a network, and all that happens between them.
+pub struct World {
+    /// What carries the copies.
+    pub network: Network,
+    nodes: BTreeMap<NodeId, Node>,
+    sessions: BTreeMap<(NodeId, NodeId), Session>,
+    /// When the last thing said in a direction arrives: what is said later arrives later.
+    arrivals: BTreeMap<(NodeId, NodeId), Nanos>,
+    events: Vec<(NodeId, ClientId, LocalEvent)>,
+    reports: Vec<(NodeId, DaemonReport)>,
+    lives: u64,
+}
+
+impl World {
+    /// A world with no nodes.
+    pub fn new(seed: u64, faults: Faults) -> Self {
+        let network = Network::new(seed, faults);
+        network.inner().schedule(TICK, Event::Control(Control::Tick));
+        Self {
+            network,
+            nodes: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            arrivals: BTreeMap::new(),
+            events: Vec::new(),
+            reports: Vec::new(),
+            lives: 0,
+        }
+    }
+
+    /// Virtual time.
+    pub fn now(&self) -> Nanos {
+        self.network.inner().now
+    }
+
+    /// Starts a node; one of that name that lives dies first.
+    pub fn start(&mut self, name: &str, settings: Settings) -> NodeAddress {
+        self.kill(name);
+        self.lives += 1;
+        let node = NodeAddress { node: name.into(), address: format!("{name}:1"), incarnation: self.lives };
+        let transport = self.network.join(&node);
+        let engine = Engine::new(node.clone(), settings);
+        let state = Node { engine, transport, registered: false, waiting: BTreeMap::new() };
+        self.nodes.insert(node.node.clone(), state);
+        node
+    }
+
+    /// A node dies; its peers see their sessions end.
+    pub fn kill(&mut self, name: &str) {
+        let name = name.to_owned();
+        if self.nodes.remove(&name).is_none() {
+            return;
+        }
+        self.network.leave(&name);
+        let broken: Vec<_> = self.sessions.keys().filter(|(a, b)| *a == name || *b == name).cloned().collect();
+        for (a, b) in broken {
+            self.break_session(&a, &b);
+        }
+    }
+
+    /// The session between two nodes ends, for whatever reason.
+    pub fn break_session(&mut self, a: &str, b: &str) {
+        let key = pair(&a.to_owned(), &b.to_owned());
+        let Some(session) = self.sessions.remove(&key) else { return };
+        let [first, second] = session.ends;
+        for (at, peer) in [(&first, &second), (&second, &first)] {
+            self.arrive(&peer.node, &at.node, Control::Down { at: at.node.clone(), peer: peer.clone() });
+        }
+    }
+
+    /// Nothing comes through between two nodes any more; their session dies of silence.
+    pub fn cut(&mut self, a: &str, b: &str) {
+        let key = pair(&a.to_owned(), &b.to_owned());
+        let mut inner = self.network.inner();
+        inner.cut.insert(key.clone());
+        if let Some(session) = self.sessions.get(&key) {
+            let at = inner.now + SILENCE;
+            inner.schedule(at, Event::Control(Control::Silent { session: session.id }));
+        }
+    }
+
+    /// What was cut is whole again.
+    pub fn heal(&mut self, a: &str, b: &str) {
+        self.network.inner().cut.remove(&pair(&a.to_owned(), &b.to_owned()));
+    }
+
+    /// A client of a node's daemon asks for something.
+    pub fn request(&mut self, node: &str, client: ClientId, request: LocalRequest) {
+        self.feed(&node.to_owned(), Input::Local { client, request });
+    }
+
+    /// A client of a node's daemon dies.
+    pub fn client_gone(&mut self, node: &str, client: ClientId) {
+        self.feed(&node.to_owned(), Input::LocalGone { client });
+    }
+
+    /// The conductor orders something.
+    pub fn order(&mut self, node: &str, order: DaemonOrder) {
+        self.feed(&node.to_owned(), Input::Order(order));
+    }
+
+    /// Lets virtual time pass until something has happened.
+    pub fn step(&mut self) {
+        let step = self.network.inner().step();
+        match step {
+            // The tick never ends, so there is always a next event.
+            None => {}
+            Some(Err(completed)) => completed.iter().for_each(|node| self.poll(node)),
+            Some(Ok(control)) => self.control(control),
+        }
+    }
+
+    /// Lets this much virtual time pass.
+    pub fn run(&mut self, duration: Nanos) {
+        let until = self.now() + duration;
+        while self.network.inner().events.first_key_value().is_some_and(|((at, _), _)| *at <= until) {
+            self.step();
+        }
+        self.network.inner().now = until;
+    }
+
+    /// Takes what clients were told: node, client, event.
+    pub fn take_events(&mut self) -> Vec<(NodeId, ClientId, LocalEvent)> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Takes what the conductor was told.
+    pub fn take_reports(&mut self) -> Vec<(NodeId, DaemonReport)> {
+        std::mem::take(&mut self.reports)
+    }
+
+    /// The engine of a node that lives.
+    pub fn engine(&self, node: &str) -> Option<&Engine> {
+        self.nodes.get(node).map(|node| &node.engine)
+    }
+
+    fn control(&mut self, control: Control) {
+        match control {
+            Control::Tick => {
+                let mut inner = self.network.inner();
+                let at = inner.now + TICK;
+                inner.schedule(at, Event::Control(Control::Tick));
+                drop(inner);
+                for node in self.nodes.keys().cloned().collect::<Vec<_>>() {
+                    self.feed(&node, Input::Tick);
+                }
+            }
+            Control::Silent { session } => {
+                let dead = self.sessions.iter().find(|(_, held)| held.id == session).map(|(key, _)| key.clone());
+                if let Some((a, b)) = dead.filter(|(a, b)| self.network.inner().is_cut(a, b)) {
+                    self.break_session(&a, &b);
+                }
+            }
+            Control::Dialled { by, peer } => self.dialled(by, peer),
+            Control::Up { at, peer, session } => {
+                if self.sessions.get(&pair(&at, &peer.node)).is_some_and(|held| held.id == session) {
+                    self.feed(&at, Input::PeerUp { peer });
+                }
+            }
+            Control::Down { at, peer } => {
+                if let Some(node) = self.nodes.get_mut(&at) {
+                    node.transport.close(&peer.node);
+                    let waiting = node.waiting.remove(&peer.node).unwrap_or_default();
+                    let lost = waiting.iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect();
+                    self.feed(&at, Input::PeerDown { peer });
+                    self.feed(&at, Input::Completed(lost));
+                    self.poll(&at);
+                }
+            }
+            Control::Message { at, from, session, message } => {
+                let held = self.sessions.get(&pair(&at, &from)).is_some_and(|held| held.id == session);
+                if held && !self.network.inner().is_cut(&at, &from) {
+                    self.feed(&at, Input::Peer { peer: from, message });
+                }
+            }
+        }
+    }
+
+    fn dialled(&mut self, by: NodeAddress, peer: NodeAddress) {
+        let inner = self.network.inner();
+        let possible = inner.alive(&by) && inner.alive(&peer) && !inner.is_cut(&by.node, &peer.node);
+        drop(inner);
+        if !possible {
+            self.arrive(&peer.node, &by.node, Control::Down { at: by.node.clone(), peer: peer.clone() });
+            return;
+        }
+        let key = pair(&by.node, &peer.node);
+        let id = match self.sessions.get(&key) {
+            Some(session) => session.id,
+            None => {
+                let id = self.network.inner().number();
+                let ends = if key.0 == by.node { [by.clone(), peer.clone()] } else { [peer.clone(), by.clone()] };
+                self.sessions.insert(key, Session { id, ends });
+                id
+            }
+        };
+        for (at, peer) in [(&by, &peer), (&peer, &by)] {
+            let up = Control::Up { at: at.node.clone(), peer: peer.clone(), session: id };
+            self.arrive(&peer.node, &at.node, up);
+        }
+    }
+
+    /// Schedules something that travels from one node to another, behind all that went before it.
+    fn arrive(&mut self, from: &NodeId, to: &NodeId, control: Control) {
+        let mut inner = self.network.inner();
+        let last = self.arrivals.entry((from.clone(), to.clone())).or_default();
+        *last = inner.soon().max(*last + 1);
+        inner.schedule(*last, Event::Control(control));
+    }
+
+    fn poll(&mut self, node: &NodeId) {
+        let mut completions = Vec::new();
+        if let Some(node) = self.nodes.get_mut(node) {
+            node.transport.poll(&mut completions);
+        }
+        if !completions.is_empty() {
+            self.feed(node, Input::Completed(completions));
+        }
+        // A completion may have made room in a lane.
+        if let Some(node) = self.nodes.get_mut(node) {
+            for (peer, copies) in &mut node.waiting {
+                while let Some(copy) = copies.front() {
+                    if node.transport.submit(peer, &[*copy]).is_err() {
+                        break;
+                    }
+                    copies.pop_front();
+                }
+            }
+        }
+    }
+
+    fn feed(&mut self, name: &NodeId, input: Input) {
+        let now = self.now();
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let mut out = Vec::new();
+        node.engine.handle(input, now, &mut out);
+        node.engine.check();
+        if !node.registered
+            && let Some(arena) = node.engine.arena()
+        {
+            node.transport.register(arena);
+            node.registered = true;
+        }
+        let here = node.engine.node().clone();
+        for output in out {
+            match output {
+                Output::Local { client, event } => self.events.push((name.clone(), client, event)),
+                Output::Report(report) => self.reports.push((name.clone(), report)),
+                Output::Dial { peer } => {
+                    self.arrive(name, &peer.node.clone(), Control::Dialled { by: here.clone(), peer })
+                }
+                Output::Peer { peer, message } => {
+                    if let Some(session) = self.sessions.get(&pair(name, &peer)).map(|session| session.id) {
+                        let control = Control::Message { at: peer.clone(), from: name.clone(), session, message };
+                        self.arrive(name, &peer, control);
+                    }
+                }
+                Output::Submit { peer, copies } => {
+                    if let Some(node) = self.nodes.get_mut(name) {
+                        node.transport.connect(&peer);
+                        let queue = node.waiting.entry(peer.node.clone()).or_default();
+                        queue.extend(copies);
+                        while let Some(copy) = queue.front() {
+                            if node.transport.submit(&peer.node, &[*copy]).is_err() {
+                                break;
+                            }
+                            queue.pop_front();
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Copies on their way to peers: queued per peer, a bounded number under way, sent again where that can help.
+
+use std::collections::BTreeSet;
+
+use crate::messages::{Refusal, Ticket};
+use crate::transport::{Completion, Copy, Outcome};
+use crate::types::{NodeId, SlotRef, Tag};
+
+use super::push::refusal_of;
+use super::{Engine, Output, Store};
+
+/// What a copy is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    Push { tag: Tag, serial: u64, index: u32 },
+    Serve { peer: NodeId, ticket: Ticket, place: u32 },
+}
+
+/// A copy. As long as it exists, the pool counts it as a reader of `source`.
+#[derive(Clone, Debug)]
+pub(super) struct Job {
+    pub source: SlotRef,
+    pub destination: SlotRef,
+    pub why: Why,
+    /// How often it was sent before.
+    pub attempt: u32,
+    /// Serial of the link it belongs to.
+    pub link: u64,
+}
+
+impl Job {
+    pub fn pushes(&self, tag: Tag, serial: u64) -> bool {
+        matches!(self.why, Why::Push { tag: its, serial: of, .. } if its == tag && of == serial)
+    }
+
+    pub fn serves(&self, key: &(NodeId, Ticket)) -> bool {
+        matches!(&self.why, Why::Serve { peer, ticket, .. } if *peer == key.0 && *ticket == key.1)
+    }
+}
+
+impl Engine {
+    /// Submits as many waiting copies as each link may have under way.
+    pub(super) fn pump(&mut self) {
+        for link in self.links.values_mut().filter(|link| link.up) {
+            let room = self.settings.copies_in_flight - link.in_flight;
+            let mut copies = Vec::new();
+            for job in link.waiting.drain(..link.waiting.len().min(room)) {
+                let id = self.next_number;
+                self.next_number += 1;
+                copies.push(Copy { id, source: job.source, destination: job.destination });
+                self.copies.insert(id, job);
+            }
+            link.in_flight += copies.len();
+            if !copies.is_empty() {
+                self.out.push(Output::Submit { peer: link.peer.clone(), copies });
+            }
+        }
+    }
+
+    pub(super) fn completed(&mut self, completions: Vec<Completion>) {
+        let mut pushes = BTreeSet::new();
+        for Completion { id, outcome } in completions {
+            let Some(job) = self.copies.remove(&id) else { continue };
+            if let Why::Push { tag, .. } = job.why {
+                pushes.insert(tag);
+            }
+            self.job_completed(job, outcome);
+        }
+        for tag in pushes {
+            self.send_commit(tag);
+        }
+    }
+
+    fn job_completed(&mut self, mut job: Job, outcome: Outcome) {
+        let Some(Store { arena, pool }) = &mut self.store else { return };
+        let mut outcome = outcome;
+        let mut again = false;
+        match outcome {
+            Outcome::Done => {
+                self.stats.blocks_out += 1;
+                self.stats.bytes_out += arena.layout().block_bytes() as u64;
+            }
+            // The source itself may be what is broken: then nobody shall find it any more.
+            Outcome::Corrupt if !arena.intact(job.source) => {
+                self.stats.corrupt_arena += 1;
+                pool.unpublish(job.source);
+            }
+            Outcome::Corrupt => {
+                self.stats.corrupt_wire += 1;
+                again = true;
+            }
+            Outcome::Lost => again = true,
+            Outcome::Fenced => {}
+        }
+        let wanted = self.wanted(&job);
+        let mut links = self.links.values_mut();
+        match links.find(|link| link.serial == job.link) {
+            Some(link) => {
+                link.in_flight -= 1;
+                if again && wanted && job.attempt < self.settings.retries {
+                    job.attempt += 1;
+                    self.stats.retries += 1;
+                    link.waiting.push_front(job);
+                    return;
+                }
+            }
+            // The session has ended, whatever the copy says.
+            None => outcome = Outcome::Lost,
+        }
+        self.job_over(job, refusal_of(outcome));
+    }
+
+    /// True if somebody still waits for this copy.
+    fn wanted(&self, job: &Job) -> bool {
+        match &job.why {
+            Why::Push { tag, serial, .. } => self.push_wants(*tag, *serial),
+            Why::Serve { peer, ticket, .. } => {
+                let serving = self.serving.get(&(peer.clone(), *ticket));
+                serving.is_some_and(|serving| serving.link == job.link && !serving.cancelled)
+            }
+        }
+    }
+
+    fn job_over(&mut self, job: Job, refusal: Option<Refusal>) {
+        self.drop_job_source(&job);
+        match job.why {
+            Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, refusal),
+            Why::Serve { peer, ticket, place } => self.served(&peer, ticket, place, job.link, refusal),
+        }
+    }
+
+    fn drop_job_source(&mut self, job: &Job) {
+        if let Some(store) = &mut self.store {
+            store.pool.end_copy(job.source);
+        }
+    }
+
+    /// A copy that never began is given up, and whoever wanted it has been (or will be) told otherwise.
+    pub(super) fn drop_job(&mut self, job: Job) {
+        self.drop_job_source(&job);
+    }
+
+    /// Gives up the waiting copies to a peer that satisfy `which`; returns how many.
+    pub(super) fn drop_waiting(&mut self, peer: &NodeId, which: impl Fn(&Job) -> bool) -> usize {
+        let Some(link) = self.links.get_mut(peer) else { return 0 };
+        let (dropped, kept): (Vec<Job>, Vec<Job>) = link.waiting.drain(..).partition(which);
+        link.waiting = kept.into();
+        let count = dropped.len();
+        dropped.into_iter().for_each(|job| self.drop_job(job));
+        count
+    }
+}

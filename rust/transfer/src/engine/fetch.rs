@@ -1,0 +1,288 @@
+//! Fetches: the holder of a block pushes it into slots that the asker has reserved.
+
+use crate::messages::{DaemonReport, GrantMode, LocalEvent, PeerMessage, Refusal, Ticket};
+use crate::pool::Holder;
+use crate::types::{BlockKey, ClientId, Layout, NodeAddress, NodeId, SlotRef, Tag};
+
+use super::copies::{Job, Why};
+use super::{Engine, Output, Store};
+
+/// A fetch that this node has asked for.
+#[derive(Debug)]
+pub(super) struct Fetch {
+    pub from: NodeAddress,
+    holder: Holder,
+    /// By place: the index in the holder's grant; `None` once answered.
+    places: Vec<Option<u32>>,
+    /// Nobody waits for it; it is kept until the peer says that nothing more is written.
+    pub cancelled: bool,
+}
+
+impl Fetch {
+    pub fn check(&self) {
+        let open = self.places.iter().flatten().count();
+        assert!(open > 0, "a fetch of {:?} that is answered was not forgotten", self.holder);
+    }
+}
+
+/// A fetch that a peer has asked for.
+#[derive(Debug)]
+pub(super) struct Serving {
+    /// Copies not completed.
+    pub left: usize,
+    pub cancelled: bool,
+    /// Serial of the link it came on: an earlier life of the peer may have used the same ticket.
+    pub link: u64,
+}
+
+impl Engine {
+    pub(super) fn fetch(&mut self, client: ClientId, tag: Tag, indices: &[u32], from: NodeAddress) {
+        self.begin_fetch(Holder { client: Some(client), tag }, indices, from);
+    }
+
+    fn begin_fetch(&mut self, holder: Holder, indices: &[u32], from: NodeAddress) {
+        let Some(Store { pool, arena }) = &self.store else { return };
+        let under_way = |index| {
+            let mut mine = self.fetches.values().filter(|fetch| fetch.holder == holder && !fetch.cancelled);
+            mine.any(|fetch| fetch.places.contains(&Some(index)))
+        };
+        let mut answers = Vec::new();
+        let mut places = Vec::new();
+        let mut blocks = Vec::new();
+        for &index in indices {
+            match (pool.granted_at(holder, index), pool.key_at(holder, index)) {
+                (Some(slot), _) if slot.committed => answers.push((index, None)),
+                (Some(slot), Some(key)) if !under_way(index) && !places.contains(&Some(index)) => {
+                    places.push(Some(index));
+                    blocks.push((key, slot.slot));
+                }
+                _ => answers.push((index, Some(Refusal::Protocol))),
+            }
+        }
+        if !blocks.is_empty() {
+            let layout = arena.layout();
+            let asked: Vec<u32> = places.iter().flatten().copied().collect();
+            let ticket = self.number();
+            let refusal = if from.node == self.node.node {
+                // What is published here was pinned when it was granted.
+                Some(Refusal::Missing)
+            } else if self.fetches.len() >= self.settings.fetches {
+                Some(Refusal::Full)
+            } else if !self.reach(&from, PeerMessage::Fetch { ticket, layout, blocks }) {
+                Some(Refusal::Unreachable)
+            } else {
+                self.fetches.insert(ticket, Fetch { from, holder, places, cancelled: false });
+                None
+            };
+            if refusal.is_some() {
+                answers.extend(asked.into_iter().map(|index| (index, refusal)));
+            }
+        }
+        for (index, refusal) in answers {
+            self.tell_fetched(holder, index, refusal);
+        }
+        self.check_complete(holder.tag);
+    }
+
+    fn tell_fetched(&mut self, holder: Holder, index: u32, refusal: Option<Refusal>) {
+        if let Some(client) = holder.client {
+            self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, refusal });
+        }
+    }
+
+    /// The holder says that one block is written, or why not.
+    pub(super) fn peer_fetched(&mut self, peer: &NodeId, ticket: Ticket, place: u32, refusal: Option<Refusal>) {
+        let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
+        let Some(index) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
+        let (holder, cancelled) = (fetch.holder, fetch.cancelled);
+        if !cancelled {
+            let refusal = self.settle_fetched(holder, index, refusal);
+            self.tell_fetched(holder, index, refusal);
+            self.check_complete(holder.tag);
+        }
+        self.forget_answered(ticket);
+    }
+
+    fn forget_answered(&mut self, ticket: Ticket) {
+        if self.fetches.get(&ticket).is_some_and(|fetch| fetch.places.iter().all(Option::is_none))
+            && let Some(fetch) = self.fetches.remove(&ticket)
+            && !fetch.cancelled
+            && fetch.holder.client.is_none()
+        {
+            self.replicated(fetch.holder);
+        }
+    }
+
+    /// Makes a fetched block readable if all its strips are here.
+    fn settle_fetched(&mut self, holder: Holder, index: u32, refusal: Option<Refusal>) -> Option<Refusal> {
+        let Some(Store { pool, arena }) = &mut self.store else { return refusal };
+        match pool.granted_at(holder, index) {
+            None => return Some(Refusal::Ended),
+            Some(slot) if slot.committed => return None,
+            Some(_) if refusal.is_some() => return refusal,
+            Some(slot) if !arena.arrived_all(slot.slot) => {
+                self.stats.corrupt_wire += 1;
+                return Some(Refusal::Corrupt);
+            }
+            Some(_) => {}
+        }
+        let outcome = pool.commit(holder, index, None);
+        if outcome.is_ok() {
+            self.stats.blocks_in += 1;
+            self.stats.bytes_in += arena.layout().block_bytes() as u64;
+        }
+        outcome.err()
+    }
+
+    /// The holder of the slots has ended: what is under way for it is called back.
+    pub(super) fn cancel_fetches(&mut self, holder: Holder) {
+        let mine = self.fetches.iter().filter(|(_, fetch)| fetch.holder == holder && !fetch.cancelled);
+        for ticket in mine.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
+            let Some(fetch) = self.fetches.get_mut(&ticket) else { continue };
+            let Some(link) = self.links.get_mut(&fetch.from.node) else { continue };
+            if link.up {
+                fetch.cancelled = true;
+                let peer = fetch.from.node.clone();
+                self.say(&peer, PeerMessage::FetchCancel { ticket });
+            } else {
+                link.outbox
+                    .retain(|said| !matches!(said, PeerMessage::Fetch { ticket: asked, .. } if *asked == ticket));
+                self.fetches.remove(&ticket);
+            }
+        }
+    }
+
+    /// The session with a peer is over: nothing comes from it, and nothing needs to go to it.
+    pub(super) fn fetches_lost(&mut self, peer: &NodeId) {
+        self.serving.retain(|(asker, _), _| asker != peer);
+        let lost = self.fetches.iter().filter(|(_, fetch)| fetch.from.node == *peer);
+        for ticket in lost.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
+            let Some(fetch) = self.fetches.remove(&ticket) else { continue };
+            if fetch.cancelled {
+                continue;
+            }
+            for index in fetch.places.into_iter().flatten() {
+                let refusal = self.settle_lost(fetch.holder, index);
+                self.tell_fetched(fetch.holder, index, refusal);
+            }
+            if fetch.holder.client.is_none() {
+                self.replicated(fetch.holder);
+            }
+        }
+    }
+
+    fn settle_lost(&mut self, holder: Holder, index: u32) -> Option<Refusal> {
+        self.settle_fetched(holder, index, Some(Refusal::Unreachable))
+    }
+
+    // -- the holder's side -------------------------------------------------------------------------------------------
+
+    /// A peer wants blocks written into its slots.
+    pub(super) fn serve(&mut self, peer: &NodeId, ticket: Ticket, layout: Layout, blocks: Vec<(BlockKey, SlotRef)>) {
+        let key = (peer.clone(), ticket);
+        let busy = self.serving.len() >= self.settings.fetches || self.serving.contains_key(&key);
+        let Some(link) = self.links.get_mut(peer) else { return };
+        let mut left = 0;
+        let mut refused = Vec::new();
+        for (place, (block, destination)) in (0..).zip(blocks) {
+            let found = self.store.as_mut().filter(|store| store.arena.layout() == layout);
+            if busy || link.waiting.len() >= self.settings.copies_waiting {
+                refused.push((place, Refusal::Full));
+                continue;
+            }
+            let source = found.and_then(|store| store.pool.find(&block).filter(|&slot| store.pool.begin_copy(slot)));
+            match source {
+                Some(source) => {
+                    left += 1;
+                    let why = Why::Serve { peer: peer.clone(), ticket, place };
+                    link.waiting.push_back(Job { source, destination, why, attempt: 0, link: link.serial });
+                }
+                None => refused.push((place, Refusal::Missing)),
+            }
+        }
+        if left > 0 {
+            self.serving.insert(key, Serving { left, cancelled: false, link: link.serial });
+        }
+        for (place, refusal) in refused {
+            self.say(peer, PeerMessage::Fetched { ticket, place, refusal: Some(refusal) });
+        }
+    }
+
+    /// A copy of a served fetch has ended for good.
+    pub(super) fn served(&mut self, peer: &NodeId, ticket: Ticket, place: u32, link: u64, refusal: Option<Refusal>) {
+        let key = (peer.clone(), ticket);
+        let Some(serving) = self.serving.get_mut(&key).filter(|serving| serving.link == link) else { return };
+        serving.left -= 1;
+        let (over, cancelled) = (serving.left == 0, serving.cancelled);
+        if over {
+            self.serving.remove(&key);
+        }
+        if !cancelled {
+            self.say(peer, PeerMessage::Fetched { ticket, place, refusal });
+        } else if over {
+            self.say(peer, PeerMessage::FetchEnded { ticket });
+        }
+    }
+
+    /// The asker has lost interest: what has not begun never will; the rest is waited for.
+    pub(super) fn peer_cancel(&mut self, peer: &NodeId, ticket: Ticket) {
+        let key = (peer.clone(), ticket);
+        let dropped = self.drop_waiting(peer, |job| job.serves(&key));
+        let over = match self.serving.get_mut(&key) {
+            Some(serving) => {
+                serving.left -= dropped;
+                serving.cancelled = true;
+                serving.left == 0
+            }
+            None => true,
+        };
+        if over {
+            self.serving.remove(&key);
+            self.say(peer, PeerMessage::FetchEnded { ticket });
+        }
+    }
+
+    // -- replication -------------------------------------------------------------------------------------------------
+
+    /// The conductor wants these blocks here too: fetched for nobody, then cached.
+    pub(super) fn replicate(
+        &mut self,
+        order: u64,
+        keys: Vec<BlockKey>,
+        parent: BlockKey,
+        position: u32,
+        from: NodeAddress,
+    ) {
+        let holder = self.replicator(order);
+        let count = keys.len() as u32;
+        let under_way = self.store.as_ref().is_some_and(|store| store.pool.granted(holder).is_some());
+        if under_way || !self.grant(holder, keys, 0, parent, position, GrantMode::Now) {
+            self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing: count }));
+            return;
+        }
+        let indices: Vec<u32> = (0..count).filter(|&index| !self.is_committed(holder, index)).collect();
+        self.begin_fetch(holder, &indices, from);
+        if !self.fetches.values().any(|fetch| fetch.holder == holder) {
+            self.replicated(holder);
+        }
+    }
+
+    fn replicator(&self, order: u64) -> Holder {
+        Holder { client: None, tag: Tag { request: order, attempt: 0, worker: self.node.incarnation } }
+    }
+
+    fn is_committed(&self, holder: Holder, index: u32) -> bool {
+        self.store.as_ref().is_some_and(|store| store.pool.granted_at(holder, index).is_some_and(|slot| slot.committed))
+    }
+
+    /// A replication has ended: what has come stays cached.
+    fn replicated(&mut self, holder: Holder) {
+        let Some(store) = &mut self.store else { return };
+        let slots = store.pool.granted(holder).unwrap_or_default();
+        let stored = slots.iter().filter(|slot| slot.committed).count() as u32;
+        let missing = slots.len() as u32 - stored;
+        store.pool.release(holder);
+        let order = holder.tag.request;
+        self.out.push(Output::Report(DaemonReport::Replicated { order, stored, missing }));
+    }
+}

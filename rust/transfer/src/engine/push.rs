@@ -1,0 +1,286 @@
+//! The pushing side: opening a grant elsewhere and filling it.
+
+use crate::messages::{GrantedSlot, LocalEvent, NOTE_LIMIT, PeerMessage, Refusal};
+use crate::pool::Holder;
+use crate::transport::Outcome;
+use crate::types::{ClientId, Nanos, NodeAddress, NodeId, Tag};
+
+use super::copies::{Job, Why};
+use super::grants::Opener;
+use super::{Engine, Store};
+
+/// How far an open has come.
+#[derive(Debug)]
+pub(super) enum Opened {
+    /// For the grant, or for the session.
+    Waiting,
+    /// The grant lies in a peer's arena.
+    Remote(Filling),
+    /// The grant lies in this arena; the client writes it itself.
+    Local,
+    /// Refused, and the client was told; it owes the `End`.
+    Over,
+}
+
+/// How far a push to a peer has come.
+#[derive(Debug)]
+pub(super) struct Filling {
+    slots: Vec<GrantedSlot>,
+    /// By index: was it pushed?
+    pushed: Vec<bool>,
+    /// Copies not completed.
+    copying: usize,
+    /// Copied, to be named in the next `Commit`.
+    done: Vec<u32>,
+    /// To be sent with the last `Commit`.
+    note: Option<Vec<u8>>,
+    noted: bool,
+    /// The note was acknowledged: the peer may end the grant now.
+    finished: bool,
+}
+
+/// A grant that a local client wants to fill.
+#[derive(Debug)]
+pub(super) struct Open {
+    pub client: ClientId,
+    pub to: NodeAddress,
+    pub deadline: Nanos,
+    pub state: Opened,
+    /// Tells this open's copies from those of an earlier one.
+    serial: u64,
+}
+
+impl Open {
+    /// True if its end at the peer is no news to the client.
+    pub fn over(&self) -> bool {
+        match &self.state {
+            Opened::Over => true,
+            Opened::Remote(filling) => filling.finished,
+            Opened::Waiting | Opened::Local => false,
+        }
+    }
+
+    pub fn check<'a>(&self, tag: Tag, jobs: impl Iterator<Item = &'a Job>) {
+        let copying = jobs.filter(|job| job.pushes(tag, self.serial)).count();
+        if let Opened::Remote(filling) = &self.state {
+            assert_eq!(filling.copying, copying, "copies of the push {tag:?}");
+            assert!(filling.done.is_empty(), "copied blocks of {tag:?} were not named in a commit");
+            assert!(filling.note.is_none() || copying > 0, "the note of {tag:?} waits for nothing");
+        }
+    }
+}
+
+impl Engine {
+    pub(super) fn open(&mut self, client: ClientId, tag: Tag, to: NodeAddress, within_ms: u64) {
+        let here = to.node == self.node.node;
+        let refusal = if self.ended_opens.contains(&tag) {
+            Some(Refusal::Ended)
+        } else if self.opens.contains_key(&tag) {
+            Some(Refusal::Protocol)
+        } else if self.opens.len() >= self.settings.opens {
+            Some(Refusal::Full)
+        } else if here && to.incarnation != self.node.incarnation {
+            Some(Refusal::Unreachable)
+        } else {
+            None
+        };
+        if let Some(refusal) = refusal {
+            return self.refuse(client, tag, refusal);
+        }
+        let Some(layout) = self.store.as_ref().map(|store| store.arena.layout()) else { return };
+        let (deadline, serial) = (self.deadline(within_ms), self.number());
+        self.opens.insert(tag, Open { client, to: to.clone(), deadline, state: Opened::Waiting, serial });
+        if here {
+            self.visit(tag, Opener::Local(client), None, deadline);
+        } else if !self.reach(&to, PeerMessage::Open { tag, layout, within_ms }) {
+            self.fail_open(tag, Refusal::Unreachable, false);
+        }
+    }
+
+    pub(super) fn peer_opened(&mut self, peer: &NodeId, tag: Tag, slots: Vec<GrantedSlot>) {
+        // An open that has ended meanwhile has told the peer so.
+        let Some(open) = self.opens.get_mut(&tag).filter(|open| open.to.node == *peer) else { return };
+        if !matches!(open.state, Opened::Waiting) {
+            return;
+        }
+        let committed: Vec<bool> = slots.iter().map(|slot| slot.committed).collect();
+        open.state = Opened::Remote(Filling {
+            pushed: vec![false; slots.len()],
+            slots,
+            copying: 0,
+            done: Vec::new(),
+            note: None,
+            noted: false,
+            finished: false,
+        });
+        let client = open.client;
+        self.tell(client, LocalEvent::Opened { tag, committed, slots: Vec::new() });
+    }
+
+    pub(super) fn push(&mut self, client: ClientId, local: Tag, tag: Tag, indices: &[u32], note: Option<Vec<u8>>) {
+        if note.as_ref().is_some_and(|note| note.len() > NOTE_LIMIT) {
+            return self.refuse(client, tag, Refusal::Protocol);
+        }
+        let Some(open) = self.opens.get_mut(&tag).filter(|open| open.client == client) else {
+            return self.refuse(client, tag, Refusal::Protocol);
+        };
+        match &mut open.state {
+            // The refusal is on its way.
+            Opened::Over => {}
+            Opened::Waiting => self.refuse(client, tag, Refusal::Protocol),
+            Opened::Local => {
+                if self.commit_in_place(client, tag, indices) {
+                    let noted = note.is_some();
+                    if noted {
+                        self.take_note(tag, note);
+                    }
+                    self.tell(client, LocalEvent::Pushed { tag, indices: indices.to_vec(), note: noted });
+                    self.check_complete(tag);
+                }
+            }
+            Opened::Remote(filling) => {
+                let Some(Store { pool, .. }) = &mut self.store else { return };
+                let holder = Holder { client: Some(client), tag: local };
+                // All is looked at before anything is begun.
+                let mut copies = Vec::new();
+                let mut present = Vec::new();
+                let mut wrong = filling.noted;
+                for &index in indices {
+                    let source = pool.granted_at(holder, index).filter(|slot| slot.committed);
+                    match (filling.slots.get(index as usize), source) {
+                        (Some(slot), _) if slot.committed => present.push(index),
+                        (Some(slot), Some(source)) => copies.push((index, source.slot, slot.slot)),
+                        _ => wrong = true,
+                    }
+                    wrong |= filling.pushed.get(index as usize).is_none_or(|pushed| *pushed);
+                }
+                if wrong {
+                    return self.refuse(client, tag, Refusal::Protocol);
+                }
+                let Some(link) = self.links.get_mut(&open.to.node) else { return };
+                if link.waiting.len() + copies.len() > self.settings.copies_waiting {
+                    return self.refuse(client, tag, Refusal::Full);
+                }
+                for (index, source, destination) in copies {
+                    if !std::mem::replace(&mut filling.pushed[index as usize], true) && pool.begin_copy(source) {
+                        filling.copying += 1;
+                        let why = Why::Push { tag, serial: open.serial, index };
+                        link.waiting.push_back(Job { source, destination, why, attempt: 0, link: link.serial });
+                    }
+                }
+                present.iter().for_each(|&index| filling.pushed[index as usize] = true);
+                filling.noted = note.is_some();
+                filling.note = note;
+                if !present.is_empty() {
+                    self.tell(client, LocalEvent::Pushed { tag, indices: present, note: false });
+                }
+                self.send_commit(tag);
+            }
+        }
+    }
+
+    /// True if this open still wants its copies.
+    pub(super) fn push_wants(&self, tag: Tag, serial: u64) -> bool {
+        let open = self.opens.get(&tag).filter(|open| open.serial == serial);
+        open.is_some_and(|open| matches!(open.state, Opened::Remote(_)))
+    }
+
+    /// A copy of a push has ended for good; `refusal` says why it failed.
+    pub(super) fn push_copied(&mut self, tag: Tag, serial: u64, index: u32, refusal: Option<Refusal>) {
+        let Some(open) = self.opens.get_mut(&tag).filter(|open| open.serial == serial) else { return };
+        let Opened::Remote(filling) = &mut open.state else { return };
+        filling.copying -= 1;
+        match refusal {
+            None => filling.done.push(index),
+            Some(refusal) => self.fail_open(tag, refusal, true),
+        }
+    }
+
+    /// Names what has been copied in one `Commit`; the last one carries the note.
+    pub(super) fn send_commit(&mut self, tag: Tag) {
+        let Some(open) = self.opens.get_mut(&tag) else { return };
+        let Opened::Remote(filling) = &mut open.state else { return };
+        let note = if filling.copying == 0 { filling.note.take() } else { None };
+        if filling.done.is_empty() && note.is_none() {
+            return;
+        }
+        let indices = std::mem::take(&mut filling.done);
+        let peer = open.to.node.clone();
+        self.say(&peer, PeerMessage::Commit { tag, indices, note });
+    }
+
+    pub(super) fn peer_committed(
+        &mut self,
+        peer: &NodeId,
+        tag: Tag,
+        indices: Vec<u32>,
+        note: bool,
+        refusal: Option<Refusal>,
+    ) {
+        let Some(open) = self.opens.get_mut(&tag).filter(|open| open.to.node == *peer) else { return };
+        let Opened::Remote(filling) = &mut open.state else { return };
+        filling.finished |= note;
+        let client = open.client;
+        match refusal {
+            None => self.tell(client, LocalEvent::Pushed { tag, indices, note }),
+            Some(refusal) => self.fail_open(tag, refusal, true),
+        }
+    }
+
+    /// An open has failed: its copies that have not begun never will, and the client is told.
+    pub(super) fn fail_open(&mut self, tag: Tag, refusal: Refusal, tell_peer: bool) {
+        let Some(open) = self.opens.get_mut(&tag) else { return };
+        open.state = Opened::Over;
+        let (client, to, serial) = (open.client, open.to.node.clone(), open.serial);
+        self.drop_waiting(&to, |job| job.pushes(tag, serial));
+        if to == self.node.node {
+            // Its visit is over too; the client stays known as a writer until it ends the tag.
+            self.visitor_gone(tag, &Opener::Local(client), refusal);
+        } else if tell_peer {
+            self.leave(&to, tag);
+        }
+        self.refuse(client, tag, refusal);
+    }
+
+    /// The client has ended its open.
+    pub(super) fn close_open(&mut self, tag: Tag) {
+        let Some(open) = self.opens.remove(&tag) else { return };
+        self.drop_waiting(&open.to.node, |job| job.pushes(tag, open.serial));
+        if open.to.node == self.node.node {
+            if let Some(store) = &mut self.store {
+                store.pool.remove_writer(Holder { client: Some(open.client), tag });
+            }
+            self.visitor_gone(tag, &Opener::Local(open.client), Refusal::Ended);
+        } else if !matches!(open.state, Opened::Over) {
+            self.leave(&open.to.node, tag);
+        }
+    }
+
+    /// Tells a peer that we are done with its grant; if it has not been asked yet, it never is.
+    fn leave(&mut self, peer: &NodeId, tag: Tag) {
+        if let Some(link) = self.links.get_mut(peer)
+            && !link.up
+        {
+            link.outbox.retain(|message| !matches!(message, PeerMessage::Open { tag: asked, .. } if *asked == tag));
+            return;
+        }
+        self.say(peer, PeerMessage::End { tag });
+    }
+
+    pub(super) fn opens_lost(&mut self, peer: &NodeId) {
+        let lost = self.opens.iter().filter(|(_, open)| open.to.node == *peer && !open.over());
+        for tag in lost.map(|(tag, _)| *tag).collect::<Vec<_>>() {
+            self.fail_open(tag, Refusal::Unreachable, false);
+        }
+    }
+}
+
+/// What a failed outcome means to whoever wanted the copy.
+pub(super) fn refusal_of(outcome: Outcome) -> Option<Refusal> {
+    match outcome {
+        Outcome::Done => None,
+        Outcome::Fenced => Some(Refusal::Ended),
+        Outcome::Corrupt => Some(Refusal::Corrupt),
+        Outcome::Lost => Some(Refusal::Unreachable),
+    }
+}
