@@ -76,7 +76,7 @@ class Server:
     def start(self) -> Server:
         """Starts it and waits until it is healthy. Raises ServerError."""
         assert self._process is None, "a server is started once"
-        self._folder = Path(tempfile.mkdtemp(prefix="pyengine-server-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="served-"))
         with (self._folder / "log").open("wb") as log:
             # A session of its own: the terminal's Ctrl-C reaches the benchmark only, which then stops the server.
             self._process = subprocess.Popen(
