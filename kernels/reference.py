@@ -16,11 +16,11 @@ Ids = npt.NDArray[np.integer]
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """x / RMS(x) * weight over the last axis. Source: Zhang and Sennrich, 2019."""
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+    return np.asarray(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight)
 
 
 def rope(x: Array, positions: Ids, inverse_frequencies: Array) -> Array:
-    """Turns dimensions i and i + D / 2 by position * inverse_frequencies[i]. x: [T, heads, D]. Source: Su et al., 2021."""
+    """Turns dimensions i, i + D / 2 by position * inverse_frequencies[i]. x: [T, heads, D]. Source: Su et al., 2021."""
     angle = (positions[:, None] * inverse_frequencies)[:, None, :].astype(x.dtype)
     first, second = np.split(x, 2, axis=-1)
     cosine, sine = np.cos(angle), np.sin(angle)

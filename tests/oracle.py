@@ -1,0 +1,177 @@
+"""What SmolLM2 answers according to transformers: its own GGUF path, fp32, greedy, one prompt at a time.
+
+20 varied prompts times 48 tokens, each with the two highest logits. Computed once (a minute or two) and kept under
+.pytest_cache, keyed by the model file, the versions and the prompts. Greedy decoding is not unique where the two highest
+logits are equal but for rounding: `Comparison` goes on teacher-forced there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pyengine.checkpoint import _smollm2
+
+TOKENS = 48
+TIE = 1e-3  # logits closer than this are a tie; fp32 rounding over 30 layers is an order below
+TIES_ALLOWED = 0.01  # of all positions
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "oracle"
+FORMAT = 1
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One prompt and the oracle's answer.
+
+    content: a text, or chat messages. ids: the prompt's tokens. tokens: the TOKENS greedy ones, end-of-sequence ignored.
+    best: per token the two highest logits as (id, logit, id, logit).
+    """
+
+    name: str
+    content: str | list[dict[str, str]]
+    ids: list[int]
+    tokens: list[int]
+    best: list[tuple[int, float, int, float]]
+
+    def is_tie(self, index: int) -> bool:
+        _, first, _, second = self.best[index]
+        return first - second < TIE
+
+
+class Comparison:
+    """Compares an engine's greedy tokens with a case's, going on teacher-forced behind ties.
+
+    while (wanted := comparison.wanted()) is not None:
+        comparison.feed(generate(*wanted))
+    """
+
+    def __init__(self, case: Case, tokens: int = TOKENS) -> None:
+        self.case = case
+        self.ties: list[int] = []
+        self._tokens = tokens
+        self._known = 0
+
+    def wanted(self) -> tuple[list[int], int] | None:
+        """The next prompt to continue, and for how many tokens; None at the end."""
+        if self._known >= self._tokens:
+            return None
+        return self.case.ids + self.case.tokens[: self._known], self._tokens - self._known
+
+    def feed(self, answer: Sequence[int]) -> None:
+        """Takes the answer to `wanted`. Raises AssertionError unless it equals the oracle's up to its end or a tie."""
+        expected = self.case.tokens[self._known : self._tokens]
+        assert len(answer) == len(expected), f"{self.case.name}: {len(answer)} tokens instead of {len(expected)}"
+        for index, (token, oracle) in enumerate(zip(answer, expected, strict=True), start=self._known):
+            if token != oracle:
+                first, logit, second, other = self.case.best[index]
+                assert self.case.is_tie(index) and token == second, (
+                    f"{self.case.name}: token {index} is {token}; the oracle has {first} ({logit:.4f}), "
+                    f"then {second} ({other:.4f})"
+                )
+                self.ties.append(index)
+                self._known = index + 1
+                return
+        self._known = self._tokens
+
+
+def assert_few_ties(comparisons: Sequence[Comparison]) -> None:
+    """Prints where ties were passed, and asserts that they are rare."""
+    ties = [(comparison.case.name, index) for comparison in comparisons for index in comparison.ties]
+    print(f"ties: {ties or 'none'}")
+    assert len(ties) <= TIES_ALLOWED * TOKENS * len(comparisons), f"too many ties: {ties}"
+
+
+def load() -> list[Case]:
+    """All cases; computes them with transformers if they are not known yet."""
+    model = _smollm2()
+    with model.open("rb") as file:
+        key = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    key.update(json.dumps([FORMAT, version("transformers"), version("torch"), version("gguf"), prompts()]).encode())
+    path = CACHE / f"{key.hexdigest()}.json"
+    if not path.is_file():
+        cases = _compute(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(cases))
+        partial.rename(path)
+    return msgspec.json.decode(path.read_bytes(), type=list[Case])
+
+
+def tokenizer() -> Any:
+    """transformers' tokenizer of the same GGUF file."""
+    from transformers import AutoTokenizer
+
+    model = _smollm2()
+    return AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
+
+
+def _compute(model: Path) -> list[Case]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    encoder = tokenizer()
+    llama = AutoModelForCausalLM.from_pretrained(str(model.parent), gguf_file=model.name, dtype=torch.float32).eval()
+    cases = []
+    for name, content in prompts().items():
+        if isinstance(content, str):
+            ids = list(encoder(content)["input_ids"])
+        else:
+            ids = list(encoder.apply_chat_template(content, add_generation_prompt=True, return_dict=False))
+        tokens: list[int] = []
+        best: list[tuple[int, float, int, float]] = []
+        past = None
+        with torch.inference_mode():
+            while len(tokens) < TOKENS:
+                given = ids if past is None else tokens[-1:]
+                out = llama(input_ids=torch.tensor([given]), past_key_values=past, use_cache=True, logits_to_keep=1)
+                past = out.past_key_values
+                values, indices = out.logits[0, -1].topk(2)
+                tokens.append(int(indices[0]))
+                best.append((int(indices[0]), float(values[0]), int(indices[1]), float(values[1])))
+        cases.append(Case(name, content, ids, tokens, best))
+    return cases
+
+
+def prompts() -> dict[str, str | list[dict[str, str]]]:
+    """The prompts by name: texts for completion, lists of messages for chat."""
+
+    def ask(content: str, system: str | None = None) -> list[dict[str, str]]:
+        first = [] if system is None else [{"role": "system", "content": system}]
+        return [*first, {"role": "user", "content": content}]
+
+    report = "\n".join(
+        f"Station {index}: {30 + index * 7 % 45} trains, {index * 13 % 11} of them late, platform {1 + index % 6} closed "
+        f"for {index % 5} hours; {('rain', 'sun', 'fog', 'snow')[index % 4]} all day."
+        for index in range(52)
+    )
+    return {
+        "one token": "The",
+        "sentence": "The quick brown fox jumps over the lazy dog. In the morning, the",
+        "capital": ask("What is the capital of France?"),
+        "poem": ask("Write a short poem about the sea."),
+        "system": ask("Who are you?", "You are a pirate. Answer in one sentence."),
+        "turns": [
+            {"role": "user", "content": "My name is Ada."},
+            {"role": "assistant", "content": "Nice to meet you, Ada!"},
+            {"role": "user", "content": "What is my name?"},
+        ],
+        "arithmetic": ask("What is 17 + 25? Explain step by step."),
+        "python": 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+        "rust": "fn main() {\n    let mut total: u64 = 0;\n    for i in 1..=10 {\n",
+        "json": '{"name": "Alice", "age": 30, "tags": ["a", "b"]}\n{"name": "Bob", "age":',
+        "german": "Es war einmal ein kleines Mädchen, das wohnte",
+        "russian": "Москва — столица России. Париж —",
+        "chinese": "北京是中国的首都。东京是",
+        "arabic": ask("ما هي عاصمة مصر؟"),
+        "emoji": "🎉🎂 Happy birthday 👩‍👩‍👧! 🎁",
+        "whitespace": "  a\t\tb\n\n\n   c    d\r\n      e",
+        "list": ask("Name five fruits, one per line."),
+        "medium": ask("Summarize: " + report[:2200]),
+        "long": report + "\nIn short, the stations were",
+        "long chat": ask(report + "\nWhich station had the most trains?", "You read reports with great care."),
+    }
