@@ -252,7 +252,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
         file = _write(run / f"{node}.toml", daemon.toml().encode())
         parts.append(
             Part(
-                name=node,
+                name=f"transferd-{index}",
                 module="pyengine._transferd",
                 arguments=("--config", file, "--ready-fd", "{ready}"),
                 front=False,
@@ -288,10 +288,10 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             )
         )
     gateway = GatewayConfig(host=config.host, port=config.port, conductor=conductor, secret_file=str(secret))
-    file = _write(run / "gateway-0.json", msgspec.json.encode(gateway))
+    file = _write(run / "gateway.json", msgspec.json.encode(gateway))
     parts.append(
         Part(
-            name="gateway-0",
+            name="gateway",
             module="pyengine.cli",
             arguments=("gateway", "--config", file, "--listen-fd", str(listen_fd), "--ready-fd", "{ready}"),
             front=True,

@@ -20,9 +20,10 @@ from pyengine.scheduler.types import SamplingParams
 COMPLETION_TOKENS = 16
 #: Cap on a chat answer when the client names no number: one forgotten field must not hold a worker for a whole context.
 CHAT_TOKENS = 4096
-#: Stop strings (the API says 4; a few more harm nobody), prompts of one request, and length of each stop string.
+#: Stop strings (the API says 4; a few more harm nobody) and their length, stop ids, prompts of one request.
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 1024
 MAX_PROMPTS = 256
 
 #: Fields that would change the answer, and the values that do not.
@@ -234,6 +235,10 @@ def _check(request: _Common) -> None:
     if len(stops) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
         text = f"stop: send at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"
         raise ApiError(400, text, param="stop")
+    ids = request.stop_token_ids or []
+    if len(ids) > MAX_STOP_IDS or any(not 0 <= token < 2**32 for token in ids):
+        text = f"stop_token_ids: send at most {MAX_STOP_IDS} token ids, none of them negative"
+        raise ApiError(400, text, param="stop_token_ids")
 
 
 def _at_least(name: str, value: int | None, least: int) -> None:
@@ -260,7 +265,7 @@ def sampling(
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(request.top_k or 0, 0),
+        top_k=min(max(request.top_k or 0, 0), 2**31),
         # Any 64-bit seed a client may send is folded into the range ours has.
         seed=secrets.randbits(63) if request.seed is None else request.seed % 2**63,
         max_tokens=min(wanted or COMPLETION_TOKENS, max_positions - prompt_tokens),

@@ -1,0 +1,179 @@
+"""Goal: settings come in by file and flag, with one meaning, and impossible ones are refused with what to do.
+Method: the structs alone; the command line in processes.
+"""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pyengine import env
+from pyengine.config import (
+    ConfigError,
+    DaemonConfig,
+    ServeConfig,
+    WorkerConfig,
+    load,
+    memory_bytes,
+    parse_size,
+)
+from pyengine.scheduler.types import Role
+from pyengine.secret import read_secret, secret_file
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("1.5 KiB", 1536), ("10MB", 10**7), ("7", 7), (9, 9), ("3 tib", 3 << 40), ("5B", 5)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 gigs", "-1", "1e9", -4, True])
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "a"\ndram_bytes = "1GiB"\nport = 9000\n')
+    config = load(ServeConfig, file, {"port": 9001, "model": None})
+    assert (config.model, config.dram_bytes, config.port) == ("a", 1 << 30, 9001)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prefil = 1", "did you mean prefill?"),
+        ("dram-bytes = 1", "did you mean dram_bytes?"),
+        ("zzz = 1", "known are: model"),
+        ('port = "x"', "port"),
+        ("port = ", "not valid TOML"),
+        ('dram_bytes = "lots"', "not a size"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load(ServeConfig, file, {})
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(ServeConfig, tmp_path / "none.toml", {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"backend": "jax"}, "use --backend torch"),
+        ({"backend": "toch"}, "did you mean torch?"),
+        ({"transport": "rdma"}, "use --transport tcp"),
+        ({"transport": "shm"}, "use --transport tcp"),
+        ({"prefill": 1}, "--decode 1"),
+        ({"decode": 2}, "--prefill 1"),
+        ({"prefill": -1}, "negative"),
+        ({"nodes": 0}, "at least 1"),
+        ({"nodes": 3}, "fewer --nodes"),
+        ({"port": 70000}, "65535"),
+        ({"dram_bytes": 1 << 60}, "ask for less"),
+    ],
+)
+def test_impossible_settings(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(ServeConfig, None, settings).check()
+
+
+def test_roles_and_derived_values() -> None:
+    assert ServeConfig().roles() == [("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)]
+    mixed = ServeConfig(both=1, decode=2, prefill=1)
+    assert [name for name, _ in mixed.roles()] == ["prefill-0", "decode-0", "decode-1", "both-0"]
+    assert ServeConfig(both=1).roles() == [("both-0", Role.BOTH)]
+    derived = ServeConfig().derived()
+    assert derived.transport == "tcp"
+    assert 0 < derived.dram_bytes <= memory_bytes() // 10
+    assert derived.threads >= 1
+
+
+def test_device_pages() -> None:
+    def worker(**settings: int) -> WorkerConfig:
+        return WorkerConfig(
+            worker="w",
+            role=Role.BOTH,
+            node="n",
+            daemon_socket="s",
+            conductor="c",
+            work_endpoint="e",
+            secret_file="f",
+            model="m",
+            backend="fake",
+            state_dir="d",
+            **settings,
+        )
+
+    assert worker(pages=7).device_pages(1000, 16, 100) == 7
+    assert worker(kv_bytes=5500).device_pages(1000, 16, 100_000) == 5
+    assert worker(kv_bytes=1 << 40, max_sequences=2).device_pages(1000, 16, 100) == 14
+    with pytest.raises(ConfigError, match="give more"):
+        worker(kv_bytes=5).device_pages(1000, 16, 100)
+
+
+def test_daemon_config_is_toml() -> None:
+    config = DaemonConfig(
+        node='a"b\\', dram_bytes=5, listen="127.0.0.1:0", socket="/tmp/ü", conductor="127.0.0.1:1", secret_file="s"
+    )
+    assert tomllib.loads(config.toml())["node"] == 'a"b\\'
+    assert tomllib.loads(config.toml())["socket"] == "/tmp/ü"
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYENGINE_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYENGINE_LOG_LEVEL", "DEBUG")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
+    read = env.read()
+    assert (read.state_dir, read.log_level) == (tmp_path, "debug")
+    assert read.runtime_dir.is_dir()
+    monkeypatch.setenv("PYENGINE_LOG_LEVEL", "chatty")
+    with pytest.raises(ValueError, match="set it to one of"):
+        env.read()
+
+
+def test_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    path = secret_file(state)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(read_secret(path)) == 32
+    assert secret_file(state).read_bytes() == path.read_bytes()
+    assert [entry.name for entry in state.iterdir()] == ["secret"]
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        secret_file(state)
+    path.chmod(0o600)
+    path.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="too short"):
+        read_secret(path)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pyengine", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_command_line() -> None:
+    assert command("--version").returncode == 0
+    shown = command("serve", "--help").stdout
+    for flag in ("--model", "--backend", "--prefill", "--decode", "--both", "--nodes", "--transport", "--dram-bytes"):
+        assert flag in shown
+    refused = command("serve", "--backend", "jax")
+    assert refused.returncode == 2
+    assert "use --backend torch" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert command("worker", "--config", "/no/such/file").returncode == 2

@@ -1,0 +1,241 @@
+"""Goal: the launcher minds its children as promised: ready, restarted with back-off, ended in time, never orphaned.
+Method: the real supervisor over stand-in children (standin.py), real processes and signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pyengine import launch
+from pyengine.config import ServeConfig, WorkerConfig
+from pyengine.launch import Part, StartError, Supervisor, plan_parts, run_directory
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+class Report:
+    """Lines of the launcher, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._more = asyncio.Event()
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        self._more.set()
+
+    async def until(self, text: str, count: int = 1) -> None:
+        while sum(text in line for line in self.lines) < count:
+            self._more.clear()
+            await asyncio.wait_for(self._more.wait(), 60)
+
+
+def part(name: str, behaviour: str = "serve", front: bool = True) -> Part:
+    return Part(name=name, module="tests.gateway.standin", arguments=(behaviour, "{ready}"), front=front)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_starts_and_ends_all() -> None:
+    report = Report()
+    supervisor = Supervisor([part("a"), part("b", front=False)], report)
+    await supervisor.start()
+    pids = supervisor.pids
+    assert set(pids) == {"a", "b"}
+    assert any(line.startswith("a ") and "(here)" in line for line in report.lines)
+    titles = Path(f"/proc/{pids['a']}/cmdline").read_bytes()
+    assert titles.startswith(b"pyengine: a")
+    await supervisor.stop()
+    assert all(is_gone(pid) for pid in pids.values())
+    assert not any("killed" in line for line in report.lines)
+
+
+async def test_dead_child_is_reported_and_restarted() -> None:
+    report = Report()
+    supervisor = Supervisor([part("a"), part("b")], report)
+    await supervisor.start()
+    before = supervisor.pids
+    os.kill(before["a"], signal.SIGKILL)
+    await report.until("ready again")
+    assert "a was killed by SIGKILL: restarting it in 0.2 s" in report.lines
+    after = supervisor.pids
+    assert after["a"] != before["a"]
+    assert after["b"] == before["b"]
+    await supervisor.stop()
+
+
+async def test_pauses_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(launch, "LAST_PAUSE", 0.2)
+    report = Report()
+    supervisor = Supervisor([part("a", "flash")], report)
+    await supervisor.start()
+    await report.until("restarting", 3)
+    await supervisor.stop()
+    pauses = [line.rpartition(" in ")[2] for line in report.lines if "restarting" in line]
+    assert pauses[:3] == ["0.1 s", "0.2 s", "0.2 s"]
+
+
+async def test_impossible_part_ends_the_start() -> None:
+    report = Report()
+    supervisor = Supervisor([part("a"), part("b", "impossible")], report)
+    with pytest.raises(StartError, match="b cannot start"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert supervisor.pids == {}
+    assert not any("restarting" in line for line in report.lines)
+
+
+async def test_part_that_always_crashes_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FIRST_PAUSE", 0.01)
+    report = Report()
+    supervisor = Supervisor([part("a", "crash")], report)
+    with pytest.raises(StartError):
+        await supervisor.start()
+    await supervisor.stop()
+    assert sum("restarting" in line for line in report.lines) == launch.START_ATTEMPTS - 1
+
+
+async def test_stubborn_child_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "STOP_FRONT", 0.2)
+    report = Report()
+    supervisor = Supervisor([part("a", "stubborn"), part("b", front=False)], report)
+    await supervisor.start()
+    pids = supervisor.pids
+    await supervisor.stop()
+    assert all(is_gone(pid) for pid in pids.values())
+    assert "a did not end in time: killed" in report.lines
+
+
+async def test_stop_while_a_part_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "FIRST_PAUSE", 1000.0)
+    report = Report()
+    supervisor = Supervisor([part("a", "flash")], report)
+    await supervisor.start()
+    await report.until("restarting")
+    await asyncio.wait_for(supervisor.stop(), 60)
+
+
+def test_killed_launcher_leaves_no_orphan() -> None:
+    program = """
+import asyncio
+from pyengine.launch import Supervisor
+from tests.gateway.test_launch import part
+
+async def main():
+    supervisor = Supervisor([part("a"), part("b", "stubborn")], lambda line: None)
+    await supervisor.start()
+    print(*supervisor.pids.values(), flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    children = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
+    assert len(children) == 2
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    for child in children:
+        assert select.select([child], [], [], 60)[0], "a child outlived its launcher"
+        os.close(child)
+
+
+def test_child_whose_parent_is_gone_already_ends() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pyengine.child",
+        "--parent",
+        "1",
+        "--name",
+        "x",
+        "tests.gateway.standin",
+        "serve",
+        "1",
+    ]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True)
+    assert ended.returncode == 1
+    assert "is gone" in ended.stderr
+
+
+def test_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        command = [sys.executable, "-m", "pyengine", "serve", "--backend", "fake", "--port", port]
+        ended = subprocess.run(
+            [*command, "--state-dir", str(tmp_path)], capture_output=True, timeout=60, check=False, text=True
+        )
+    assert ended.returncode == 2
+    assert "choose another --port" in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_run_directory_is_private_and_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_RUN_DIRECTORY", 1000)
+    abandoned = tmp_path / "pyengine-abandoned"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    beginning = tmp_path / "pyengine-beginning"
+    beginning.mkdir()
+    with run_directory(tmp_path) as first:
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        with run_directory(tmp_path) as second:
+            assert first != second
+            assert first.is_dir()
+        assert not second.exists()
+    assert not first.exists()
+    assert not abandoned.exists()
+    assert beginning.exists(), "one without a lock may be about to get it"
+
+
+def test_long_runtime_directory_is_replaced(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    with run_directory(deep) as run:
+        assert run.parent == Path("/tmp")
+
+
+def test_parts_of_a_machine(tmp_path: Path) -> None:
+    """Worker k sits on node k mod nodes, prefill workers first; every part finds the others."""
+    config = msgspec.structs.replace(ServeConfig(prefill=2, decode=1, nodes=2).derived(), state_dir="/state")
+    parts = plan_parts(config, tmp_path, tmp_path / "secret", 5, "127.0.0.1:7000")
+    assert [made.name for made in parts] == [
+        "conductor", "transferd-0", "transferd-1", "prefill-0", "prefill-1", "decode-0", "gateway"
+    ]  # fmt: skip
+    workers = [
+        msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=WorkerConfig)
+        for name in ("prefill-0", "prefill-1", "decode-0")
+    ]
+    assert [worker.node for worker in workers] == ["node-0", "node-1", "node-0"]
+    daemon = tomllib.loads((tmp_path / "node-1.toml").read_text())
+    assert daemon["socket"] == workers[1].daemon_socket
+    assert daemon["conductor"] == "127.0.0.1:7000"
+    assert parts[0].arguments[parts[0].arguments.index("--daemons") + 1] == "127.0.0.1:7000"
+    assert parts[-1].fds == (5,)

@@ -1,0 +1,254 @@
+"""Goal: a request's answer is the model's, whole, in order, each token once, whatever happens to its attempts.
+Method: the state machine alone. Hypothesis plays conductor, workers, network and clock; a naive model knows the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyengine.gateway.request import MAX_FAILURES, ErrorKind, Request, State, ToConductor, ToWorker
+from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Rejected, Route, RouteEnded, Tokens, Work
+from pyengine.scheduler.types import FinishReason, Node, Plan, Rejection, SamplingParams, WorkerRef
+
+NODE = Node("node-0", "127.0.0.1:1", 1)
+PROMPT = list(range(40))
+
+
+def answer(index: int) -> int:
+    return 1000 + index
+
+
+def ref(name: str, incarnation: int = 1) -> WorkerRef:
+    return WorkerRef(name, incarnation, NODE, f"ipc://{name}")
+
+
+def plan(request: Request, prefill: str = "p", decode: str = "d") -> Plan:
+    return Plan(request=request.id, attempt=request.attempt, prefill=ref(prefill), decode=ref(decode))
+
+
+def make(max_tokens: int = 8, patience: float = 5.0, deadline: float = 100.0) -> Request:
+    return Request(
+        7,
+        PROMPT,
+        SamplingParams(max_tokens=max_tokens, seed=1, stop=("x",)),
+        model="m",
+        namespace=b"n",
+        block_tokens=16,
+        root=bytes(16),
+        key_of=lambda tokens: bytes(len(tokens) // 64 * 16),
+        patience=patience,
+        deadline=deadline,
+    )
+
+
+def running(**settings: Any) -> Request:
+    request = make(**settings)
+    request.start(0.0)
+    request.on_planned(plan(request), 0.0)
+    request.check()
+    return request
+
+
+def tokens(
+    request: Request, first: int, count: int, finish: FinishReason | None = None, attempt: int | None = None
+) -> Tokens:
+    return Tokens(
+        request=request.id,
+        attempt=request.attempt if attempt is None else attempt,
+        first=first,
+        tokens=tuple(answer(index) for index in range(first, first + count)),
+        finish=finish,
+    )
+
+
+def failed(request: Request, kind: str, worker: str = "p") -> Failed:
+    return Failed(request=request.id, attempt=request.attempt, worker=worker, kind=kind, reason="because")
+
+
+def test_route_and_work_carry_what_they_should() -> None:
+    request = make()
+    (asked,) = request.start(0.0)
+    assert isinstance(asked, ToConductor)
+    assert isinstance(asked.message, Route)
+    assert len(asked.message.keys) == 2 * 16
+    assert asked.message.prompt_tokens == 40
+    actions = request.on_planned(plan(request), 1.0)
+    assert [
+        (a.worker.worker, a.message.part) for a in actions if isinstance(a, ToWorker) and isinstance(a.message, Work)
+    ] == [
+        ("d", "decode"),
+        ("p", "prefill"),
+    ]
+    for action in actions:
+        assert isinstance(action.message, Work)
+        assert action.message.sampling.stop == ()
+        assert action.message.deadline == 99.0
+
+
+def test_first_token_that_ends_the_request_frees_the_decode_worker() -> None:
+    request = running(max_tokens=1)
+    actions = request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH))
+    assert request.done
+    assert [type(action.message) for action in actions] == [RouteEnded, Abort]
+    assert [action.worker.worker for action in actions if isinstance(action, ToWorker)] == ["d"]
+
+
+def test_whole_blocks_only_up_to_the_last_token() -> None:
+    """A prompt of exactly n blocks asks for n - 1: at least one token is computed."""
+    request = make()
+    request.prompt = list(range(32))
+    (asked,) = request.start(0.0)
+    assert isinstance(asked.message, Route)
+    assert len(asked.message.keys) == 16
+
+
+@pytest.mark.parametrize(("kind", "excluded"), [("retry", ("d", "p")), ("wrong_role", ("p",)), ("need_prefill", ())])
+def test_failed_kinds_that_are_tried_again(kind: str, excluded: tuple[str, ...]) -> None:
+    request = running()
+    request.on_tokens(tokens(request, 0, 3))
+    actions = request.on_failed(failed(request, kind), 1.0)
+    kinds = [type(action.message) for action in actions]
+    assert kinds == [Abort, RouteEnded, Route]
+    route = actions[-1].message
+    assert isinstance(route, Route)
+    assert route.exclude == excluded
+    assert (route.attempt, route.prompt_tokens, route.max_tokens) == (1, 43, 5)
+    (work, _) = request.on_planned(plan(request, "p2", "d2"), 1.0)
+    assert isinstance(work.message, Work)
+    assert work.message.generated == 3
+    request.check()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("too_large", ErrorKind.TOO_LARGE), ("bug", ErrorKind.BUG)])
+def test_failed_kinds_that_end_it(kind: str, expected: ErrorKind) -> None:
+    request = running()
+    actions = request.on_failed(failed(request, kind), 1.0)
+    assert request.error is not None
+    assert request.error.kind is expected
+    assert [type(action.message) for action in actions] == [Abort, RouteEnded]
+
+
+def test_failures_without_progress_end_within_the_promise() -> None:
+    """Five seconds and MAX_FAILURES bound the attempts; a new token starts both anew."""
+    request = running()
+    now = 0.0
+    count = 0
+    while not request.done:
+        request.on_lost("d", now, "gone")
+        count += 1
+        if request.state is State.BACKING_OFF:
+            now = request.wake_at
+            request.tick(now)
+        request.on_planned(plan(request), now)
+        request.check()
+    assert request.error is not None
+    assert request.error.kind is ErrorKind.UNAVAILABLE
+    assert now <= 5.0
+    assert count <= MAX_FAILURES + 1
+
+
+def test_silent_conductor() -> None:
+    request = make(patience=5.0)
+    request.start(0.0)
+    assert request.tick(4.9) == []
+    assert [type(action.message) for action in request.ask_again()] == [Route]
+    request.tick(5.0)
+    assert request.error is not None
+    assert request.error.kind is ErrorKind.UNAVAILABLE
+
+
+def test_rejections() -> None:
+    def rejected(request: Request, retry_after: float | None) -> Rejected:
+        return Rejected(
+            rejection=Rejection(request=request.id, attempt=request.attempt, reason="full", retry_after=retry_after)
+        )
+
+    busy = make()
+    busy.start(0.0)
+    busy.on_rejected(rejected(busy, 2.0), 0.0, servable=True)
+    assert busy.error is not None
+    assert (busy.error.kind, busy.error.retry_after) == (ErrorKind.BUSY, 2.0)
+    never = make()
+    never.start(0.0)
+    never.on_rejected(rejected(never, None), 0.0, servable=True)
+    assert never.error is not None
+    assert never.error.kind is ErrorKind.TOO_LARGE
+    absent = make()
+    absent.start(0.0)
+    now = 0.0
+    while not absent.done:
+        absent.on_rejected(rejected(absent, 1.0), now, servable=False)
+        now = max(now, absent.wake_at) if not absent.done else now
+        absent.tick(now)
+    assert absent.error is not None
+    assert absent.error.kind is ErrorKind.UNAVAILABLE
+    assert 4.5 <= now <= 5.5
+
+
+def test_deadline_abort_and_stop() -> None:
+    late = running(deadline=10.0)
+    actions = late.tick(10.0)
+    assert late.error is not None
+    assert late.error.kind is ErrorKind.TIMEOUT
+    assert [type(action.message) for action in actions] == [Abort, Abort, RouteEnded]
+    gone = running()
+    assert [type(action.message) for action in gone.abort()] == [Abort, Abort, RouteEnded]
+    assert gone.abort() == []
+    stopped = running()
+    stopped.on_tokens(tokens(stopped, 0, 2))
+    assert [type(action.message) for action in stopped.stop()] == [Abort, Abort, RouteEnded]
+    assert stopped.finish is FinishReason.STOP
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 12), "max_tokens")
+    ends_at = data.draw(st.integers(1, length), "the model ends after")
+    finish = FinishReason.LENGTH if ends_at == length else FinishReason.STOP
+    request = make(max_tokens=length)
+    now = 0.0
+    request.start(now)
+    used: set[int] = set()
+    for _ in range(60):
+        if request.done:
+            break
+        event = data.draw(st.sampled_from(["time", "plan", "tokens", "stale", "lost", "failed", "report", "again"]))
+        before = list(request.tokens)
+        if event == "time":
+            now += data.draw(st.sampled_from([0.05, 0.3, 1.0]))
+            request.tick(now)
+        elif event == "plan":
+            request.on_planned(plan(request), now)
+        elif event == "tokens":
+            first = data.draw(st.integers(0, ends_at - 1))
+            count = data.draw(st.integers(1, ends_at - first))
+            last = first + count == ends_at
+            request.on_tokens(tokens(request, first, count, finish if last else None))
+        elif event == "stale" and request.attempt > 0:
+            request.on_tokens(
+                Tokens(request=request.id, attempt=request.attempt - 1, first=len(before), tokens=(666,), finish=finish)
+            )
+            assert request.tokens == before
+        elif event == "lost":
+            request.on_lost(data.draw(st.sampled_from(["p", "d", "other"])), now, "gone")
+        elif event == "failed":
+            request.on_failed(failed(request, data.draw(st.sampled_from(["retry", "need_prefill"]))), now)
+        elif event == "report":
+            request.on_prefill_report(PrefillReport(request=request.id, attempt=request.attempt, cached=99, computed=1))
+        elif event == "again":
+            request.ask_again()
+        request.check()
+        assert request.tokens[: len(before)] == before
+        assert request.tokens == [answer(index) for index in range(len(request.tokens))]
+        if request.state is State.ROUTING:
+            used.add(request.attempt)
+    if request.finish is not None:
+        assert len(request.tokens) == ends_at
+        assert request.finish is finish
+    assert request.cached in (None, len(PROMPT))
+    assert used <= set(range(request.attempt + 1))
