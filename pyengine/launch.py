@@ -329,10 +329,8 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
         flush=True,
     )
     secret = secret_file(Path(config.state_dir))
-    if config.backend == "torch":
-        await asyncio.to_thread(_prepare_model, config)
-    with run_directory(env.read().runtime_dir) as run:
-        parts = plan_parts(config, run, secret, listener.fileno(), f"127.0.0.1:{_free_port()}")
+    with run_directory(env.read().runtime_dir) as run, _reserved_port() as port:
+        parts = plan_parts(config, run, secret, listener.fileno(), f"127.0.0.1:{port}")
         supervisor = Supervisor(parts, _say)
         try:
             starting = asyncio.create_task(supervisor.start())
@@ -355,13 +353,6 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
 
 def _say(line: str) -> None:
     print(f"  {line}", flush=True)
-
-
-def _prepare_model(config: ServeConfig) -> None:
-    """Finds, downloads or converts the checkpoint once, before several workers ask for it. Raises ValueError."""
-    from pyengine.checkpoint import resolve
-
-    resolve(config.model, Path(config.state_dir) / "models")
 
 
 async def _announce(config: ServeConfig, begun: float) -> None:
@@ -390,12 +381,15 @@ async def _get_json(host: str, port: int, path: str) -> Any:
         writer.close()
 
 
-def _free_port() -> int:
-    """A loopback port that nobody holds now. The conductor binds it a moment later, and again whenever it restarts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port for the conductor, also for its next lives: bound and never listening, so that nobody is given it,
+    while whoever binds it with SO_REUSEADDR may listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 @contextlib.contextmanager

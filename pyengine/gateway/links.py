@@ -82,6 +82,9 @@ class Link:
                 self._on_change(False)
             return
         if now - self._heard > DEAD_AFTER:
+            # If it is this process that was held up, the peer's messages are waiting in the socket.
+            self._drain()
+        if self.up and now - self._heard > DEAD_AFTER:
             log.warning("%s has been silent for %.0f s: dialling anew", self.endpoint, DEAD_AFTER)
             self._hang_up()
             self._dial(now)
