@@ -34,7 +34,7 @@ def curve_pair(session_key: bytes, side: str) -> tuple[bytes, bytes]:
 
 
 def bind(socket: S, endpoint: str, session_key: bytes | None) -> S:
-    """Binds a ROUTER. Raises LinkError: address in use, ipc directory open to others, tcp beyond loopback with no key."""
+    """Binds a ROUTER. Raises LinkError: address in use, ipc directory open to others, no key beyond loopback."""
     _configure(socket)
     if endpoint.startswith("ipc://"):
         _check_directory(Path(endpoint.removeprefix("ipc://")).parent)

@@ -1,0 +1,141 @@
+"""Filters: who could serve a request at all, before a policy prefers anybody; or a sentence on why nobody can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .cluster import Bools, Cluster, View
+from .messages import Route
+from .types import Role, WorkerInfo
+
+#: Advised wait (seconds) when a worker of the needed role may appear any moment.
+ABSENT_WAIT = 1.0
+
+
+class Refused(Exception):
+    """The request gets no plan. reason: for the client; retry_after: seconds, None if waiting does not help.
+
+    kind: for counters: "absent", "too_large", "unknown_model", "slo".
+    """
+
+    def __init__(self, kind: str, reason: str, retry_after: float | None) -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.retry_after = kind, reason, retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Rows that may take the prefill part (alone, or as role both) and the decode part of a hand-off."""
+
+    prefills: Bools
+    decodes: Bools
+
+    def within(self, rows: Bools, both: Bools) -> Masks:
+        """Only these rows; prefill workers that are left without any decode worker drop out as well."""
+        prefills, decodes = self.prefills & rows, self.decodes & rows
+        return Masks(prefills & (both | decodes.any()), decodes)
+
+    @property
+    def some(self) -> bool:
+        return bool(self.prefills.any())
+
+
+def candidates(cluster: Cluster, route: Route, turn: int) -> View:
+    """The view of the route's workers, its masks narrowed to those that fit the request.
+
+    Workers the request names in `exclude`, and those whose daemon does not report, are left only if nobody else is.
+    Raises Refused.
+    """
+    view = cluster.view(route.model, route.namespace, turn)
+    if view is None:
+        raise _absent(cluster, route)
+    both = view.both
+    everybody = np.ones(len(view.workers), dtype=bool)
+    alive = Masks(view.prefills, view.decodes).within(everybody, both)
+    if not alive.some:
+        raise _lacking(cluster, route, view)
+    masks = _fitting(view, route.prompt_tokens).within(everybody, both)
+    if not masks.some:
+        raise _too_large(view, route.prompt_tokens)
+    excluded = np.array([worker.worker in route.exclude for worker in view.workers], dtype=bool)
+    for wanted in (~excluded, view.connected):
+        narrower = masks.within(wanted, both)
+        masks = narrower if narrower.some else masks
+    return replace(view, prefills=masks.prefills, decodes=masks.decodes)
+
+
+def _fitting(view: View, prompt: int) -> Masks:
+    """A hand-off needs a slot per block in both pools; pages must hold the prompt and, to decode, one token more."""
+    positions = view.max_positions >= prompt + 1
+    pooled = view.pool_slots * view.block_tokens >= prompt
+    room = view.pages * view.block_tokens
+    alone = view.both & (room >= prompt + 1)
+    return Masks(
+        view.prefills & positions & (alone | ~view.both & pooled & (room >= prompt)),
+        view.decodes & positions & pooled & (room >= prompt + 1),
+    )
+
+
+def _too_large(view: View, prompt: int) -> Refused:
+    positions = int(view.max_positions.max())
+    if prompt + 1 > positions:
+        reason = (
+            f"the prompt has {prompt} tokens, and the model has {positions} positions for prompt and answer: shorten it"
+        )
+    else:
+        pages = view.pages * view.block_tokens - 1
+        handed = np.minimum(pages, view.pool_slots * view.block_tokens)
+        alone = int(pages[view.both].max(initial=0))
+        parts = [int(handed[rows & ~view.both].max(initial=0)) for rows in (view.prefills, view.decodes)]
+        reason = (
+            f"the prompt has {prompt} tokens, but the KV space of the workers holds prompts of {max(alone, min(parts))} "
+            "tokens at most: shorten it, or give the workers more pages and the nodes more DRAM"
+        )
+    return Refused("too_large", reason, None)
+
+
+def _absent(cluster: Cluster, route: Route) -> Refused:
+    """Nobody alive has this model and namespace."""
+    live = cluster.live()
+    same_model = [info for info in live if info.model == route.model]
+    if same_model:
+        field = next(_differences(cluster.with_namespace(route.namespace), same_model), None)
+        detail = f" (`{field}` differs)" if field else ""
+        return Refused(
+            "absent", f"the workers of model {route.model!r} share no KV with this request{detail}", ABSENT_WAIT
+        )
+    if not live:
+        return Refused("absent", "no worker is alive", ABSENT_WAIT)
+    if any(worker.info.model == route.model for worker in cluster.workers.values()):
+        return Refused("absent", f"no worker of model {route.model!r} is alive", ABSENT_WAIT)
+    known = ", ".join(sorted({info.model for info in live}))
+    return Refused("unknown_model", f"there is no model {route.model!r}: this cluster serves {known}", None)
+
+
+def _lacking(cluster: Cluster, route: Route, view: View) -> Refused:
+    """There are workers, but not one of each role that works with the others."""
+    role = Role.DECODE if not any(info.role.decodes for info in view.workers) else Role.PREFILL
+    others = [
+        info
+        for info in cluster.live()
+        if info.model == route.model
+        and info not in view.workers
+        and (info.role.decodes if role is Role.DECODE else info.role.prefills)
+    ]
+    field = next(_differences(list(view.workers), others), None)
+    if field is not None:
+        reason = f"no {role.value} worker of model {route.model!r} shares KV with the others: `{field}` differs"
+    else:
+        reason = f"no {role.value} worker of model {route.model!r} is alive"
+    return Refused("absent", reason, ABSENT_WAIT)
+
+
+def _differences(some: list[WorkerInfo], others: list[WorkerInfo]) -> Iterator[str]:
+    for one in some:
+        for other in others:
+            field = one.namespace.difference(other.namespace)
+            if field is not None:
+                yield field

@@ -1,0 +1,336 @@
+"""What the conductor knows of workers and daemons, and the immutable view of it that policies score.
+
+A `View` covers the workers of one model and namespace, in name order, as numpy columns: a policy is a formula over
+columns. Columns are kept between requests; a heartbeat rewrites one row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .cost import F64, StepCost
+from .messages import DEAD_AFTER, HEARTBEAT_EVERY, WorkerAlive
+from .types import Node, Role, WorkerInfo
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+#: Workers and daemons remembered after their death, for their counters.
+MAX_DEAD = 1024
+#: A worker whose progress stands still for so long with work queued gets no more of it. A step of a big prompt on a
+#: slow machine takes seconds, never this long.
+STUCK_AFTER = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """What a plan adds to its worker until heartbeats show it."""
+
+    at: float
+    prompt_tokens: int
+    sequences: int
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One worker as last heard of.
+
+    moved: when its progress last changed, or it had nothing to do. assigned: plans by (gateway, request) that its
+    heartbeats cannot show yet.
+    """
+
+    info: WorkerInfo
+    heard: float
+    alive: bool = True
+    progress: int = 0
+    moved: float = 0.0
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    running: int = 0
+    free_pages: int = 0
+    cost: StepCost = field(default_factory=StepCost)
+    counters: dict[str, float] = field(default_factory=dict)
+    assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
+
+    @property
+    def stuck(self) -> bool:
+        return self.heard - self.moved > STUCK_AFTER
+
+
+@dataclass(slots=True, eq=False)
+class Daemon:
+    """One node's daemon as last heard of."""
+
+    node: Node
+    up: bool
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages; nobody writes to it.
+
+    prefills, decodes: who may take which part. node: index into `nodes`. connected: its node's daemon reports to the
+    conductor. queue_seconds: until all prompts accepted so far are computed. running: sequences that decode or wait to.
+    tbt: predicted gap between tokens with one sequence more. step_seconds, token_seconds, context_seconds: predicted
+    cost of one prefill step, of one prompt token, of one token of its context. measured: whether predictions rest on
+    samples. turn: plans made so far.
+    """
+
+    workers: tuple[WorkerInfo, ...]
+    nodes: tuple[str, ...]
+    block_tokens: int
+    block_bytes: int
+    prefills: Bools
+    decodes: Bools
+    node: Ints
+    connected: Bools
+    queue_seconds: F64
+    running: Ints
+    free_pages: Ints
+    pages: Ints
+    pool_slots: Ints
+    max_positions: Ints
+    max_tokens_per_step: Ints
+    tbt: F64
+    step_seconds: F64
+    token_seconds: F64
+    context_seconds: F64
+    measured: Bools
+    turn: int
+
+    @property
+    def both(self) -> Bools:
+        return np.array([worker.role is Role.BOTH for worker in self.workers], dtype=bool)
+
+    def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
+        """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
+        rest = tokens - cached
+        steps = np.ceil(rest / self.max_tokens_per_step)
+        context = rest * (tokens + cached + 1) / 2
+        return steps * self.step_seconds + rest * self.token_seconds + context * self.context_seconds
+
+
+class Group:
+    """The workers of one (model, namespace): their columns, rewritten row by row."""
+
+    _INTS = ("node", "running", "free_pages", "pages", "pool_slots", "max_positions", "max_tokens_per_step")
+    _FLOATS = ("queue_seconds", "tbt", "step_seconds", "token_seconds", "context_seconds")
+    _BOOLS = ("prefills", "decodes", "connected", "measured")
+
+    def __init__(self, workers: Iterable[Worker], daemons: dict[str, Daemon]) -> None:
+        self._workers = sorted(workers, key=lambda worker: worker.info.worker)
+        self._infos = tuple(worker.info for worker in self._workers)
+        self._row = {info.worker: row for row, info in enumerate(self._infos)}
+        self._nodes = tuple(sorted({info.node.node for info in self._infos}))
+        self._node_row = {node: row for row, node in enumerate(self._nodes)}
+        count = len(self._workers)
+        self._columns: dict[str, npt.NDArray[np.generic]] = {
+            **{name: np.zeros(count, dtype=np.int64) for name in self._INTS},
+            **{name: np.zeros(count) for name in self._FLOATS},
+            **{name: np.zeros(count, dtype=bool) for name in self._BOOLS},
+        }
+        for worker in self._workers:
+            self.update(worker, daemons)
+
+    def update(self, worker: Worker, daemons: dict[str, Daemon]) -> None:
+        """Rewrites the worker's row."""
+        info, cost = worker.info, worker.cost
+        step, token, context, sequence, history = cost.coefficients
+        assigned = worker.assigned.values()
+        tokens = worker.queued_tokens + sum(plan.prompt_tokens for plan in assigned)
+        running = worker.running + worker.queued_requests + sum(plan.sequences for plan in assigned)
+        if info.role.decodes:
+            # A decode step carries every sequence; beside prefill, each of its steps is that much longer.
+            gap = step + sequence * (running + 1) + history * cost.decode_context * (running + 1)
+            step += sequence * worker.running + history * cost.decode_context * worker.running
+        else:
+            gap = 0.0
+        daemon = daemons.get(info.node.node)
+        steps = -(-tokens // info.max_tokens_per_step)
+        row = {
+            "node": self._node_row[info.node.node],
+            "running": running,
+            "free_pages": worker.free_pages,
+            "pages": info.pages,
+            "pool_slots": info.pool_slots,
+            "max_positions": info.max_positions,
+            "max_tokens_per_step": info.max_tokens_per_step,
+            "queue_seconds": steps * step + tokens * (token + context * cost.prompt_context),
+            "tbt": gap,
+            "step_seconds": step,
+            "token_seconds": token,
+            "context_seconds": context,
+            "prefills": info.role.prefills and not worker.stuck,
+            "decodes": info.role.decodes and not worker.stuck,
+            "connected": daemon is not None and daemon.up and daemon.node.incarnation == info.node.incarnation,
+            "measured": cost.measured,
+        }
+        for name, value in row.items():
+            self._columns[name][self._row[info.worker]] = value
+
+    def view(self, turn: int) -> View:
+        """A snapshot that later heartbeats do not change."""
+        spec = self._infos[0].namespace.kv
+        columns = {name: column.copy() for name, column in self._columns.items()}
+        return View(
+            workers=self._infos,
+            nodes=self._nodes,
+            block_tokens=spec.block_tokens,
+            block_bytes=spec.block_bytes,
+            turn=turn,
+            **columns,  # type: ignore[arg-type]
+        )
+
+
+class Cluster:
+    """Workers and daemons by name, folded from what they say and from their silence."""
+
+    def __init__(self) -> None:
+        self.workers: OrderedDict[str, Worker] = OrderedDict()
+        self.daemons: OrderedDict[str, Daemon] = OrderedDict()
+        self._groups: dict[tuple[str, bytes], Group] = {}
+        self._namespace: dict[str, bytes] = {}
+
+    def live(self) -> list[WorkerInfo]:
+        """Workers that are alive, by name."""
+        return [worker.info for _, worker in sorted(self.workers.items()) if worker.alive]
+
+    def with_namespace(self, namespace: bytes) -> list[WorkerInfo]:
+        """Workers of this namespace digest, the dead included."""
+        return [worker.info for name, worker in self.workers.items() if self._namespace[name] == namespace]
+
+    def hello(self, info: WorkerInfo, now: float) -> bool:
+        """A worker dialled in; True if that changes who is there. What was learnt of its speed stays."""
+        known = self.workers.get(info.worker)
+        if known is not None and known.alive and known.info == info:
+            known.heard = now
+            return False
+        worker = Worker(info, now, moved=now)
+        if known is not None:
+            worker.counters = known.counters
+            if known.info.namespace == info.namespace:
+                worker.cost = known.cost
+            if known.info.incarnation == info.incarnation:
+                worker.assigned, worker.running = known.assigned, known.running
+                worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
+        worker.free_pages = info.pages if not worker.running else 0
+        self.workers[info.worker] = worker
+        self.workers.move_to_end(info.worker)
+        self._namespace[info.worker] = info.namespace.digest()
+        self._limit()
+        self._groups.clear()
+        return True
+
+    def heartbeat(self, message: WorkerAlive, now: float) -> bool:
+        """False: from a worker that has not said who it is (it will, its link being new)."""
+        worker = self.workers.get(message.worker)
+        if worker is None or not worker.alive:
+            return False
+        worker.heard = now
+        if message.progress != worker.progress or not (message.running or message.queued_requests):
+            worker.moved = now
+        worker.progress = message.progress
+        worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens
+        worker.running, worker.free_pages = message.running, message.free_pages
+        worker.counters = dict(message.counters)
+        for sample in message.samples:
+            worker.cost.observe(sample)
+        # Work planned before the last heartbeat but one has reached the worker: its own counts show it now.
+        shown = now - 2 * HEARTBEAT_EVERY
+        worker.assigned = {key: plan for key, plan in worker.assigned.items() if plan.at > shown}
+        self.touch(message.worker)
+        return True
+
+    def lost(self, name: str) -> bool:
+        """The worker is gone; True if it was alive."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.alive:
+            return False
+        worker.alive = False
+        worker.assigned.clear()
+        self._groups.clear()
+        return True
+
+    def silent(self, now: float) -> list[str]:
+        """Workers alive so far that have said nothing for too long."""
+        return [name for name, worker in self.workers.items() if worker.alive and now - worker.heard > DEAD_AFTER]
+
+    def assign(self, name: str, key: tuple[str, int], plan: Assigned) -> None:
+        """A plan sends work there; heartbeats show it only later."""
+        worker = self.workers.get(name)
+        if worker is not None and worker.alive:
+            worker.assigned[key] = plan
+            self.touch(name)
+
+    def unassign(self, name: str, key: tuple[str, int]) -> None:
+        worker = self.workers.get(name)
+        if worker is not None and worker.assigned.pop(key, None) is not None:
+            self.touch(name)
+
+    def daemon(self, node: Node) -> None:
+        """The node's daemon has dialled in. Its counters of before stand until its next heartbeat."""
+        known = self.daemons.get(node.node)
+        self.daemons[node.node] = Daemon(node, True, known.counters if known else {})
+        self.daemons.move_to_end(node.node)
+        self._limit()
+        self._groups.clear()
+
+    def daemon_lost(self, node: str) -> None:
+        daemon = self.daemons.get(node)
+        if daemon is not None:
+            daemon.up = False
+            self._groups.clear()
+
+    def touch(self, name: str) -> None:
+        """The worker's row is out of date."""
+        worker = self.workers[name]
+        group = self._groups.get((worker.info.model, self._namespace[name]))
+        if group is not None and worker.alive:
+            group.update(worker, self.daemons)
+
+    def view(self, model: str, namespace: bytes, turn: int) -> View | None:
+        """The workers of this model and namespace that are alive, or None if there are none."""
+        group = self._groups.get((model, namespace))
+        if group is None:
+            members = [
+                worker
+                for name, worker in self.workers.items()
+                if worker.alive and worker.info.model == model and self._namespace[name] == namespace
+            ]
+            if not members:
+                return None
+            group = self._groups[model, namespace] = Group(members, self.daemons)
+        return group.view(turn)
+
+    def counters(self) -> dict[str, float]:
+        """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
+        total: Counter[str] = Counter()
+        for worker in self.workers.values():
+            total.update(worker.counters)
+        for daemon in self.daemons.values():
+            total.update(daemon.counters)
+        return dict(total)
+
+    def _limit(self) -> None:
+        dead = [name for name, worker in self.workers.items() if not worker.alive]
+        for name in dead[: max(len(dead) - MAX_DEAD, 0)]:
+            del self.workers[name], self._namespace[name]
+        down = [name for name, daemon in self.daemons.items() if not daemon.up]
+        for name in down[: max(len(down) - MAX_DEAD, 0)]:
+            del self.daemons[name]
+
+    def check(self) -> None:
+        """Raises AssertionError if a group holds a dead worker or misses a live one."""
+        assert set(self.workers) == set(self._namespace), "a worker has no namespace"
+        for model, namespace in self._groups:
+            view = self.view(model, namespace, 0)
+            assert view is not None, "a group is empty"
+            names = [info.worker for info in view.workers]
+            alive = [info.worker for info in self.live() if info.model == model]
+            assert names == [name for name in alive if self._namespace[name] == namespace], "a group is out of date"

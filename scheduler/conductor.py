@@ -1,0 +1,356 @@
+"""The global scheduler as a pure state machine: events and the time go in, actions come out.
+
+It holds no prompts, and no request that cannot go on without it: after a restart everybody dials in again, daemons dump
+what they hold, and plans are made as before. Same events, same times, same seed: same actions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from .candidates import Refused, candidates
+from .cluster import Assigned, Cluster, Ints, View
+from .cost import F64, LINK_DELAY, LinkCost
+from .events import (
+    Action,
+    BlockDump,
+    BlockRemoved,
+    BlockStored,
+    DaemonGone,
+    DaemonHeartbeat,
+    DaemonHello,
+    Event,
+    FromGateway,
+    FromWorker,
+    GatewayLost,
+    OrderDump,
+    OrderReplicate,
+    Replicated,
+    SendToGateway,
+    Tick,
+    WorkerLost,
+)
+from .feed import Feed
+from .messages import (
+    DEAD_AFTER,
+    ClusterState,
+    GatewayAlive,
+    GatewayHello,
+    Planned,
+    Rejected,
+    Route,
+    RouteEnded,
+    WorkerAlive,
+    WorkerHello,
+    WorkerLeaving,
+)
+from .policies import Ask, find_admission, find_policy
+from .policies.base import ttft
+from .prefix_index import Match, PrefixIndex
+from .replication import Replicator
+from .types import (
+    KEY_BYTES,
+    Plan,
+    Rejection,
+    Source,
+    WorkerInfo,
+    WorkerRef,
+    cacheable_blocks,
+)
+
+#: Gateways get counters this often (seconds), and the workers whenever they change.
+STATE_EVERY = 1.0
+#: Requests whose load is accounted for at once; beyond, the oldest is forgotten, as if it had ended.
+MAX_ROUTES = 100_000
+#: The parent of a prefix's first block in a replication order.
+NO_PARENT = bytes(KEY_BYTES)
+
+
+@dataclass(slots=True)
+class _Gateway:
+    incarnation: int
+    heard: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    attempt: int
+    prefill: str
+    decode: str
+
+
+class Conductor:
+    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw."""
+
+    def __init__(self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0) -> None:
+        self.policy_name = policy
+        self.policy = find_policy(policy)
+        self.admission = find_admission(admission)
+        self.cluster = Cluster()
+        self.index = PrefixIndex()
+        self.feed = Feed(self.index)
+        self.links = LinkCost()
+        self.replicator = Replicator(self.index)
+        self._random = random.Random(seed)
+        self._gateways: dict[str, _Gateway] = {}
+        self._routes: OrderedDict[tuple[str, int], _Route] = OrderedDict()
+        self._plans = 0
+        self._rejections: dict[str, int] = {}
+        self._replicated = 0
+        self._state_sent = float("-inf")
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """What is to be done about it. now: seconds on any clock that never runs backwards."""
+        match event:
+            case FromGateway():
+                return self._on_gateway(event, now)
+            case FromWorker():
+                return self._on_worker(event.message, now)
+            case WorkerLost(worker):
+                return self._state(now) if self.cluster.lost(worker) else []
+            case GatewayLost(gateway):
+                self._forget_gateway(gateway)
+                return []
+            case Tick():
+                return self._tick(now)
+            case _:
+                return self._on_daemon(event, now)
+
+    # -- gateways --------------------------------------------------------------------------------------------------
+
+    def _on_gateway(self, event: FromGateway, now: float) -> list[Action]:
+        name, message = event.gateway, event.message
+        if isinstance(message, GatewayHello):
+            known = self._gateways.get(name)
+            if known is not None and known.incarnation != message.incarnation:
+                self._forget_gateway(name)
+            self._gateways[name] = _Gateway(message.incarnation, now)
+            return [SendToGateway(name, self._cluster_state())]
+        gateway = self._gateways.get(name)
+        if gateway is None:
+            return []  # its hello is under way: it says so on every new link
+        gateway.heard = now
+        match message:
+            case GatewayAlive():
+                return []
+            case RouteEnded():
+                route = self._routes.get((name, message.request))
+                if route is not None and route.attempt == message.attempt:
+                    self._end(name, message.request)
+                return []
+            case Route():
+                return self._on_route(name, message, now)
+
+    def _forget_gateway(self, name: str) -> None:
+        self._gateways.pop(name, None)
+        for gateway, request in [key for key in self._routes if key[0] == name]:
+            self._end(gateway, request)
+
+    def _end(self, gateway: str, request: int) -> None:
+        route = self._routes.pop((gateway, request), None)
+        if route is not None:
+            for worker in (route.prefill, route.decode):
+                self.cluster.unassign(worker, (gateway, request))
+
+    def _state(self, now: float) -> list[Action]:
+        self._state_sent = now
+        state = self._cluster_state()
+        return [SendToGateway(gateway, state) for gateway in sorted(self._gateways)]
+
+    def _cluster_state(self) -> ClusterState:
+        return ClusterState(workers=tuple(self.cluster.live()), counters=self.counters())
+
+    def counters(self) -> dict[str, float]:
+        """Of the whole cluster, by Prometheus sample name: what workers and daemons report, and the conductor's own."""
+        counters = self.cluster.counters()
+        counters[f'pyengine_conductor_plans_total{{policy="{self.policy_name}"}}'] = self._plans
+        counters["pyengine_conductor_replicated_blocks_total"] = self._replicated
+        for kind, count in sorted(self._rejections.items()):
+            counters[f'pyengine_conductor_rejections_total{{reason="{kind}"}}'] = count
+        for cause, count in self.feed.dumps.items():
+            counters[f'pyengine_conductor_dumps_total{{cause="{cause}"}}'] = count
+        for name, daemon in self.cluster.daemons.items():
+            if daemon.up:
+                counters[f'pyengine_index_blocks{{node="{name}"}}'] = self.index.count(name)
+        return counters
+
+    # -- workers and time ------------------------------------------------------------------------------------------
+
+    def _on_worker(self, message: WorkerHello | WorkerAlive | WorkerLeaving, now: float) -> list[Action]:
+        match message:
+            case WorkerHello():
+                changed = self.cluster.hello(message.info, now)
+            case WorkerAlive():
+                self.cluster.heartbeat(message, now)
+                changed = False
+            case WorkerLeaving():
+                changed = self.cluster.lost(message.worker)
+        return self._state(now) if changed else []
+
+    def _tick(self, now: float) -> list[Action]:
+        lost = [name for name in self.cluster.silent(now) if self.cluster.lost(name)]
+        silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
+        for name in silent:
+            self._forget_gateway(name)
+        return self._state(now) if lost or now - self._state_sent >= STATE_EVERY else []
+
+    # -- daemons ---------------------------------------------------------------------------------------------------
+
+    def _on_daemon(
+        self,
+        report: DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone,
+        now: float,
+    ) -> list[Action]:
+        node = report.node.node
+        daemon = self.cluster.daemons.get(node)
+        if isinstance(report, DaemonHello):
+            self.cluster.daemon(report.node)
+            return [OrderDump(node)] if self.feed.on_hello(report, now) else []
+        if daemon is None or daemon.node.incarnation != report.node.incarnation:
+            return []
+        order = False
+        match report:
+            case BlockStored() | BlockRemoved():
+                order = self.feed.on_event(report, now)
+            case BlockDump():
+                self.feed.on_dump(report)
+            case DaemonHeartbeat():
+                daemon.counters = dict(report.counters)
+                order = self.feed.on_heartbeat(report, now)
+            case Replicated():
+                self._on_replicated(report, now)
+            case DaemonGone():
+                self.cluster.daemon_lost(node)
+                self.feed.on_gone(node)
+                self.links.forget(node)
+                self.replicator.lost(node)
+        return [OrderDump(node)] if order else []
+
+    def _on_replicated(self, report: Replicated, now: float) -> None:
+        self._replicated += report.stored
+        done = self.replicator.done(report.order, now)
+        if done is not None:
+            copy, seconds = done
+            self.links.observe(copy.source, copy.to, report.stored * self._block_bytes(copy.to), seconds)
+
+    def _block_bytes(self, node: str) -> int:
+        for worker in self.cluster.workers.values():
+            if worker.info.node.node == node:
+                return worker.info.namespace.kv.block_bytes
+        return 0
+
+    # -- routing ---------------------------------------------------------------------------------------------------
+
+    def _on_route(self, gateway: str, route: Route, now: float) -> list[Action]:
+        known = self._routes.get((gateway, route.request))
+        if known is not None:
+            if route.attempt < known.attempt:
+                return []
+            self._end(gateway, route.request)
+        try:
+            return self._plan(gateway, route, now)
+        except Refused as refused:
+            self._rejections[refused.kind] = self._rejections.get(refused.kind, 0) + 1
+            rejection = Rejection(
+                request=route.request, attempt=route.attempt, reason=refused.reason, retry_after=refused.retry_after
+            )
+            return [SendToGateway(gateway, Rejected(rejection=rejection))]
+
+    def _plan(self, gateway: str, route: Route, now: float) -> list[Action]:
+        view = candidates(self.cluster, route, self._plans)
+        blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
+        keys = [route.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(blocks)]
+        match = self.index.match(keys)
+        prefix = np.array([match.nodes.get(node, 0) for node in view.nodes], dtype=np.int64)[view.node]
+        transfer = self._transfer_seconds(view, match, prefix, now)
+        ask = Ask(route.prompt_tokens, prefix, match.best, transfer, route.slo)
+        choice = self.policy(view, ask, self._random)
+        seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[choice.prefill])
+        gap = float(view.tbt[choice.decode])
+        refusal = self.admission(view, ask, choice, seconds, gap)
+        if refusal is not None:
+            raise Refused("slo", refusal.reason, refusal.retry_after)
+
+        prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
+        here = int(prefix[choice.prefill])
+        sources = self._sources(keys, here, prefill.node.node) if choice.fetch else ()
+        cached = sources[-1].last if sources else here
+        plan = Plan(
+            request=route.request,
+            attempt=route.attempt,
+            prefill=_reference(prefill),
+            decode=_reference(decode),
+            sources=sources,
+            cached_blocks=cached,
+            predicted_ttft=seconds,
+            predicted_tbt=gap,
+            why=f"{self.policy_name}: {here} blocks at {prefill.node.node}, {cached - here} to fetch",
+        )
+        tokens = route.prompt_tokens - cached * view.block_tokens
+        self._account(gateway, plan, tokens, view.block_bytes, now)
+        return [SendToGateway(gateway, Planned(plan=plan)), *self._replicate(view, keys[: match.best], now)]
+
+    def _transfer_seconds(self, view: View, match: Match, prefix: Ints, now: float) -> F64:
+        """[W] to fetch what somebody holds beyond each worker's own prefix, from whoever holds most."""
+        if not match.best:
+            return np.zeros(len(view.workers))
+        source = max(match.nodes, key=lambda node: (match.nodes[node], node))
+        rate = self.links.rates(source, view.nodes)[view.node]
+        size = (match.best - prefix) * view.block_bytes
+        return np.where(size > 0, self.links.queue(source, now) + LINK_DELAY + size / rate, 0.0)
+
+    def _sources(self, keys: list[bytes], first: int, to: str) -> tuple[Source, ...]:
+        runs = self.index.runs(keys, first, to)
+        return tuple(Source(self.cluster.daemons[node].node, start, end) for node, start, end in runs)
+
+    def _account(self, gateway: str, plan: Plan, tokens: int, block_bytes: int, now: float) -> None:
+        """Takes the plan's load into account until heartbeats show it, or it ends."""
+        key = (gateway, plan.request)
+        alone = plan.prefill.worker == plan.decode.worker
+        self.cluster.assign(plan.prefill.worker, key, Assigned(now, tokens, int(alone)))
+        if not alone:
+            self.cluster.assign(plan.decode.worker, key, Assigned(now, 0, 1))
+        for source in plan.sources:
+            size = (source.last - source.first) * block_bytes
+            self.links.order(source.node.node, plan.prefill.node.node, size, now)
+        self._routes[key] = _Route(plan.attempt, plan.prefill.worker, plan.decode.worker)
+        self._plans += 1
+        while len(self._routes) > MAX_ROUTES:
+            self._end(*next(iter(self._routes)))
+
+    def _replicate(self, view: View, keys: list[bytes], now: float) -> list[Action]:
+        if not self.policy.replicates:
+            return []
+        hot = self.replicator.hit(keys, now)
+        copy = self.replicator.propose(view, keys[:hot], now)
+        if copy is None:
+            return []
+        self.links.order(copy.source, copy.to, (copy.last - copy.first) * view.block_bytes, now)
+        return [
+            OrderReplicate(
+                node=copy.to,
+                order=copy.order,
+                keys=b"".join(keys[copy.first : copy.last]),
+                parent=keys[copy.first - 1] if copy.first else NO_PARENT,
+                position=copy.first,
+                source=self.cluster.daemons[copy.source].node,
+            )
+        ]
+
+    def check(self) -> None:
+        """Raises AssertionError if a part contradicts itself or the others."""
+        self.cluster.check()
+        self.index.check()
+        for name, worker in self.cluster.workers.items():
+            for gateway, request in worker.assigned:
+                route = self._routes[gateway, request]
+                assert name in (route.prefill, route.decode), "a worker is charged for another's request"
+        assert all(gateway in self._gateways for gateway, _ in self._routes), "a route has no gateway"
+
+
+def _reference(worker: WorkerInfo) -> WorkerRef:
+    return WorkerRef(worker.worker, worker.incarnation, worker.node, worker.work)

@@ -1,0 +1,138 @@
+"""What happens to the conductor, and what it asks for: plain data, made and carried out by a shell.
+
+Reports of daemons mirror `pyengine._native`, which the conductor must not import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .messages import ConductorToGateway, GatewayToConductor, WorkerToConductor
+from .types import Node
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FromGateway:
+    """gateway: the name it gave in its GatewayHello."""
+
+    gateway: str
+    message: GatewayToConductor
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    message: WorkerToConductor
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    """Its link is gone."""
+
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """Its link is gone."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed. To be sent a few times a second: silence is noticed by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonHello:
+    node: Node
+    next_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    node: Node
+    sequence: int
+    key: bytes
+    parent: bytes
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    node: Node
+    sequence: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDump:
+    """Part of a dump of all blocks, as (key, parent, position), cut before event `sequence`; `last` ends it."""
+
+    node: Node
+    sequence: int
+    blocks: list[tuple[bytes, bytes, int]]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonHeartbeat:
+    """count, xor: of all keys published before event `next_sequence`."""
+
+    node: Node
+    next_sequence: int
+    count: int
+    xor: bytes
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    node: Node
+    order: int
+    stored: int
+    missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonGone:
+    node: Node
+
+
+DaemonReport: TypeAlias = (
+    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone
+)
+Event: TypeAlias = FromGateway | FromWorker | GatewayLost | WorkerLost | Tick | DaemonReport
+
+# -- actions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendToGateway:
+    gateway: str
+    message: ConductorToGateway
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDump:
+    """The node's daemon is to send all its published blocks."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class OrderReplicate:
+    """The node's daemon is to copy these blocks from `source`. keys: 16 bytes each; position: index of the first."""
+
+    node: str
+    order: int
+    keys: bytes
+    parent: bytes
+    position: int
+    source: Node
+
+
+Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate

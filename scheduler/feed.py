@@ -1,0 +1,132 @@
+"""Keeps the PrefixIndex equal to what daemons have published, from their numbered events.
+
+        hello, gap, drift ──> order a dump ──> parts, cut before event s ──> last part: replace; expect s + k
+                                                └─ k events after the cut are kept aside and applied to it
+
+Everything a daemon says comes in order on one session, so events that arrive before the first part are older than the
+cut, and are in the dump.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .events import BlockDump, BlockRemoved, BlockStored, DaemonHeartbeat, DaemonHello
+from .prefix_index import PrefixIndex
+
+#: A dump not finished after so long is ordered again (seconds).
+DUMP_PATIENCE = 10.0
+
+
+@dataclass(slots=True)
+class _Dump:
+    """A dump under way. stored: its blocks so far, and those of later events; removed: by later events."""
+
+    ordered: float
+    cut: int | None = None
+    events: int = 0
+    stored: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
+    removed: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Source:
+    incarnation: int
+    expected: int = 0
+    dump: _Dump | None = None
+
+
+class Feed:
+    """Each `on_…` returns True when a dump is to be ordered from the report's node."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        #: Dumps ordered, by cause.
+        self.dumps = {"hello": 0, "gap": 0, "drift": 0, "late": 0}
+        self._sources: dict[str, _Source] = {}
+
+    def current(self, node: str) -> bool:
+        """The node's entries are up to date as far as is known."""
+        source = self._sources.get(node)
+        return source is not None and source.dump is None
+
+    def on_hello(self, report: DaemonHello, now: float) -> bool:
+        """A new session: what was known of the node's earlier life is dropped."""
+        node = report.node.node
+        known = self._sources.get(node)
+        if known is None or known.incarnation != report.node.incarnation:
+            self.index.clear(node)
+            known = self._sources[node] = _Source(report.node.incarnation)
+        # A dump under way on the old session will not come.
+        known.dump = None
+        return known.expected != report.next_sequence and self._order(known, "hello", now)
+
+    def on_gone(self, node: str) -> None:
+        """Nothing can be fetched from there; if it comes back, it is asked for a dump."""
+        self.index.clear(node)
+        self._sources.pop(node, None)
+
+    def on_event(self, report: BlockStored | BlockRemoved, now: float) -> bool:
+        source = self._source(report)
+        if source is None:
+            return False
+        dump = source.dump
+        if dump is None:
+            if report.sequence < source.expected:
+                return False
+            if report.sequence > source.expected:
+                return self._order(source, "gap", now)
+            source.expected += 1
+            if isinstance(report, BlockStored):
+                self.index.add(report.node.node, report.key, report.parent, report.position)
+            else:
+                self.index.remove(report.node.node, report.key)
+        elif dump.cut is not None:
+            if report.sequence != dump.cut + dump.events:
+                return self._order(source, "gap", now)
+            dump.events += 1
+            if isinstance(report, BlockStored):
+                dump.stored[report.key] = (report.parent, report.position)
+                dump.removed.discard(report.key)
+            else:
+                dump.stored.pop(report.key, None)
+                dump.removed.add(report.key)
+        return False
+
+    def on_dump(self, report: BlockDump) -> None:
+        source = self._source(report)
+        if source is None or source.dump is None:
+            return
+        dump = source.dump
+        if dump.cut != report.sequence:
+            # The first part, or that of a newer dump than the one begun.
+            dump = source.dump = _Dump(dump.ordered, report.sequence)
+        for key, parent, position in report.blocks:
+            if key not in dump.removed:
+                dump.stored.setdefault(key, (parent, position))
+        if report.last:
+            self.index.replace(report.node.node, ((key, *where) for key, where in dump.stored.items()))
+            source.expected = report.sequence + dump.events
+            source.dump = None
+
+    def on_heartbeat(self, report: DaemonHeartbeat, now: float) -> bool:
+        source = self._source(report)
+        if source is None:
+            return False
+        if source.dump is not None:
+            return now - source.dump.ordered > DUMP_PATIENCE and self._order(source, "late", now)
+        if report.next_sequence != source.expected:
+            return self._order(source, "gap", now)
+        node = report.node.node
+        drifted = (report.count, report.xor) != (self.index.count(node), self.index.digest(node))
+        return drifted and self._order(source, "drift", now)
+
+    def _source(self, report: BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat) -> _Source | None:
+        """None for reports of a life that is over."""
+        source = self._sources.get(report.node.node)
+        return source if source is not None and source.incarnation == report.node.incarnation else None
+
+    def _order(self, source: _Source, cause: str, now: float) -> bool:
+        source.dump = _Dump(now)
+        self.dumps[cause] += 1
+        return True

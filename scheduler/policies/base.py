@@ -1,0 +1,77 @@
+"""What a policy sees, what it answers, and the few pieces that most policies share.
+
+A policy is a pure function from (view, ask, random numbers) to a choice. Who cannot serve the request (dead, too small,
+excluded) is already masked out of `view.prefills` and `view.decodes`; a policy only prefers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..cluster import Bools, Ints, View
+from ..cost import F64
+from ..types import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request against a view. Columns [W] over its workers.
+
+    prefix: leading blocks of the prompt that the worker's node holds. best: leading blocks that somebody holds. Both
+    leave at least one token to compute. transfer_seconds: to fetch what `best` has beyond `prefix`.
+    """
+
+    prompt_tokens: int
+    prefix: Ints
+    best: int
+    transfer_seconds: F64
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Rows of the view. fetch: the prefill node is to fetch the blocks it lacks from whoever holds them."""
+
+    prefill: int
+    decode: int
+    fetch: bool = True
+
+
+class Policy(Protocol):
+    """`replicates`: hot prefixes are to be copied to more nodes than the requests themselves bring them to."""
+
+    @property
+    def replicates(self) -> bool: ...
+
+    def __call__(self, view: View, ask: Ask, rng: random.Random) -> Choice: ...
+
+
+def pair(view: View, pick_prefill: Callable[[Bools], int], pick_decode: Callable[[Bools], int]) -> tuple[int, int]:
+    """Picks a prefill worker, then a decode worker; one of role both does both parts, so nothing is handed off."""
+    prefill = pick_prefill(view.prefills)
+    return prefill, prefill if view.both[prefill] else pick_decode(view.decodes)
+
+
+def lowest(scores: F64 | Ints, mask: Bools, rng: random.Random) -> int:
+    """Row of the lowest score within the mask; ties are drawn, or the first name would get all of an idle cluster."""
+    rows = np.flatnonzero(mask)
+    best = rows[scores[rows] == scores[rows].min()]
+    return int(rng.choice(best))
+
+
+def ttft(view: View, ask: Ask, fetch: Bools) -> F64:
+    """[W] predicted seconds to the first token, where `fetch` [W] says who fetches the longer prefix."""
+    prefix = np.where(fetch, np.maximum(ask.best, ask.prefix), ask.prefix)
+    transfer = np.where(fetch, ask.transfer_seconds, 0.0)
+    return transfer + view.queue_seconds + view.prefill_seconds(ask.prompt_tokens, prefix * view.block_tokens)
+
+
+def decode_load(view: View, ask: Ask) -> F64:
+    """[W] predicted gap between tokens; workers without pages for the prompt come after all others: it would wait."""
+    short = view.free_pages * view.block_tokens <= ask.prompt_tokens
+    return view.tbt + np.where(short, view.tbt.max(initial=0.0) + 1.0, 0.0)
