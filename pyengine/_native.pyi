@@ -194,11 +194,12 @@ class PoolClient:
         """Takes what has come. Never blocks."""
     def wait(self, timeout: float) -> bool:
         """Blocks up to `timeout` seconds until an event waits; True if one does."""
-    def grant(self, tag: Tag, keys: Buffer, private: bool, parent: Buffer, position: int, wait: bool) -> None:
+    def grant(self, tag: Tag, keys: Buffer, private: bool, parent: Buffer, position: int, mode: str) -> None:
         """Reserves or pins a slot per key, plus one private slot: all or nothing; -> Granted or Refused.
 
         parent: the key before keys[0] (16 zero bytes at the head); position: index of keys[0] in its prefix.
-        wait: wait in arrival order for room (True), or be refused "full" at once (False).
+        mode: "wait" waits in arrival order for room; "now" is refused "full" at once; "staging" waits ahead of "wait"
+        and may take the last slot, which the others leave: for single blocks that are let go when a push has arrived.
         """
     def lookup(self, tag: Tag, keys: Buffer) -> None:
         """Pins the longest leading run of committed keys under `tag`; -> Located."""
@@ -208,9 +209,12 @@ class PoolClient:
         """Fills own reserved blocks from a peer's pool; -> one Fetched per index."""
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
-    def push(self, local: Tag, tag: Tag, indices: Sequence[int], note: Buffer | None = None) -> None:
-        """Sends blocks held (committed) under the grant `local` to the same indices of the opened grant `tag`; -> Pushed.
+    def push(
+        self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: Buffer | None = None
+    ) -> None:
+        """Sends blocks held (committed) under the grant `local` to these indices of the opened grant `tag`; -> Pushed.
 
+        Block i is taken from index i - first of `local`.
         If `tag` lies in this arena (Opened had slots), the blocks written there are committed and `local` is ignored.
         The note (at most NOTE_LIMIT bytes) arrives after the last commit; give it with the last push.
         """

@@ -285,7 +285,9 @@ impl Engine {
             LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
             LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, from),
             LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
-            LocalRequest::Push { local, indices, note, .. } => self.push(client, local, tag, &indices, note),
+            LocalRequest::Push { local, indices, first, note, .. } => {
+                self.push(client, local, tag, &indices, first, note);
+            }
             LocalRequest::Corrupt { index, .. } => self.corrupt(client, tag, index),
             LocalRequest::Attach { .. } | LocalRequest::End { .. } | LocalRequest::Counters { .. } => {}
         }
@@ -493,14 +495,23 @@ impl Engine {
 
     /// True if nothing is held, awaited or under way: all that is left is the cache.
     pub fn idle(&self) -> bool {
-        self.clients.values().all(BTreeSet::is_empty)
-            && self.visits.is_empty()
-            && self.opens.is_empty()
-            && self.fetches.is_empty()
-            && self.serving.is_empty()
-            && self.copies.is_empty()
-            && self.links.values().all(|link| link.waiting.is_empty())
-            && self.store.as_ref().is_none_or(|store| store.pool.idle())
+        self.unfinished().is_empty()
+    }
+
+    /// What is held, awaited or under way, for a person.
+    pub fn unfinished(&self) -> Vec<String> {
+        let waiting = self.links.values().flat_map(|link| &link.waiting);
+        let mut all: Vec<String> = Vec::new();
+        all.extend(self.clients.iter().filter(|(_, tags)| !tags.is_empty()).map(|client| format!("owed {client:?}")));
+        all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
+        all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
+        all.extend(self.fetches.iter().map(|fetch| format!("fetch {fetch:?}")));
+        all.extend(self.serving.iter().map(|serving| format!("serving {serving:?}")));
+        all.extend(self.copies.values().chain(waiting).map(|copy| format!("copy {copy:?}")));
+        if let Some(store) = self.store.as_ref().filter(|store| !store.pool.idle()) {
+            all.push(format!("pool {:?} with grants {:?}", store.pool.occupancy(), store.pool.grants()));
+        }
+        all
     }
 
     /// Asserts every invariant.

@@ -54,6 +54,10 @@ pub enum GrantMode {
     Wait,
     /// All or `Refusal::Full`, at once (write-through: no slot, not cached).
     Now,
+    /// As `Wait`, ahead of those, and the only mode that may take the pool's last slot. For one block that will be let
+    /// go by events that wait for nobody else's slots (a push into an opened grant): so pushes between nodes that fill
+    /// each other's grants always go on.
+    Staging,
 }
 
 /// From a local client (a worker) to its daemon.
@@ -73,9 +77,10 @@ pub enum LocalRequest {
     /// Asks the node `to` for its grant under `tag`, waiting until it exists, at most `within_ms`.
     /// If `to` is this very daemon, the answer carries the slots and the client becomes a writer of them.
     Open { tag: Tag, to: NodeAddress, within_ms: u64 },
-    /// Sends blocks held under `local` to the same indices of the opened grant `tag`; in the end the note, after the
-    /// last commit. On one arena (`to` is this daemon) the blocks are committed in place.
-    Push { local: Tag, tag: Tag, indices: Vec<u32>, note: Option<Vec<u8>> },
+    /// Sends blocks held under `local` to these indices of the opened grant `tag`; in the end the note, after the last
+    /// commit. On one arena (`to` is this daemon) the blocks are committed in place.
+    /// Block `index` is taken from index `index - first` of `local`.
+    Push { local: Tag, tag: Tag, indices: Vec<u32>, first: u32, note: Option<Vec<u8>> },
     /// Reports that the strips of this block failed their checksum: it is unpublished at once.
     Corrupt { tag: Tag, index: u32 },
     /// Ends a tag in every way it is known here: waiting, granted, looked up, opened, pushing. Idempotent.

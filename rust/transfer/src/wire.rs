@@ -321,7 +321,7 @@ mod tests {
                 LocalRequest::Grant { tag, keys: keys.clone(), private: 1, parent, position, mode: GrantMode::Wait },
                 LocalRequest::Lookup { tag, keys },
                 LocalRequest::Open { tag, to, within_ms: 7 },
-                LocalRequest::Push { local: tag, tag, indices: vec![0, position], note },
+                LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, note },
             ] {
                 prop_assert_eq!(decode::<LocalRequest>(&encode(&request)).expect("own encoding"), request);
             }

@@ -117,7 +117,15 @@ impl Engine {
         self.tell(client, LocalEvent::Opened { tag, committed, slots: Vec::new() });
     }
 
-    pub(super) fn push(&mut self, client: ClientId, local: Tag, tag: Tag, indices: &[u32], note: Option<Vec<u8>>) {
+    pub(super) fn push(
+        &mut self,
+        client: ClientId,
+        local: Tag,
+        tag: Tag,
+        indices: &[u32],
+        first: u32,
+        note: Option<Vec<u8>>,
+    ) {
         if note.as_ref().is_some_and(|note| note.len() > NOTE_LIMIT) {
             return self.refuse(client, tag, Refusal::Protocol);
         }
@@ -146,7 +154,8 @@ impl Engine {
                 let mut present = Vec::new();
                 let mut wrong = filling.noted;
                 for &index in indices {
-                    let source = pool.granted_at(holder, index).filter(|slot| slot.committed);
+                    let source = index.checked_sub(first).and_then(|index| pool.granted_at(holder, index));
+                    let source = source.filter(|slot| slot.committed);
                     match (filling.slots.get(index as usize), source) {
                         (Some(slot), _) if slot.committed => present.push(index),
                         (Some(slot), Some(source)) => copies.push((index, source.slot, slot.slot)),

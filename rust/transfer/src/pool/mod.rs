@@ -178,6 +178,15 @@ struct Held {
     looked: Vec<u32>,
 }
 
+/// Slots that a grant must leave to others: whoever may wait for something else while it holds slots leaves one for
+/// staging.
+fn spare(mode: GrantMode) -> usize {
+    match mode {
+        GrantMode::Wait | GrantMode::Now => 1,
+        GrantMode::Staging => 0,
+    }
+}
+
 /// The pool of one node. Every operation leaves [`Pool::check`] true.
 pub struct Pool<M: Lives> {
     memory: M,
@@ -189,7 +198,8 @@ pub struct Pool<M: Lives> {
     held: HashMap<Holder, Held>,
     /// Which client was granted a tag (or waits for it).
     granted: HashMap<Tag, ClientId>,
-    waiting: VecDeque<(Holder, Wish)>,
+    /// In the order of granting: staging ones first, each kind in arrival order.
+    waiting: VecDeque<(Holder, Wish, GrantMode)>,
     waiting_limit: usize,
     /// Slots that a local client may write though another one holds them.
     writers: HashMap<Holder, HashSet<u32>>,
@@ -245,13 +255,17 @@ impl<M: Lives> Pool<M> {
         if taken || granted || distinct.len() != wish.keys.len() || overflow {
             return Granting::Refused(Refusal::Protocol);
         }
-        if wish.slots() > self.slots.len() {
+        if wish.slots() + spare(mode) > self.slots.len() {
             return Granting::Refused(Refusal::TooLarge);
         }
         // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
         let present = wish.keys.iter().filter(|key| self.index.contains_key(key)).count();
-        if (self.waiting.is_empty() || present == wish.slots())
-            && let Some(slots) = self.try_grant(holder, &wish)
+        let next = match mode {
+            GrantMode::Staging => self.waiting.front().is_none_or(|(_, _, mode)| *mode != GrantMode::Staging),
+            GrantMode::Wait | GrantMode::Now => self.waiting.is_empty(),
+        };
+        if (next || present == wish.slots())
+            && let Some(slots) = self.try_grant(holder, &wish, mode)
         {
             return Granting::Held(slots);
         }
@@ -261,7 +275,11 @@ impl<M: Lives> Pool<M> {
         if let Some(client) = holder.client {
             self.granted.insert(holder.tag, client);
         }
-        self.waiting.push_back((holder, wish));
+        let place = match mode {
+            GrantMode::Staging => self.waiting.iter().take_while(|(_, _, mode)| *mode == GrantMode::Staging).count(),
+            GrantMode::Wait | GrantMode::Now => self.waiting.len(),
+        };
+        self.waiting.insert(place, (holder, wish, mode));
         Granting::Waiting
     }
 
@@ -269,11 +287,11 @@ impl<M: Lives> Pool<M> {
     pub fn advance(&mut self) -> Vec<(Holder, Vec<GrantedSlot>)> {
         self.sweep();
         let mut granted = Vec::new();
-        while let Some((holder, wish)) = self.waiting.pop_front() {
-            match self.try_grant(holder, &wish) {
+        while let Some((holder, wish, mode)) = self.waiting.pop_front() {
+            match self.try_grant(holder, &wish, mode) {
                 Some(slots) => granted.push((holder, slots)),
                 None => {
-                    self.waiting.push_front((holder, wish));
+                    self.waiting.push_front((holder, wish, mode));
                     break;
                 }
             }
@@ -281,12 +299,12 @@ impl<M: Lives> Pool<M> {
         granted
     }
 
-    fn try_grant(&mut self, holder: Holder, wish: &Wish) -> Option<Vec<GrantedSlot>> {
+    fn try_grant(&mut self, holder: Holder, wish: &Wish, mode: GrantMode) -> Option<Vec<GrantedSlot>> {
         let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
         let kept = present.iter().flatten().filter(|&&slot| self.evict.contains(slot)).count();
-        if need > self.free.len() + self.evict.len() - kept {
+        if need + spare(mode) > self.free.len() + self.evict.len() - kept {
             return None;
         }
         // Pinned first, so that making room cannot take what is already here.
@@ -331,9 +349,15 @@ impl<M: Lives> Pool<M> {
         true
     }
 
-    /// Pins the longest leading run of keys that is published.
+    /// Pins the longest leading run of keys that is published, but never the last slot that could be had for staging.
     pub fn lookup(&mut self, holder: Holder, keys: &[BlockKey]) -> Vec<SlotRef> {
-        let found: Vec<u32> = keys.iter().map_while(|key| self.index.get(key).copied()).collect();
+        let mut available = self.free.len() + self.evict.len();
+        let may_pin = |slot: &u32| {
+            available -= usize::from(self.evict.contains(*slot));
+            available >= 1
+        };
+        let published = keys.iter().map_while(|key| self.index.get(key).copied());
+        let found: Vec<u32> = published.take_while(may_pin).collect();
         self.tally.hits += found.len() as u64;
         self.tally.misses += (keys.len() - found.len()) as u64;
         if !found.is_empty() {
@@ -427,7 +451,7 @@ impl<M: Lives> Pool<M> {
     /// Drops everything a holder has: waiting, reserved, pinned. True if it had or awaited a grant.
     pub fn release(&mut self, holder: Holder) -> bool {
         let before = self.waiting.len();
-        self.waiting.retain(|(waiting, _)| *waiting != holder);
+        self.waiting.retain(|(waiting, _, _)| *waiting != holder);
         let mut granted = self.waiting.len() != before;
         let held = self.held.remove(&holder).unwrap_or_default();
         // From tail to head, so that the head of a prefix counts as used last.
@@ -675,7 +699,7 @@ impl<M: Lives> Pool<M> {
         }
         let clients = |holder: &Holder, held: &Held| holder.client.is_some() && held.grant.is_some();
         let known = self.held.iter().filter(|(holder, held)| clients(holder, held)).count()
-            + self.waiting.iter().filter(|(holder, _)| holder.client.is_some()).count();
+            + self.waiting.iter().filter(|(holder, _, _)| holder.client.is_some()).count();
         assert_eq!(self.granted.len(), known, "a tag is known without a grant");
         let mut writers = vec![0; self.slots.len()];
         self.writers.values().flatten().for_each(|&slot| writers[slot as usize] += 1);
@@ -721,5 +745,7 @@ impl<M: Lives> Pool<M> {
             }
         }
         assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
+        let staging = self.waiting.iter().map(|(_, _, mode)| *mode == GrantMode::Staging);
+        assert!(staging.is_sorted_by(|before, after| before >= after), "a staging grant waits behind another kind");
     }
 }

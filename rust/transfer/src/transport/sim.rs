@@ -426,6 +426,8 @@ struct Session {
     id: u64,
     /// Both ends, in the order of [`pair`].
     ends: [NodeAddress; 2],
+    /// A message was lost: as a session keeps order and loses nothing, it cannot go on.
+    torn: bool,
 }
 
 /// Engines over a network, and all that happens between them.
@@ -508,9 +510,13 @@ impl World {
         }
     }
 
-    /// What was cut is whole again.
+    /// What was cut is whole again; a session that has lost something meanwhile ends.
     pub fn heal(&mut self, a: &str, b: &str) {
-        self.network.inner().cut.remove(&pair(&a.to_owned(), &b.to_owned()));
+        let key = pair(&a.to_owned(), &b.to_owned());
+        self.network.inner().cut.remove(&key);
+        if self.sessions.get(&key).is_some_and(|session| session.torn) {
+            self.break_session(a, b);
+        }
     }
 
     /// A client of a node's daemon asks for something.
@@ -597,9 +603,11 @@ impl World {
                 }
             }
             Control::Message { at, from, session, message } => {
-                let held = self.sessions.get(&pair(&at, &from)).is_some_and(|held| held.id == session);
-                if held && !self.network.inner().is_cut(&at, &from) {
-                    self.feed(&at, Input::Peer { peer: from, message });
+                let cut = self.network.inner().is_cut(&at, &from);
+                match self.sessions.get_mut(&pair(&at, &from)).filter(|held| held.id == session) {
+                    Some(held) if cut || held.torn => held.torn = true,
+                    Some(_) => self.feed(&at, Input::Peer { peer: from, message }),
+                    None => {}
                 }
             }
         }
@@ -619,7 +627,7 @@ impl World {
             None => {
                 let id = self.network.inner().number();
                 let ends = if key.0 == by.node { [by.clone(), peer.clone()] } else { [peer.clone(), by.clone()] };
-                self.sessions.insert(key, Session { id, ends });
+                self.sessions.insert(key, Session { id, ends, torn: false });
                 id
             }
         };
