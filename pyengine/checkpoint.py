@@ -246,7 +246,9 @@ def _parse_config(config: dict[str, Any]) -> ModelConfig:
         )
     except KeyError as error:
         raise ModelError(f"config.json: {error.args[0]!r} is missing") from error
-    except (TypeError, ZeroDivisionError) as error:
+    except ModelError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"config.json: a number is expected ({error})") from error
 
 
@@ -496,7 +498,10 @@ def _convert_tokenizer(fields: dict[str, Callable[[], Any]], folder: Path, path:
     merges = [tuple(merge.split(" ", 1)) for merge in _field(fields, "tokenizer.ggml.merges", path)]
     types: list[int] = fields["tokenizer.ggml.token_type"]() if "tokenizer.ggml.token_type" in fields else []
 
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # the library raises nothing more exact
+        raise ModelError(f"{path}: the tokenizer's vocabulary and merges do not fit together ({error})") from error
     if PRE_TOKENIZERS[pre]:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [

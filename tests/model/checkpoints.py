@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 2**-16,  # exact in the fp32 of a GGUF file
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     "tie_word_embeddings": False,
     "bos_token_id": 256,
