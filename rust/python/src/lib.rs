@@ -1,0 +1,42 @@
+//! `pyengine._native`: converts between Python and the transfer engine, and releases the GIL. Nothing else.
+//!
+//! The contract is in `pyengine/_native.pyi`.
+
+mod buffers;
+mod daemon;
+mod errors;
+mod keys;
+mod pool;
+mod report;
+mod values;
+
+use pyo3::prelude::*;
+
+/// The Rust side: block keys, a node's pool, and the links between nodes.
+#[pymodule(gil_used = false)]
+mod _native {
+    #[pymodule_export]
+    use super::daemon::{Daemon, transferd_main};
+    #[pymodule_export]
+    use super::errors::{BugError, GiveUpError, RetryError, TransferError};
+    #[pymodule_export]
+    use super::keys::{block_keys, derive_key, root_key};
+    #[pymodule_export]
+    use super::pool::{
+        Arrived, Complete, Counters, Disconnected, Fetched, Granted, Located, Opened, PoolClient, Pushed, Refused,
+    };
+    #[pymodule_export]
+    use super::report::{
+        BlockDump, BlockRemoved, BlockStored, DaemonGone, DaemonHeartbeat, DaemonHello, Replicated, ReportEndpoint,
+    };
+    #[pymodule_export]
+    use super::values::{NodeAddress, Slot, Tag};
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("KEY_BYTES", size_of::<transfer::types::BlockKey>())?;
+        module.add("NOTE_LIMIT", transfer::messages::NOTE_LIMIT)
+    }
+}

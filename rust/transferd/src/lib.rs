@@ -1,0 +1,212 @@
+//! The command line of `transferd`, for the binary and for the wheel's console script.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
+use serde::{Deserialize, Serialize};
+use transfer::config::{Config, parse_bytes, read_session_key};
+use transfer::daemon::Daemon;
+use transfer::error::Error;
+
+/// Serves one node's KV pool until SIGTERM or SIGINT. Flags win over the file.
+#[derive(Parser, Debug)]
+#[command(name = "transferd", version)]
+struct Arguments {
+    /// TOML file with node, dram_bytes, listen, advertise, socket, conductor, secret_file
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Id of this node, unique in the cluster
+    #[arg(long)]
+    node: Option<String>,
+    /// Size of the arena, such as 2GiB
+    #[arg(long, value_name = "SIZE")]
+    dram_bytes: Option<String>,
+    /// Where peers connect; port 0: any free one
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: Option<String>,
+    /// What peers dial, where it is not the same as --listen
+    #[arg(long, value_name = "HOST:PORT")]
+    advertise: Option<String>,
+    /// Unix socket for local workers
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// The conductor's endpoint for daemons
+    #[arg(long, value_name = "HOST:PORT")]
+    conductor: Option<String>,
+    /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
+    #[arg(long, value_name = "FILE")]
+    secret_file: Option<PathBuf>,
+    /// Write one line of JSON with node, address, incarnation and socket to this descriptor when serving
+    #[arg(long, value_name = "N")]
+    ready_fd: Option<u32>,
+    /// Stop when the process that started this one ends
+    #[arg(long)]
+    die_with_parent: bool,
+    /// What to log to stderr: error, warn, info, debug, or a tracing filter
+    #[arg(long, default_value = "info")]
+    log: String,
+}
+
+/// The file. Unknown keys are refused, naming the known ones.
+#[derive(Deserialize, Debug, Default)]
+#[serde(deny_unknown_fields)]
+struct File {
+    node: Option<String>,
+    dram_bytes: Option<Size>,
+    listen: Option<String>,
+    advertise: Option<String>,
+    socket: Option<PathBuf>,
+    conductor: Option<String>,
+    secret_file: Option<PathBuf>,
+}
+
+#[derive(Deserialize, Debug)]
+#[serde(untagged, expecting = "a size: a number of bytes, or a text such as \"2GiB\"")]
+enum Size {
+    Bytes(u64),
+    Text(String),
+}
+
+#[derive(Serialize)]
+struct Ready<'a> {
+    node: &'a str,
+    address: &'a str,
+    incarnation: u64,
+    socket: Option<&'a Path>,
+}
+
+/// Runs the daemon with these arguments (without the program's name); returns the exit status: 0 after a signal, 2 for
+/// a mistake in the arguments or the configuration, 1 for anything else.
+pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
+    let arguments = match Arguments::try_parse_from(std::iter::once("transferd".into()).chain(arguments)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            // Help and version come here too. If the terminal is gone there is nobody to tell.
+            let _ = error.print();
+            return error.exit_code();
+        }
+    };
+    match serve(&arguments) {
+        Ok(()) => 0,
+        Err(error) => {
+            eprintln!("transferd: {error}");
+            if error.kind == transfer::error::ErrorKind::GiveUp { 2 } else { 1 }
+        }
+    }
+}
+
+fn serve(arguments: &Arguments) -> Result<(), Error> {
+    if arguments.die_with_parent {
+        nix::sys::prctl::set_pdeathsig(Signal::SIGTERM)
+            .map_err(|errno| Error::give_up(format!("--die-with-parent: {errno}")))?;
+    }
+    let filter = tracing_subscriber::EnvFilter::try_new(&arguments.log)
+        .map_err(|error| Error::give_up(format!("--log {:?}: {error}", arguments.log)))?;
+    // Fails if this process logs already; then that log is used.
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let config = configure(arguments)?;
+
+    // Blocked before any thread starts, so that all inherit it and only `wait` takes them.
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGTERM);
+    signals.add(Signal::SIGINT);
+    let mut before = SigSet::empty();
+    let masking = |errno| Error::give_up(format!("cannot block signals: {errno}"));
+    pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), Some(&mut before)).map_err(masking)?;
+    let outcome = Daemon::start(&config).and_then(|mut daemon| {
+        let address = daemon.address();
+        tracing::info!(node = %address.node, address = %address.address, "serving");
+        let socket = config.socket.as_deref();
+        let ready =
+            Ready { node: &address.node, address: &address.address, incarnation: address.incarnation, socket };
+        if let Some(descriptor) = arguments.ready_fd {
+            announce(descriptor, &ready)?;
+        }
+        let signal = signals.wait().map_err(|errno| Error::give_up(format!("cannot wait for signals: {errno}")))?;
+        tracing::info!("stopping on {signal}");
+        daemon.stop();
+        Ok(())
+    });
+    pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None).map_err(masking)?;
+    outcome
+}
+
+fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {
+    let problem = |error: &dyn std::fmt::Display| Error::give_up(format!("--ready-fd {descriptor}: {error}"));
+    let mut line = serde_json::to_vec(ready).map_err(|error| problem(&error))?;
+    line.push(b'\n');
+    let mut pipe = std::fs::OpenOptions::new()
+        .write(true)
+        .open(format!("/proc/self/fd/{descriptor}"))
+        .map_err(|error| problem(&error))?;
+    pipe.write_all(&line).map_err(|error| problem(&error))?;
+    // The inherited one is closed too, so that the reader sees the end.
+    nix::unistd::close(descriptor as i32).map_err(|error| problem(&error))
+}
+
+fn configure(arguments: &Arguments) -> Result<Config, Error> {
+    let file = match &arguments.config {
+        None => File::default(),
+        Some(path) => {
+            let problem = |error: &dyn std::fmt::Display| Error::give_up(format!("{}: {error}", path.display()));
+            let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
+            toml::from_str(&text).map_err(|error| problem(&error))?
+        }
+    };
+    let missing = |key: &str, flag: &str| Error::give_up(format!("no {key}: give {flag}, or {key} in the --config file"));
+    let dram_bytes = match (&arguments.dram_bytes, file.dram_bytes) {
+        (Some(text), _) => parse_bytes(text)?,
+        (None, Some(Size::Text(text))) => parse_bytes(&text)?,
+        (None, Some(Size::Bytes(bytes))) => bytes,
+        (None, None) => return Err(missing("dram_bytes", "--dram-bytes")),
+    };
+    let secret = arguments.secret_file.clone().or(file.secret_file);
+    let config = Config {
+        node: arguments.node.clone().or(file.node).ok_or_else(|| missing("node", "--node"))?,
+        dram_bytes,
+        listen: arguments.listen.clone().or(file.listen),
+        advertise: arguments.advertise.clone().or(file.advertise),
+        socket: arguments.socket.clone().or(file.socket),
+        conductor: arguments.conductor.clone().or(file.conductor),
+        session_key: secret.as_deref().map(read_session_key).transpose()?,
+    };
+    if config.listen.is_none() && config.socket.is_none() {
+        return Err(missing("way in: no socket and no listen", "--socket or --listen"));
+    }
+    Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: what the file and the flags say arrives; mistakes are named. Method: parse without starting.
+    use super::*;
+
+    fn arguments(list: &[&str]) -> Arguments {
+        Arguments::try_parse_from(std::iter::once("transferd").chain(list.iter().copied())).expect("good flags")
+    }
+
+    #[test]
+    fn flags_win_over_the_file() {
+        let directory = std::env::temp_dir().join(format!("pyengine-transferd-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).expect("a temporary directory");
+        let path = directory.join("a.toml");
+        std::fs::write(&path, "node = \"n1\"\ndram_bytes = \"2GiB\"\nlisten = \"127.0.0.1:0\"\n").expect("writable");
+        let path_text = path.to_str().expect("a plain path");
+        let config = configure(&arguments(&["--config", path_text, "--node", "n2"])).expect("good");
+        assert_eq!((config.node.as_str(), config.dram_bytes), ("n2", 2 << 30));
+
+        std::fs::write(&path, "node = \"n1\"\ndram_byte = 5\n").expect("writable");
+        let error = configure(&arguments(&["--config", path_text])).expect_err("an unknown key").message;
+        assert!(error.contains("dram_byte") && error.contains("secret_file"), "{error}");
+        std::fs::remove_dir_all(&directory).expect("our own directory");
+
+        let error = configure(&arguments(&["--node", "n", "--dram-bytes", "much"])).expect_err("no size").message;
+        assert!(error.contains("2GiB"), "{error}");
+        let error = configure(&arguments(&["--node", "n"])).expect_err("no size").message;
+        assert!(error.contains("--dram-bytes"), "{error}");
+        assert!(configure(&arguments(&["--node", "n", "--dram-bytes", "1MiB"])).is_err(), "no way in");
+    }
+}

@@ -1,0 +1,68 @@
+//! `Daemon`, and the command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use transfer::config::{Config, session_key};
+use transfer::daemon;
+use transfer::types::Layout;
+
+use crate::buffers::Readable;
+use crate::errors::exception;
+use crate::pool::PoolClient;
+use crate::values::{Living, NodeAddress, counters};
+
+/// A node's daemon inside this process.
+#[pyclass(frozen, module = "pyengine._native")]
+pub struct Daemon {
+    living: Living<daemon::Daemon>,
+    address: NodeAddress,
+}
+
+#[pymethods]
+impl Daemon {
+    #[new]
+    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None))]
+    fn new(
+        py: Python<'_>,
+        node: String,
+        dram_bytes: u64,
+        session_key: Readable,
+        listen: Option<String>,
+        socket: Option<PathBuf>,
+        conductor: Option<String>,
+    ) -> PyResult<Self> {
+        let session_key = self::session_key(session_key.bytes()).map_err(exception)?;
+        let config = Config { node, dram_bytes, listen, advertise: None, socket, conductor, session_key };
+        let daemon = py.detach(|| daemon::Daemon::start(&config)).map_err(exception)?;
+        let address = NodeAddress(daemon.address().clone());
+        Ok(Self { living: Living::new(daemon), address })
+    }
+
+    #[getter]
+    fn address(&self) -> NodeAddress {
+        self.address.clone()
+    }
+
+    fn attach(&self, py: Python<'_>, incarnation: u64, strips: u32, strip_bytes: u32) -> PyResult<PoolClient> {
+        let layout = Layout { strips, strip_bytes };
+        self.living.with(py, |daemon| daemon.attach(incarnation, layout))?.map(PoolClient::new).map_err(exception)
+    }
+
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let values = self.living.with(py, daemon::Daemon::counters)?.map_err(exception)?;
+        counters(py, values)
+    }
+
+    fn stop(&self, py: Python<'_>) -> PyResult<()> {
+        self.living.close(py)
+    }
+}
+
+/// The `transferd` command line.
+#[pyfunction]
+pub fn transferd_main(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
+    py.detach(|| transferd::run(arguments.into_iter()))
+}

@@ -1,0 +1,299 @@
+//! `PoolClient` and its events.
+
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use transfer::client::{self, ClientEvent};
+use transfer::config::{open_key, session_key};
+use transfer::messages::{GrantMode, GrantedSlot, LocalEvent, LocalRequest};
+use transfer::types::{BlockKey, Layout, SlotRef};
+
+use crate::buffers::{Readable, Writable};
+use crate::errors::{bug, exception};
+use crate::values::{Living, NodeAddress, Slot, Tag, counters, refusal_name};
+
+/// Declares an event: a frozen class with getters, a repr and `__match_args__`.
+macro_rules! event {
+    ($(#[$meta:meta])* $name:ident { $($field:ident: $type:ty),+ }) => {
+        $(#[$meta])*
+        #[pyclass(frozen, get_all, module = "pyengine._native")]
+        pub struct $name {
+            $(pub $field: $type),+
+        }
+
+        #[pymethods]
+        impl $name {
+            #[classattr]
+            fn __match_args__() -> [&'static str; [$(stringify!($field)),+].len()] {
+                [$(stringify!($field)),+]
+            }
+
+            fn __repr__(slf: Bound<'_, Self>) -> PyResult<String> {
+                let mut fields = Vec::new();
+                $(fields.push(slf.getattr(stringify!($field))?.repr()?.to_string());)+
+                Ok(format!("{}({})", stringify!($name), fields.join(", ")))
+            }
+        }
+    };
+}
+pub(crate) use event;
+
+event!(
+    /// The grant is held.
+    Granted { tag: Tag, slots: Py<PyList> }
+);
+event!(
+    /// The pinned leading blocks.
+    Located { tag: Tag, slots: Py<PyList> }
+);
+event!(
+    /// A grant, open, push or the whole tag failed.
+    Refused { tag: Tag, refusal: &'static str }
+);
+event!(
+    /// Answer to `open`.
+    Opened { tag: Tag, committed: Py<PyList>, slots: Py<PyList> }
+);
+event!(
+    /// These blocks of the own grant have become readable.
+    Arrived { tag: Tag, indices: Py<PyList> }
+);
+event!(
+    /// Every block of the own grant is readable and the pusher's note is here.
+    Complete { tag: Tag, note: Py<PyBytes> }
+);
+event!(
+    /// Outcome of one index of a `fetch`.
+    Fetched { tag: Tag, index: u32, refusal: Option<&'static str> }
+);
+event!(
+    /// These pushed blocks are applied and verified at the destination.
+    Pushed { tag: Tag, indices: Py<PyList>, note: bool }
+);
+event!(
+    /// The daemon's counters.
+    Counters { values: Py<PyDict> }
+);
+event!(
+    /// The daemon is gone.
+    Disconnected { reason: String }
+);
+
+/// A worker's link to its node's pool.
+#[pyclass(frozen, module = "pyengine._native")]
+pub struct PoolClient {
+    living: Living<client::PoolClient>,
+    node: NodeAddress,
+    slots: u32,
+}
+
+impl PoolClient {
+    pub fn new(client: client::PoolClient) -> Self {
+        let (node, slots) = (NodeAddress(client.node().clone()), client.arena().slots());
+        Self { living: Living::new(client), node, slots }
+    }
+
+    fn request(&self, py: Python<'_>, request: LocalRequest) -> PyResult<()> {
+        self.living.with(py, |client| client.request(request))?.map_err(exception)
+    }
+}
+
+#[pymethods]
+impl PoolClient {
+    /// Dials the daemon's unix socket, proves the session key both ways, maps the arena.
+    #[staticmethod]
+    #[pyo3(signature = (socket, session_key, incarnation, strips, strip_bytes, timeout = 5.0))]
+    fn connect(
+        py: Python<'_>,
+        socket: PathBuf,
+        session_key: Readable,
+        incarnation: u64,
+        strips: u32,
+        strip_bytes: u32,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let key = self::session_key(session_key.bytes()).map_err(exception)?.unwrap_or_else(open_key);
+        let layout = Layout { strips, strip_bytes };
+        let timeout = seconds(timeout)?;
+        py.detach(|| client::PoolClient::connect(&socket, key, incarnation, layout, timeout))
+            .map(Self::new)
+            .map_err(exception)
+    }
+
+    #[getter]
+    fn node(&self) -> NodeAddress {
+        self.node.clone()
+    }
+
+    #[getter]
+    fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.living.with(py, |client| client.descriptor().as_raw_fd())
+    }
+
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let events = self.living.with(py, client::PoolClient::events)?;
+        events.into_iter().filter_map(|event| convert(py, event).transpose()).collect()
+    }
+
+    fn wait(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
+        let timeout = seconds(timeout)?;
+        self.living.with(py, |client| client.wait(timeout))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    fn grant(
+        &self,
+        py: Python<'_>,
+        tag: &Tag,
+        keys: Readable,
+        private: bool,
+        parent: Readable,
+        position: u32,
+        mode: &str,
+    ) -> PyResult<()> {
+        let request = LocalRequest::Grant {
+            tag: tag.0,
+            keys: keys.keys()?,
+            private: private.into(),
+            parent: BlockKey(parent.exactly("parent")?),
+            position,
+            mode: grant_mode(mode)?,
+        };
+        self.request(py, request)
+    }
+
+    fn lookup(&self, py: Python<'_>, tag: &Tag, keys: Readable) -> PyResult<()> {
+        self.request(py, LocalRequest::Lookup { tag: tag.0, keys: keys.keys()? })
+    }
+
+    fn commit(&self, py: Python<'_>, tag: &Tag, indices: Vec<u32>) -> PyResult<()> {
+        self.request(py, LocalRequest::Commit { tag: tag.0, indices })
+    }
+
+    fn fetch(&self, py: Python<'_>, tag: &Tag, indices: Vec<u32>, source: &NodeAddress) -> PyResult<()> {
+        self.request(py, LocalRequest::Fetch { tag: tag.0, indices, from: source.0.clone() })
+    }
+
+    fn open(&self, py: Python<'_>, tag: &Tag, to: &NodeAddress, within: f64) -> PyResult<()> {
+        let within_ms = u64::try_from(seconds(within)?.as_millis()).unwrap_or(u64::MAX);
+        self.request(py, LocalRequest::Open { tag: tag.0, to: to.0.clone(), within_ms })
+    }
+
+    #[pyo3(signature = (local, tag, indices, first = 0, note = None))]
+    fn push(
+        &self,
+        py: Python<'_>,
+        local: &Tag,
+        tag: &Tag,
+        indices: Vec<u32>,
+        first: u32,
+        note: Option<Readable>,
+    ) -> PyResult<()> {
+        let note = note.map(|note| note.bytes().to_vec());
+        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, note })
+    }
+
+    fn corrupt(&self, py: Python<'_>, tag: &Tag, index: u32) -> PyResult<()> {
+        self.request(py, LocalRequest::Corrupt { tag: tag.0, index })
+    }
+
+    fn end(&self, py: Python<'_>, tag: &Tag) -> PyResult<()> {
+        self.request(py, LocalRequest::End { tag: tag.0 })
+    }
+
+    fn request_counters(&self, py: Python<'_>) -> PyResult<()> {
+        self.request(py, LocalRequest::Counters { ticket: 0 })
+    }
+
+    #[pyo3(signature = (slot, generation, source, first_strip = 0))]
+    fn store(&self, py: Python<'_>, slot: u32, generation: u32, source: Readable, first_strip: u32) -> PyResult<()> {
+        let bytes = source.bytes();
+        self.living
+            .with(py, |client| client.store(SlotRef { slot, generation }, first_strip, bytes))?
+            .map_err(exception)
+    }
+
+    #[pyo3(signature = (slot, generation, into, first_strip = 0))]
+    fn load(
+        &self,
+        py: Python<'_>,
+        slot: u32,
+        generation: u32,
+        mut into: Writable,
+        first_strip: u32,
+    ) -> PyResult<bool> {
+        let bytes = into.bytes();
+        self.living
+            .with(py, |client| client.load(SlotRef { slot, generation }, first_strip, bytes))?
+            .map_err(exception)
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.living.close(py)
+    }
+}
+
+fn grant_mode(name: &str) -> PyResult<GrantMode> {
+    match name {
+        "wait" => Ok(GrantMode::Wait),
+        "now" => Ok(GrantMode::Now),
+        "staging" => Ok(GrantMode::Staging),
+        _ => Err(bug(format!("a grant's mode is \"wait\", \"now\" or \"staging\", not {name:?}"))),
+    }
+}
+
+fn seconds(value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|_| bug(format!("{value} is no number of seconds to wait")))
+}
+
+/// An event as an object; `None` for what the client has already used itself.
+fn convert<'py>(py: Python<'py>, event: ClientEvent) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let list = |slots: Vec<GrantedSlot>| -> PyResult<Py<PyList>> {
+        Ok(PyList::new(py, slots.into_iter().map(Slot))?.unbind())
+    };
+    let numbers = |indices: Vec<u32>| -> PyResult<Py<PyList>> { Ok(PyList::new(py, indices)?.unbind()) };
+    let event = match event {
+        ClientEvent::Arena(_) => return Ok(None),
+        ClientEvent::Disconnected(reason) => Bound::new(py, Disconnected { reason })?.into_any(),
+        ClientEvent::Event(event) => match event {
+            LocalEvent::Attached { .. } | LocalEvent::AttachRefused { .. } => return Ok(None),
+            LocalEvent::Granted { tag, slots } => {
+                Bound::new(py, Granted { tag: Tag(tag), slots: list(slots)? })?.into_any()
+            }
+            LocalEvent::Located { tag, slots } => {
+                let slots = slots.into_iter().map(|slot| GrantedSlot { slot, committed: true }).collect();
+                Bound::new(py, Located { tag: Tag(tag), slots: list(slots)? })?.into_any()
+            }
+            LocalEvent::Refused { tag, refusal } => {
+                Bound::new(py, Refused { tag: Tag(tag), refusal: refusal_name(refusal) })?.into_any()
+            }
+            LocalEvent::Opened { tag, committed, slots } => {
+                let committed = PyList::new(py, committed)?.unbind();
+                Bound::new(py, Opened { tag: Tag(tag), committed, slots: list(slots)? })?.into_any()
+            }
+            LocalEvent::Arrived { tag, indices } => {
+                Bound::new(py, Arrived { tag: Tag(tag), indices: numbers(indices)? })?.into_any()
+            }
+            LocalEvent::Complete { tag, note } => {
+                Bound::new(py, Complete { tag: Tag(tag), note: PyBytes::new(py, &note).unbind() })?.into_any()
+            }
+            LocalEvent::Fetched { tag, index, refusal } => {
+                Bound::new(py, Fetched { tag: Tag(tag), index, refusal: refusal.map(refusal_name) })?.into_any()
+            }
+            LocalEvent::Pushed { tag, indices, note } => {
+                Bound::new(py, Pushed { tag: Tag(tag), indices: numbers(indices)?, note })?.into_any()
+            }
+            LocalEvent::Counters { values, .. } => {
+                Bound::new(py, Counters { values: counters(py, values)?.unbind() })?.into_any()
+            }
+        },
+    };
+    Ok(Some(event))
+}

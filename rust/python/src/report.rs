@@ -1,0 +1,138 @@
+//! `ReportEndpoint` and its events.
+
+use std::os::fd::AsRawFd;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use transfer::config::session_key;
+use transfer::daemon::new_incarnation;
+use transfer::messages::{DaemonOrder, DaemonReport};
+use transfer::report::{self, EndpointEvent};
+use transfer::types::BlockKey;
+
+use crate::buffers::Readable;
+use crate::errors::exception;
+use crate::pool::event;
+use crate::values::{Living, NodeAddress, counters};
+
+event!(
+    /// A daemon has dialled in.
+    DaemonHello { node: NodeAddress, socket: String, next_sequence: u64 }
+);
+event!(
+    /// A block became readable.
+    BlockStored { node: NodeAddress, sequence: u64, key: Py<PyBytes>, parent: Py<PyBytes>, position: u32 }
+);
+event!(
+    /// A block is no longer readable.
+    BlockRemoved { node: NodeAddress, sequence: u64, key: Py<PyBytes> }
+);
+event!(
+    /// Part of a dump.
+    BlockDump { node: NodeAddress, sequence: u64, blocks: Py<PyList>, last: bool }
+);
+event!(
+    /// Each second.
+    DaemonHeartbeat { node: NodeAddress, next_sequence: u64, count: u64, xor: Py<PyBytes>, counters: Py<PyDict> }
+);
+event!(
+    /// How an ordered replication went.
+    Replicated { node: NodeAddress, order: u64, stored: u32, missing: u32 }
+);
+event!(
+    /// The session ended.
+    DaemonGone { node: NodeAddress }
+);
+
+/// Where daemons dial in to the conductor.
+#[pyclass(frozen, module = "pyengine._native")]
+pub struct ReportEndpoint {
+    living: Living<report::ReportEndpoint>,
+    address: String,
+}
+
+#[pymethods]
+impl ReportEndpoint {
+    #[new]
+    fn new(py: Python<'_>, listen: String, session_key: Readable) -> PyResult<Self> {
+        let key = self::session_key(session_key.bytes()).map_err(exception)?;
+        let endpoint =
+            py.detach(|| report::ReportEndpoint::new(&listen, key, new_incarnation())).map_err(exception)?;
+        let address = endpoint.address().to_string();
+        Ok(Self { living: Living::new(endpoint), address })
+    }
+
+    #[getter]
+    fn address(&self) -> &str {
+        &self.address
+    }
+
+    fn fileno(&self, py: Python<'_>) -> PyResult<i32> {
+        self.living.with(py, |endpoint| endpoint.descriptor().as_raw_fd())
+    }
+
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let events = self.living.with(py, report::ReportEndpoint::events)?;
+        events.into_iter().map(|event| convert(py, event)).collect()
+    }
+
+    fn order_dump(&self, py: Python<'_>, node: String) -> PyResult<()> {
+        self.living.with(py, |endpoint| endpoint.order(&node, &DaemonOrder::Dump))?.map_err(exception)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    fn order_replicate(
+        &self,
+        py: Python<'_>,
+        node: String,
+        order: u64,
+        keys: Readable,
+        parent: Readable,
+        position: u32,
+        source: &NodeAddress,
+    ) -> PyResult<()> {
+        let parent = BlockKey(parent.exactly("parent")?);
+        let from = source.0.clone();
+        let order = DaemonOrder::Replicate { order, keys: keys.keys()?, parent, position, from };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.living.close(py)
+    }
+}
+
+fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, PyAny>> {
+    let key = |key: BlockKey| PyBytes::new(py, &key.0).unbind();
+    Ok(match event {
+        EndpointEvent::Gone(node) => Bound::new(py, DaemonGone { node: NodeAddress(node) })?.into_any(),
+        EndpointEvent::Report(from, report) => {
+            let from = NodeAddress(from);
+            match report {
+                DaemonReport::Hello { node, socket, next_sequence } => {
+                    let node = NodeAddress(node);
+                    Bound::new(py, DaemonHello { node, socket, next_sequence })?.into_any()
+                }
+                DaemonReport::Stored { sequence, key: name, parent, position } => {
+                    let (name, parent) = (key(name), key(parent));
+                    Bound::new(py, BlockStored { node: from, sequence, key: name, parent, position })?.into_any()
+                }
+                DaemonReport::Removed { sequence, key: name } => {
+                    Bound::new(py, BlockRemoved { node: from, sequence, key: key(name) })?.into_any()
+                }
+                DaemonReport::Dump { sequence, blocks, last } => {
+                    let blocks = blocks.into_iter().map(|(name, parent, position)| (key(name), key(parent), position));
+                    let blocks = PyList::new(py, blocks.collect::<Vec<_>>())?.unbind();
+                    Bound::new(py, BlockDump { node: from, sequence, blocks, last })?.into_any()
+                }
+                DaemonReport::Heartbeat { next_sequence, count, xor, counters: values } => {
+                    let (xor, counters) = (key(xor), counters(py, values)?.unbind());
+                    Bound::new(py, DaemonHeartbeat { node: from, next_sequence, count, xor, counters })?.into_any()
+                }
+                DaemonReport::Replicated { order, stored, missing } => {
+                    Bound::new(py, Replicated { node: from, order, stored, missing })?.into_any()
+                }
+            }
+        }
+    })
+}
