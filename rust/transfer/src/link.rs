@@ -433,7 +433,8 @@ impl Connection {
             self.sent = 0;
             return Ok(());
         }
-        while self.pending.len() - self.sent < READ_BYTES && self.arena.is_none() {
+        // What is queued before the session stands waits for it.
+        while self.session.stands() && self.pending.len() - self.sent < READ_BYTES && self.arena.is_none() {
             // A descriptor goes beside the first byte of its message, so what is before it must be gone.
             if state.queue.front().is_none_or(|next| next.arena.is_some() && self.sent < self.pending.len()) {
                 break;

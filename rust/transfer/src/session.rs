@@ -305,6 +305,11 @@ impl Session {
         self.state = State::Over;
     }
 
+    /// True while messages can be sent.
+    pub fn stands(&self) -> bool {
+        self.state == State::Established
+    }
+
     /// Sends a message of at most `MESSAGE_LIMIT` bytes; does nothing unless the session stands.
     pub fn send(&mut self, payload: &[u8], now: Nanos) {
         if self.state == State::Established {
