@@ -82,17 +82,15 @@ def _fitting(view: View, prompt: int) -> Masks:
 def _too_large(view: View, prompt: int) -> Refused:
     positions = int(view.max_positions.max())
     if prompt + 1 > positions:
-        reason = (
-            f"the prompt has {prompt} tokens, and the model has {positions} positions for prompt and answer: shorten it"
-        )
+        reason = f"the prompt has {prompt} tokens, the model {positions} positions for prompt and answer: shorten it"
     else:
         pages = view.pages * view.block_tokens - 1
         handed = np.minimum(pages, view.pool_slots * view.block_tokens)
         alone = int(pages[view.both].max(initial=0))
         parts = [int(handed[rows & ~view.both].max(initial=0)) for rows in (view.prefills, view.decodes)]
         reason = (
-            f"the prompt has {prompt} tokens, but the KV space of the workers holds prompts of {max(alone, min(parts))} "
-            "tokens at most: shorten it, or give the workers more pages and the nodes more DRAM"
+            f"the prompt has {prompt} tokens, but the KV space of the workers holds prompts of {max(alone, min(parts))}"
+            " tokens at most: shorten it, or give the workers more pages and the nodes more DRAM"
         )
     return Refused("too_large", reason, None)
 

@@ -21,8 +21,8 @@ F64 = npt.NDArray[np.float64]
 PRIOR: F64 = np.array([5e-3, 1e-3, 1e-8, 2e-3, 1e-6])
 #: Weight of the prior in samples: it says "right to a factor of ten", so a handful of samples overrules it.
 PRIOR_WEIGHT = 0.01
-#: Each sample lowers the weight of all before it: about 200 samples are remembered, some seconds to a minute of work.
-FORGETTING = 0.995
+#: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
+FORGETTING = 0.99
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 

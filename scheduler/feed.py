@@ -45,11 +45,6 @@ class Feed:
         self.dumps = {"hello": 0, "gap": 0, "drift": 0, "late": 0}
         self._sources: dict[str, _Source] = {}
 
-    def current(self, node: str) -> bool:
-        """The node's entries are up to date as far as is known."""
-        source = self._sources.get(node)
-        return source is not None and source.dump is None
-
     def on_hello(self, report: DaemonHello, now: float) -> bool:
         """A new session: what was known of the node's earlier life is dropped."""
         node = report.node.node

@@ -7,6 +7,7 @@ daemons --sessions (ReportEndpoint)-->                                    --> or
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 
@@ -105,7 +106,7 @@ class Service:
             poller.register(descriptor, zmq.POLLIN)
         due = time.monotonic()
         while not self._stopping:
-            poller.poll(max(due - time.monotonic(), 0.0) * 1000)
+            poller.poll(math.ceil(max(due - time.monotonic(), 0.0) * 1000))
             self._receive_frames()
             for report in self._reports.events():
                 self._on(_report(report))

@@ -1,0 +1,374 @@
+"""Goal: plans are right for what is known, refusals say what to do, and what is known follows what is said and unsaid.
+
+Method: scripted events into the pure conductor, its `check` after each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import msgspec
+import pytest
+
+from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.events import (
+    DaemonGone,
+    DaemonHello,
+    Event,
+    FromGateway,
+    FromWorker,
+    GatewayLost,
+    OrderDump,
+    OrderReplicate,
+    Replicated,
+    SendToGateway,
+    Tick,
+    WorkerLost,
+)
+from pyengine.scheduler.messages import (
+    ClusterState,
+    GatewayAlive,
+    GatewayHello,
+    Route,
+    RouteEnded,
+    WorkerHello,
+    WorkerLeaving,
+)
+from pyengine.scheduler.policies import POLICIES
+from pyengine.scheduler.types import Namespace, Node, Role, Slo
+
+from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
+
+
+def apart(nodes: int = 2, **settings: object) -> World:
+    """One prefill and one decode worker."""
+    return World(
+        worker("prefill-0", Role.PREFILL, "node-0"),
+        worker("decode-0", Role.DECODE, f"node-{nodes - 1}"),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def twins(**settings: object) -> World:
+    """Two workers of role both, each on its own node."""
+    return World(
+        worker("both-0", Role.BOTH, "node-0"),
+        worker("both-1", Role.BOTH, "node-1"),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def states(actions: list[object]) -> list[ClusterState]:
+    return [a.message for a in actions if isinstance(a, SendToGateway) and isinstance(a.message, ClusterState)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefill_and_decode_apart_get_a_worker_of_each_role(policy: str) -> None:
+    plan = apart(policy=policy).plan(chain(1, 2, 3))
+    assert (plan.prefill.worker, plan.decode.worker) == ("prefill-0", "decode-0")
+    assert (plan.sources, plan.cached_blocks) == ((), 0)
+    assert plan.predicted_ttft > 0
+    assert plan.predicted_tbt > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_worker_of_role_both_serves_alone(policy: str) -> None:
+    plan = twins(policy=policy).plan(chain(1))
+    assert plan.prefill == plan.decode
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_names_the_sources_of_what_the_prefill_node_lacks(policy: str) -> None:
+    world = apart(policy=policy)
+    keys = chain(1, 2, 3, 4)
+    world.store("node-0", keys[:1])
+    world.store("node-1", keys[:3])
+    plan = world.plan(keys)
+    (source,) = plan.sources
+    assert (source.node.node, source.first, source.last) == ("node-1", 1, 3)
+    assert plan.cached_blocks == 3
+
+
+def test_a_hit_leaves_one_token_to_compute() -> None:
+    world = apart()
+    keys = chain(1, 2, 3)
+    world.store("node-1", keys)
+    assert world.plan(keys, tokens=3 * BLOCK).sources[0].last == 2
+    assert world.plan(keys, tokens=3 * BLOCK + 1).sources[0].last == 3
+
+
+def test_the_same_prompt_on_another_node_under_round_robin_is_fetched() -> None:
+    world = twins(policy="round-robin")
+    keys = chain(1, 2)
+    first = world.plan(keys)
+    world.store(first.prefill.node.node, keys)
+    second = world.plan(keys)
+    assert second.prefill != first.prefill
+    assert [(s.node, s.first, s.last) for s in second.sources] == [(first.prefill.node, 0, 2)]
+
+
+def test_the_prefix_decides_until_the_queue_does() -> None:
+    world = twins()
+    keys = chain(*range(20))
+    world.store("node-1", keys)
+    for name in world.workers:
+        world.measured(name, 0.01)
+    assert world.plan(keys).prefill.worker == "both-1"
+    world.alive("both-1", queued_tokens=50_000, queued_requests=3)
+    world.wait(0)
+    moved = world.plan(keys)
+    assert moved.prefill.worker == "both-0"
+    assert moved.sources[0].node.node == "node-1"
+
+
+@pytest.mark.parametrize("policy", ["least-loaded", "kvcache-centric"])
+def test_a_burst_spreads_before_any_heartbeat(policy: str) -> None:
+    world = twins(policy=policy)
+    chosen = [world.plan(chain(100 + i, 7)).prefill.worker for i in range(20)]
+    assert 8 <= chosen.count("both-0") <= 12
+    for request in range(20):
+        world.on(FromGateway("gateway", RouteEnded(request=request, attempt=0)))
+    assert not any(w.assigned for w in world.conductor.cluster.workers.values())
+
+
+def test_what_heartbeats_show_is_not_counted_twice() -> None:
+    world = twins(policy="least-loaded")
+    world.plan(chain(1))
+    assert any(w.assigned for w in world.conductor.cluster.workers.values())
+    world.wait(2.0)
+    assert not any(w.assigned for w in world.conductor.cluster.workers.values())
+
+
+def test_silence_loss_and_goodbye_end_a_worker() -> None:
+    for end in ("silence", "loss", "goodbye"):
+        world = twins()
+        if end == "silence":
+            actions: list[object] = list(world.wait(4.0, silent=("both-0",)))
+        elif end == "loss":
+            actions = list(world.on(WorkerLost("both-0")))
+        else:
+            actions = list(world.on(FromWorker(WorkerLeaving(worker="both-0"))))
+        assert [info.worker for info in states(actions)[-1].workers] == ["both-1"]
+        assert {world.plan(chain(i)).prefill.worker for i in range(8)} == {"both-1"}
+        # A late heartbeat does not revive it, a hello does.
+        world.alive("both-0")
+        assert {world.plan(chain(i)).prefill.worker for i in range(8)} == {"both-1"}
+        world.on(FromWorker(WorkerHello(info=worker("both-0", Role.BOTH, "node-0", incarnation=2))))
+        assert 2 in {world.plan(chain(i)).prefill.incarnation for i in range(16)}
+
+
+def test_a_worker_that_stands_still_with_work_queued_gets_no_more() -> None:
+    world = twins(policy="round-robin")
+    for _ in range(80):
+        world.now += 0.5
+        world.alive("both-0", progress=7, queued_requests=2, running=1)
+        world.alive("both-1", progress=int(world.now), queued_requests=2, running=1)
+        world.on(FromGateway("gateway", GatewayAlive(gateway="gateway")))
+    assert {world.plan(chain(i)).prefill.worker for i in range(4)} == {"both-1"}
+    world.alive("both-0", progress=8, queued_requests=2, running=1)
+    assert {world.plan(chain(i)).prefill.worker for i in range(4)} == {"both-0", "both-1"}
+
+
+def test_excluded_workers_are_used_only_if_nobody_else_is_left() -> None:
+    world = twins()
+    assert {world.plan(chain(i), exclude=("both-0",)).prefill.worker for i in range(8)} == {"both-1"}
+    assert world.plan(chain(1), exclude=("both-0", "both-1")).prefill.worker in ("both-0", "both-1")
+
+
+def test_workers_whose_daemon_is_gone_are_used_last() -> None:
+    world = twins()
+    world.on(DaemonGone(world.pools["node-0"].node))
+    assert {world.plan(chain(i)).prefill.worker for i in range(8)} == {"both-1"}
+    world.on(DaemonGone(world.pools["node-1"].node))
+    world.plan(chain(1))
+
+
+def test_what_cannot_be_served_is_refused_with_a_sentence() -> None:
+    world = apart()
+    assert "this cluster serves model" in (gone := world.refusal([], 5, model="other")).reason
+    assert gone.retry_after is None
+    # 128 pages of 16 tokens; the decode worker needs room for one token more.
+    assert world.plan([], 2047)
+    too_large = world.refusal([], 2048)
+    assert "2048 tokens" in too_large.reason
+    assert "2047 tokens at most" in too_large.reason
+    assert too_large.retry_after is None
+    assert "4096 positions" in world.refusal([], 4096).reason
+    world.on(WorkerLost("decode-0"))
+    lacking = world.refusal([], 5)
+    assert "no decode worker" in lacking.reason
+    assert lacking.retry_after is not None
+    world.on(WorkerLost("prefill-0"))
+    assert world.refusal([], 5).reason == "no worker is alive"
+
+
+def test_a_prompt_larger_than_the_decode_nodes_pool_is_refused() -> None:
+    world = World(
+        worker("prefill-0", Role.PREFILL, "node-0"),
+        worker("decode-0", Role.DECODE, "node-1", pool_slots=4),
+    )
+    world.plan([], 64)
+    assert "prompts of 64 tokens at most" in world.refusal([], 65).reason
+    # Alone, nothing passes through a pool.
+    both = World(worker("both-0", Role.BOTH, "node-0", pool_slots=4))
+    both.plan([], 65)
+
+
+def test_only_workers_of_one_namespace_are_paired() -> None:
+    half = Namespace("weights", "config", "bfloat16", "none", SPEC)
+    world = World(
+        worker("prefill-0", Role.PREFILL, "node-0"),
+        worker("decode-0", Role.DECODE, "node-1", namespace=half),
+    )
+    assert "`compute_dtype` differs" in world.refusal([], 5).reason
+    assert "`compute_dtype` differs" in world.refusal([], 5, namespace=half.digest()).reason
+    unknown = world.refusal([], 5, namespace=bytes(32))
+    assert "share no KV" in unknown.reason
+
+
+def test_admission_at_arrival_keeps_its_promise() -> None:
+    world = twins(admission="at-arrival")
+    world.plan([], 1000, slo=Slo(ttft=0.001))  # nobody was measured yet
+    for name in world.workers:
+        world.measured(name, 0.01)
+    world.plan([], 1000, slo=Slo(ttft=20.0, tbt=1.0))
+    late = world.refusal([], 1000, slo=Slo(ttft=5.0))
+    assert "objective is 5 s" in late.reason
+    assert late.retry_after is not None
+    assert late.retry_after > 1
+    assert "objective is 1 ms" in world.refusal([], 5, slo=Slo(tbt=0.001)).reason
+    assert 'pyengine_conductor_rejections_total{reason="slo"}' in world.conductor.counters()
+
+
+def test_stale_attempts_are_dropped_and_new_ones_replace_them() -> None:
+    world = twins()
+    assert world.plan(chain(1), request=7, attempt=1)
+    assert world.route(chain(1), request=7, attempt=0) == []
+    assert world.plan(chain(1), request=7, attempt=2)
+    world.on(FromGateway("gateway", RouteEnded(request=7, attempt=1)))
+    assert sum(len(w.assigned) for w in world.conductor.cluster.workers.values()) == 1
+    world.on(GatewayLost("gateway"))
+    assert sum(len(w.assigned) for w in world.conductor.cluster.workers.values()) == 0
+    assert world.route(chain(1)) == [], "a gateway that has not said hello gets no answer"
+
+
+def test_gateways_hear_of_changes_at_once_and_of_counters_each_second() -> None:
+    world = World()
+    assert len(states(list(world.on(FromGateway("other", GatewayHello(gateway="other", incarnation=1)))))) == 1
+    world.workers["both-0"] = worker("both-0", Role.BOTH, "node-0")
+    changed = world.on(FromWorker(WorkerHello(info=world.workers["both-0"])))
+    assert [a.gateway for a in changed if isinstance(a, SendToGateway)] == ["gateway", "other"]
+    assert world.on(FromWorker(WorkerHello(info=world.workers["both-0"]))) == []
+    world.now += 0.5
+    world.alive("both-0", counters={"pyengine_worker_steps_total": 5.0})
+    assert world.on(Tick()) == []
+    world.now += 0.5
+    (state, _) = states(list(world.on(Tick())))
+    assert state.counters["pyengine_worker_steps_total"] == 5.0
+    world.now += 2.6
+    world.alive("both-0")
+    world.on(FromGateway("gateway", GatewayAlive(gateway="gateway")))
+    assert [a.gateway for a in world.on(Tick()) if isinstance(a, SendToGateway)] == ["gateway"], "the other was silent"
+
+
+def test_a_hot_prefix_with_few_holders_is_replicated() -> None:
+    world = twins()
+    keys = chain(1, 2, 3)
+    world.store("node-0", keys)
+    orders: list[OrderReplicate] = []
+    for i in range(20):
+        # Each with its own tail; the shared head gets hot. Everything ends at once, so the holder stays the best place.
+        actions = world.route([*keys, *chain(1, 2, 3, 50 + i)[3:]])
+        world.on(FromGateway("gateway", RouteEnded(request=world.requests - 1, attempt=0)))
+        orders += [action for action in actions if isinstance(action, OrderReplicate)]
+    (order,) = orders
+    assert order.node == "node-1"
+    assert (order.source.node, order.keys, order.position, order.parent) == ("node-0", b"".join(keys), 0, bytes(16))
+    world.now += 0.001
+    world.on(Replicated(world.pools["node-1"].node, order.order, 3, 0))
+    assert world.conductor.counters()["pyengine_conductor_replicated_blocks_total"] == 3
+    world.store("node-1", keys)
+    more = [action for _ in range(20) for action in world.route(keys) if isinstance(action, OrderReplicate)]
+    assert more == []
+
+
+def test_a_restarted_conductor_is_rebuilt_by_those_who_dial_in() -> None:
+    """Only hellos, dumps and heartbeats: afterwards it plans like the old one."""
+    world = apart()
+    keys = chain(1, 2, 3, 4)
+    world.store("node-1", keys[:3])
+    before = world.plan(keys)
+    world.conductor = Conductor()
+    dumps = [action.node for action in world.dial_in() if isinstance(action, OrderDump)]
+    assert dumps == ["node-1"], "an empty pool needs no dump"
+    for part in world.pools["node-1"].dump(parts=2):
+        world.on(part)
+    after = world.plan(keys, request=before.request)
+    assert after == before
+
+
+def test_a_daemons_new_life_drops_what_the_old_one_held() -> None:
+    world = apart()
+    keys = chain(1, 2)
+    world.store("node-1", keys)
+    assert world.plan(keys).sources
+    world.pools["node-1"].node = Node("node-1", "node-1:2", 2)
+    world.pools["node-1"].blocks.clear()
+    world.pools["node-1"].sequence = 0
+    world.on(DaemonHello(world.pools["node-1"].node, 0))
+    assert not world.plan(keys).sources
+    world.store("node-1", keys)
+    assert world.plan(keys).sources[0].node.incarnation == 2
+
+
+def events(seed: int) -> list[tuple[Event, float]]:
+    """A busy minute: routes, ends, stored blocks, heartbeats, deaths."""
+    rng = random.Random(seed)
+    script = World(*(worker(f"both-{i}", Role.BOTH, f"node-{i}") for i in range(4)))
+    made: list[tuple[Event, float]] = []
+    now = 0.0
+    made += [(FromGateway("gateway", GatewayHello(gateway="gateway", incarnation=1)), now)]
+    made += [(FromWorker(WorkerHello(info=info)), now) for info in script.workers.values()]
+    made += [(DaemonHello(pool.node, 0), now) for pool in script.pools.values()]
+    for request in range(300):
+        now += rng.random() * 0.4
+        keys = chain(*(rng.randrange(2) for _ in range(rng.randrange(6))))
+        pool = rng.choice(list(script.pools.values()))
+        for position, key in enumerate(keys):
+            if key not in pool.blocks:
+                made.append((pool.store(key, keys[position - 1] if position else bytes(16), position), now))
+        route = Route(
+            request=request,
+            attempt=0,
+            model="model",
+            namespace=NAMESPACE.digest(),
+            keys=b"".join(keys),
+            prompt_tokens=len(keys) * BLOCK + 1,
+            max_tokens=8,
+        )
+        made.append((FromGateway("gateway", route), now))
+        made.append((FromGateway("gateway", GatewayAlive(gateway="gateway")), now))
+        if rng.random() < 0.5:
+            made.append((FromGateway("gateway", RouteEnded(request=rng.randrange(request + 1), attempt=0)), now))
+        if rng.random() < 0.02:
+            made.append((WorkerLost(f"both-{rng.randrange(3)}"), now))
+        made.append((Tick(), now))
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_events_and_seed_give_the_same_actions(policy: str) -> None:
+    def digest(seed: int) -> str:
+        conductor = Conductor(policy=policy, seed=seed)
+        hashed = hashlib.sha256()
+        for event, now in events(5):
+            for action in conductor.on(event, now):
+                message = action.message if isinstance(action, SendToGateway) else repr(action)
+                hashed.update(msgspec.msgpack.encode(message))
+            conductor.check()
+        return hashed.hexdigest()
+
+    assert digest(1) == digest(1)
+    if policy == "random":
+        assert digest(1) != digest(2)
