@@ -207,7 +207,13 @@ impl Model {
                 }
             }
             35..50 => {
-                let (keys, private, tag) = (self.keys(), false, self.tag());
+                let (mut keys, private, tag) = (self.keys(), false, self.tag());
+                // Rather something that is there than not.
+                for _ in 0..4 {
+                    if keys.first().is_none_or(|key| !self.replica[other].1.contains(key)) {
+                        keys = self.keys();
+                    }
+                }
                 let part = Part::Holder { slots: None, fetch: Some(address), own: false, complete: false };
                 self.begin(node, client, tag, Task { keys, private, part });
             }
@@ -333,7 +339,7 @@ impl Model {
             }
             LocalEvent::Refused { refusal, .. } => {
                 let total = task.keys.len() + usize::from(task.private);
-                assert!(refusal != Refusal::TooLarge || total > 6, "{total} slots fit into every pool");
+                assert!(refusal != Refusal::TooLarge || total > 5, "{total} slots fit into every pool");
                 return self.end(node, client, tag);
             }
             LocalEvent::Opened { committed, slots, .. } => {
