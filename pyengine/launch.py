@@ -42,7 +42,7 @@ STEADY = 30.0
 START_ATTEMPTS = 5
 #: Seconds to end by themselves for gateway and workers, then for conductor and daemons; SIGKILL follows. Daemons may
 #: write to disk for 3 s at most in later versions; the sum stays below the promised 5 s.
-STOP_FRONT = 2.0
+STOP_FRONT = 2.5
 STOP_BACK = 2.0
 #: sockaddr_un holds 108 bytes; the longest file name put into the run directory has 28.
 MAX_RUN_DIRECTORY = 78
