@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .cluster import Bools, Cluster, View
+from .cluster import Bools, Cluster, Ints, View
 from .messages import Route
 from .types import Role, WorkerInfo
 
 #: Advised wait (seconds) when a worker of the needed role may appear any moment.
 ABSENT_WAIT = 1.0
+#: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
+SPARE_SLOTS = 1
 
 
 class Refused(Exception):
@@ -60,23 +62,31 @@ def candidates(cluster: Cluster, route: Route, turn: int) -> View:
     masks = _fitting(view, route.prompt_tokens).within(everybody, both)
     if not masks.some:
         raise _too_large(view, route.prompt_tokens)
-    excluded = np.array([worker.worker in route.exclude for worker in view.workers], dtype=bool)
-    for wanted in (~excluded, view.connected):
+    wishes = [view.connected]
+    if route.exclude:
+        wishes.insert(0, np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool))
+    for wanted in wishes:
         narrower = masks.within(wanted, both)
         masks = narrower if narrower.some else masks
     return replace(view, prefills=masks.prefills, decodes=masks.decodes)
 
 
+def _room(view: View) -> tuple[Ints, Ints, Ints]:
+    """[W] longest prompt that a worker can serve alone, as prefill part, and as decode part of a hand-off.
+
+    To decode, pages hold one token more than the prompt. The decode node's pool has a slot per block of the prompt; at
+    the prefill node blocks pass through a few slots.
+    """
+    pages = view.pages * view.block_tokens
+    pool = (view.pool_slots - SPARE_SLOTS) * view.block_tokens
+    positions = view.max_positions - 1
+    alone = np.where(view.both, np.minimum(pages - 1, positions), 0)
+    return alone, np.minimum(pages, positions), np.minimum(np.minimum(pages - 1, pool), positions)
+
+
 def _fitting(view: View, prompt: int) -> Masks:
-    """A hand-off needs a slot per block in both pools; pages must hold the prompt and, to decode, one token more."""
-    positions = view.max_positions >= prompt + 1
-    pooled = view.pool_slots * view.block_tokens >= prompt
-    room = view.pages * view.block_tokens
-    alone = view.both & (room >= prompt + 1)
-    return Masks(
-        view.prefills & positions & (alone | ~view.both & pooled & (room >= prompt)),
-        view.decodes & positions & pooled & (room >= prompt + 1),
-    )
+    alone, prefill, decode = _room(view)
+    return Masks(view.prefills & (np.where(view.both, alone, prefill) >= prompt), view.decodes & (decode >= prompt))
 
 
 def _too_large(view: View, prompt: int) -> Refused:
@@ -84,13 +94,12 @@ def _too_large(view: View, prompt: int) -> Refused:
     if prompt + 1 > positions:
         reason = f"the prompt has {prompt} tokens, the model {positions} positions for prompt and answer: shorten it"
     else:
-        pages = view.pages * view.block_tokens - 1
-        handed = np.minimum(pages, view.pool_slots * view.block_tokens)
-        alone = int(pages[view.both].max(initial=0))
-        parts = [int(handed[rows & ~view.both].max(initial=0)) for rows in (view.prefills, view.decodes)]
+        alone, prefill, decode = _room(view)
+        apart = min(int(prefill[view.prefills & ~view.both].max(initial=0)), int(decode[view.decodes].max(initial=0)))
         reason = (
-            f"the prompt has {prompt} tokens, but the KV space of the workers holds prompts of {max(alone, min(parts))}"
-            " tokens at most: shorten it, or give the workers more pages and the nodes more DRAM"
+            f"the prompt has {prompt} tokens, but the KV space of the workers holds prompts of"
+            f" {max(int(alone.max()), apart)} tokens at most: shorten it, or give the workers more pages and the nodes"
+            " more DRAM"
         )
     return Refused("too_large", reason, None)
 

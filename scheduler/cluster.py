@@ -75,17 +75,18 @@ class Daemon:
 class View:
     """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages; nobody writes to it.
 
-    prefills, decodes: who may take which part. node: index into `nodes`. connected: its node's daemon reports to the
-    conductor. queue_seconds: until all prompts accepted so far are computed. running: sequences that decode or wait to.
-    tbt: predicted gap between tokens with one sequence more. step_seconds, token_seconds, context_seconds: predicted
-    cost of one prefill step, of one prompt token, of one token of its context. measured: whether predictions rest on
-    samples. turn: plans made so far.
+    both: of role both. prefills, decodes: who may take which part. node: index into `nodes`. connected: its node's
+    daemon reports to the conductor. queue_seconds: until all prompts accepted so far are computed. running: sequences
+    that decode or wait to. tbt: predicted gap between tokens with one sequence more. step_seconds, token_seconds,
+    context_seconds: predicted cost of one prefill step, of one prompt token, of one token of its context. measured:
+    whether predictions rest on samples. turn: plans made so far.
     """
 
     workers: tuple[WorkerInfo, ...]
     nodes: tuple[str, ...]
     block_tokens: int
     block_bytes: int
+    both: Bools
     prefills: Bools
     decodes: Bools
     node: Ints
@@ -104,10 +105,6 @@ class View:
     measured: Bools
     turn: int
 
-    @property
-    def both(self) -> Bools:
-        return np.array([worker.role is Role.BOTH for worker in self.workers], dtype=bool)
-
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
         """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
         rest = tokens - cached
@@ -121,7 +118,7 @@ class Group:
 
     _INTS = ("node", "running", "free_pages", "pages", "pool_slots", "max_positions", "max_tokens_per_step")
     _FLOATS = ("queue_seconds", "tbt", "step_seconds", "token_seconds", "context_seconds")
-    _BOOLS = ("prefills", "decodes", "connected", "measured")
+    _BOOLS = ("both", "prefills", "decodes", "connected", "measured")
 
     def __init__(self, workers: Iterable[Worker], daemons: dict[str, Daemon]) -> None:
         self._workers = sorted(workers, key=lambda worker: worker.info.worker)
@@ -166,6 +163,7 @@ class Group:
             "step_seconds": step,
             "token_seconds": token,
             "context_seconds": context,
+            "both": info.role is Role.BOTH,
             "prefills": info.role.prefills and not worker.stuck,
             "decodes": info.role.decodes and not worker.stuck,
             "connected": daemon is not None and daemon.up and daemon.node.incarnation == info.node.incarnation,

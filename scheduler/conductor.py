@@ -265,7 +265,11 @@ class Conductor:
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
         keys = [route.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(blocks)]
         match = self.index.match(keys)
-        prefix = np.array([match.nodes.get(node, 0) for node in view.nodes], dtype=np.int64)[view.node]
+        by_node = np.zeros(len(view.nodes), dtype=np.int64)
+        for row, node in enumerate(view.nodes):
+            if node in match.nodes:
+                by_node[row] = match.nodes[node]
+        prefix = by_node[view.node]
         transfer = self._transfer_seconds(view, match, prefix, now)
         ask = Ask(route.prompt_tokens, prefix, match.best, transfer, route.slo)
         choice = self.policy(view, ask, self._random)

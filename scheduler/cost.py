@@ -99,6 +99,8 @@ class LinkCost:
 
     def rates(self, source: str, to: tuple[str, ...]) -> F64:
         """Bytes per second towards each of the nodes."""
+        if not any(source == known for known, _ in self._rates):
+            return np.full(len(to), LINK_RATE)
         return np.array([self.rate(source, node) for node in to])
 
     def queue(self, source: str, now: float) -> float:

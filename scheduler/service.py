@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from pathlib import Path
 
 import zmq
 
@@ -34,6 +35,7 @@ from .events import (
     Replicated,
     SendToGateway,
     Tick,
+    WorkerLost,
 )
 from .links import bind
 from .messages import (
@@ -66,15 +68,17 @@ class Service:
         conductor: decides; only `run` touches it.
         listen: ZeroMQ endpoint for gateways and workers ("ipc://…", "tcp://127.0.0.1:*").
         daemons: "host:port" for daemons, port 0 for any.
-        session_key: 32 bytes; who cannot prove it cannot connect. None: no tcp beyond loopback for ZeroMQ.
+        session_key: 32 bytes; who cannot prove it cannot connect over tcp, as gateway, worker or daemon.
     Raises LinkError or GiveUpError if it cannot listen.
     """
 
     def __init__(self, conductor: Conductor, listen: str, daemons: str, session_key: bytes) -> None:
         self._conductor = conductor
         self._codec = Codec(ToConductor)
+        self._empty = self._codec.encode([])
         self._gateways: dict[bytes, str] = {}
         self._identity: dict[str, bytes] = {}
+        self._workers: dict[str, bytes] = {}
         self._outgoing: dict[str, list[Message]] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
@@ -113,6 +117,7 @@ class Service:
             now = time.monotonic()
             if now >= due:
                 due = now + TICK_EVERY
+                self._probe()
                 self._on(Tick())
             self._flush()
 
@@ -123,8 +128,12 @@ class Service:
 
     def close(self) -> None:
         """Frees sockets and ports; after `run` has returned."""
+        endpoint = self.endpoint
         self._reports.close()
         self._close_sockets()
+        if endpoint.startswith("ipc://"):
+            # ZeroMQ leaves the socket's file behind.
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     def _close_sockets(self) -> None:
         self._router.close(linger=0)
@@ -149,7 +158,13 @@ class Service:
 
     def _receive(self, identity: bytes, message: Message) -> None:
         match message:
-            case WorkerHello() | WorkerAlive() | WorkerLeaving():
+            case WorkerHello():
+                self._workers[message.info.worker] = identity
+                self._on(FromWorker(message))
+            case WorkerLeaving():
+                self._workers.pop(message.worker, None)
+                self._on(FromWorker(message))
+            case WorkerAlive():
                 self._on(FromWorker(message))
             case GatewayHello():
                 # A gateway that dials in anew has another identity: the old one is forgotten.
@@ -185,6 +200,18 @@ class Service:
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
+
+    def _probe(self) -> None:
+        """Notices links that are gone. A ROUTER hears of no disconnect, but refuses to send to a peer that has left."""
+        for worker, identity in list(self._workers.items()):
+            try:
+                self._router.send_multipart([identity, self._empty], zmq.NOBLOCK)
+            except zmq.Again:
+                pass  # it is there and does not read: its heartbeats tell how it is
+            except zmq.ZMQError as error:
+                logger.warning("worker %s is gone: %s", worker, error.strerror)
+                del self._workers[worker]
+                self._on(WorkerLost(worker))
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}

@@ -188,11 +188,11 @@ def test_what_cannot_be_served_is_refused_with_a_sentence() -> None:
     world = apart()
     assert "this cluster serves model" in (gone := world.refusal([], 5, model="other")).reason
     assert gone.retry_after is None
-    # 128 pages of 16 tokens; the decode worker needs room for one token more.
-    assert world.plan([], 2047)
-    too_large = world.refusal([], 2048)
-    assert "2048 tokens" in too_large.reason
-    assert "2047 tokens at most" in too_large.reason
+    # A pool of 128 slots of 16 tokens, of which a grant leaves one.
+    assert world.plan([], 127 * 16)
+    too_large = world.refusal([], 127 * 16 + 1)
+    assert "2033 tokens" in too_large.reason
+    assert "2032 tokens at most" in too_large.reason
     assert too_large.retry_after is None
     assert "4096 positions" in world.refusal([], 4096).reason
     world.on(WorkerLost("decode-0"))
@@ -208,11 +208,12 @@ def test_a_prompt_larger_than_the_decode_nodes_pool_is_refused() -> None:
         worker("prefill-0", Role.PREFILL, "node-0"),
         worker("decode-0", Role.DECODE, "node-1", pool_slots=4),
     )
-    world.plan([], 64)
-    assert "prompts of 64 tokens at most" in world.refusal([], 65).reason
+    world.plan([], 48)
+    assert "prompts of 48 tokens at most" in world.refusal([], 49).reason
     # Alone, nothing passes through a pool.
     both = World(worker("both-0", Role.BOTH, "node-0", pool_slots=4))
-    both.plan([], 65)
+    both.plan([], 2047)
+    assert "2047 tokens at most" in both.refusal([], 2048).reason
 
 
 def test_only_workers_of_one_namespace_are_paired() -> None:

@@ -48,6 +48,7 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         nodes=tuple(info.node.node for info in infos),
         block_tokens=BLOCK,
         block_bytes=SPEC.block_bytes,
+        both=np.array([role is Role.BOTH for role in roles]),
         prefills=prefills,
         decodes=np.array([role.decodes for role in roles]),
         node=np.arange(count),

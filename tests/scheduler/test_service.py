@@ -1,0 +1,280 @@
+"""Goal: the conductor works over real sockets and with a real daemon, and alone from its command line.
+
+Method: the service on a thread; gateway and worker are played by DEALER sockets, the node by a Daemon in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+
+from pyengine import _native
+from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.links import dial
+from pyengine.scheduler.messages import (
+    ClusterState,
+    Codec,
+    ConductorToGateway,
+    GatewayHello,
+    Message,
+    Planned,
+    Rejected,
+    Route,
+    WorkerAlive,
+    WorkerHello,
+)
+from pyengine.scheduler.service import Service
+from pyengine.scheduler.types import Node, Plan, Role
+
+from .world import BLOCK, NAMESPACE, SPEC, chain, worker
+
+KEY = bytes(range(32))
+#: Seconds: far longer than any of this takes.
+PATIENCE = 20.0
+
+M = TypeVar("M", bound=Message)
+
+
+class Peer:
+    """A gateway or worker as the conductor sees it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = dial(self._context.socket(zmq.DEALER), endpoint, KEY)
+        self._codec = Codec(ConductorToGateway)
+
+    def send(self, *messages: Message) -> None:
+        self._socket.send(self._codec.encode(list(messages)))
+
+    def expect(self, kind: type[M], wanted: Callable[[M], bool] = lambda message: True) -> M:
+        """The next message of this kind that is wanted; others are skipped."""
+        deadline = time.monotonic() + PATIENCE
+        while self._socket.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
+            for message in self._codec.decode(self._socket.recv()):
+                if isinstance(message, kind) and wanted(message):
+                    return message
+        raise AssertionError(f"no such {kind.__name__} came")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    tmp_path.chmod(0o700)
+    service = Service(Conductor(), f"ipc://{tmp_path}/conductor", "127.0.0.1:0", KEY)
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    yield service
+    service.stop()
+    thread.join(PATIENCE)
+    service.close()
+
+
+@pytest.fixture
+def dialled(service: Service) -> Iterator[Callable[[], Peer]]:
+    peers: list[Peer] = []
+
+    def make() -> Peer:
+        peers.append(Peer(service.endpoint))
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def daemon(service: Service) -> Iterator[_native.Daemon]:
+    daemon = _native.Daemon(
+        node="node-1", dram_bytes=1 << 22, session_key=KEY, listen="127.0.0.1:0", conductor=service.daemons
+    )
+    yield daemon
+    daemon.stop()
+
+
+def publish(daemon: _native.Daemon, keys: list[bytes]) -> _native.PoolClient:
+    """Puts blocks into the node's pool."""
+    client = daemon.attach(1, SPEC.strips, SPEC.strip_bytes)
+    tag = _native.Tag(1, 0, 1)
+    client.grant(tag, b"".join(keys), False, bytes(16), 0, "now")
+    assert client.wait(PATIENCE)
+    (granted,) = client.events()
+    assert isinstance(granted, _native.Granted)
+    for slot in granted.slots:
+        client.store(slot.slot, slot.generation, bytes(SPEC.block_bytes))
+    client.commit(tag, range(len(keys)))
+    return client
+
+
+def route(request: int, keys: list[bytes]) -> Route:
+    return Route(
+        request=request,
+        attempt=0,
+        model="model",
+        namespace=NAMESPACE.digest(),
+        keys=b"".join(keys),
+        prompt_tokens=len(keys) * BLOCK + 1,
+        max_tokens=8,
+    )
+
+
+def ask_until(gateway: Peer, keys: list[bytes], wanted: Callable[[Plan], bool]) -> Plan:
+    """Asks for plans until one is as wanted: what daemons report takes its time."""
+    deadline = time.monotonic() + PATIENCE
+    request = 100
+    while time.monotonic() < deadline:
+        gateway.send(route(request, keys))
+        plan = gateway.expect(Planned).plan
+        if wanted(plan):
+            return plan
+        request += 1
+    raise AssertionError("no such plan came")
+
+
+def test_a_plan_names_the_blocks_that_a_real_daemon_has_published(
+    dialled: Callable[[], Peer], daemon: _native.Daemon
+) -> None:
+    keys = chain(1, 2, 3)
+    client = publish(daemon, keys)
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    assert gateway.expect(ClusterState).workers == ()
+    gateway.send(route(1, keys))
+    assert gateway.expect(Rejected).rejection.reason == "no worker is alive"
+    info = worker("both-0", Role.BOTH, "node-0")
+    loop.send(WorkerHello(info=info))
+    gateway.expect(ClusterState, lambda state: state.workers == (info,))
+    plan = ask_until(gateway, keys, lambda plan: bool(plan.sources))
+    address = daemon.address
+    (source,) = plan.sources
+    assert source.node == Node(address.node, address.address, address.incarnation)
+    assert (source.first, source.last) == (0, 3)
+    client.close()
+
+
+def test_counters_of_workers_and_daemons_reach_the_gateway(dialled: Callable[[], Peer], daemon: _native.Daemon) -> None:
+    client = publish(daemon, chain(1, 2))
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    loop.send(WorkerHello(info=worker("both-0", Role.BOTH, "node-0")))
+    alive = WorkerAlive(
+        worker="both-0",
+        progress=1,
+        queued_requests=0,
+        queued_tokens=0,
+        running=0,
+        free_pages=1,
+        samples=(),
+        counters={"pyengine_worker_steps_total": 3},
+    )
+    loop.send(alive)
+
+    def complete(state: ClusterState) -> bool:
+        # A played gateway sends no heartbeats: it says hello again before it counts as silent.
+        gateway.send(GatewayHello(gateway="g", incarnation=1))
+        indexed = state.counters.get('pyengine_index_blocks{node="node-1"}') == 2
+        daemons = any(name.startswith("pyengine_pool_blocks") for name in state.counters)
+        return indexed and daemons and state.counters.get("pyengine_worker_steps_total") == 3
+
+    gateway.expect(ClusterState, complete)
+    client.close()
+
+
+def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]) -> None:
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    loop.send(WorkerHello(info=worker("both-0", Role.BOTH, "node-0")))
+    gateway.expect(ClusterState, lambda state: len(state.workers) == 1)
+    loop.close()
+    gateway.expect(ClusterState, lambda state: not state.workers)
+
+
+def test_frames_of_another_protocol_are_refused_and_nothing_breaks(dialled: Callable[[], Peer]) -> None:
+    stranger, gateway = dialled(), dialled()
+    stranger._socket.send(b"\x92\x63\x80")
+    stranger._socket.send_multipart([b""])
+    stranger._socket.send_multipart([b"a", b"b", b"c"])
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    gateway.expect(ClusterState)
+
+
+def test_a_conductor_that_restarts_is_rebuilt_by_those_who_dial_in(tmp_path: Path) -> None:
+    """The daemon keeps running; a second conductor at the same address learns its blocks from a dump."""
+    tmp_path.chmod(0o700)
+    keys = chain(4, 5)
+    endpoint, daemons = f"ipc://{tmp_path}/conductor", "127.0.0.1:0"
+    daemon = client = None
+    for life in range(2):
+        service = Service(Conductor(), endpoint, daemons, KEY)
+        daemons = service.daemons
+        thread = threading.Thread(target=service.run)
+        thread.start()
+        gateway, loop = Peer(endpoint), Peer(endpoint)
+        try:
+            if daemon is None:
+                daemon = _native.Daemon(
+                    node="node-1", dram_bytes=1 << 22, session_key=KEY, listen="127.0.0.1:0", conductor=daemons
+                )
+                client = publish(daemon, keys)
+            gateway.send(GatewayHello(gateway="g", incarnation=life))
+            loop.send(WorkerHello(info=worker("both-0", Role.BOTH, "node-0")))
+            gateway.expect(ClusterState, lambda state: len(state.workers) == 1)
+            assert ask_until(gateway, keys, lambda plan: plan.cached_blocks == 2).sources
+        finally:
+            gateway.close()
+            loop.close()
+            service.stop()
+            thread.join(PATIENCE)
+            service.close()
+    assert client is not None
+    assert daemon is not None
+    client.close()
+    daemon.stop()
+
+
+def serve(tmp_path: Path, *arguments: str, ready_fd: int) -> subprocess.Popen[bytes]:
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-m", "pyengine.scheduler.cli", "serve", "--listen", f"ipc://{tmp_path}/conductor"]
+    command += ["--state-dir", str(tmp_path / "state"), "--ready-fd", str(ready_fd), *arguments]
+    return subprocess.Popen(command, pass_fds=(ready_fd,), stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_conductor_serve_says_where_it_is_and_ends_cleanly(tmp_path: Path, end: signal.Signals) -> None:
+    reading, writing = os.pipe()
+    process = serve(tmp_path, ready_fd=writing)
+    os.close(writing)
+    try:
+        assert select.select([reading], [], [], PATIENCE)[0]
+        facts = json.loads(os.read(reading, 4096))
+        assert facts["endpoint"] == f"ipc://{tmp_path}/conductor"
+        assert facts["daemons"].startswith("127.0.0.1:")
+        process.send_signal(end)
+        assert process.wait(PATIENCE) == 0
+        assert not (tmp_path / "conductor").exists()
+    finally:
+        process.kill()
+        os.close(reading)
+
+
+def test_conductor_serve_explains_what_cannot_work(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    process = serve(tmp_path, "--policy", "kv-centric", ready_fd=writing)
+    os.close(writing)
+    _, errors = process.communicate(timeout=PATIENCE)
+    os.close(reading)
+    assert process.returncode == 2
+    assert b"did you mean 'kvcache-centric'" in errors
