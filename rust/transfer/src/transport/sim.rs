@@ -108,6 +108,17 @@ enum Event {
     Control(Control),
 }
 
+/// What has happened.
+enum Step {
+    Nothing,
+    /// A copy went on.
+    Copied,
+    /// This node has completions.
+    Completed(NodeId),
+    /// For the [`World`] to do.
+    Control(Control),
+}
+
 /// What a [`World`] does when its time has come.
 enum Control {
     Up { at: NodeId, peer: NodeAddress, session: u64 },
@@ -197,13 +208,13 @@ impl Inner {
     }
 
     /// The bytes reach the destination, which takes the slot for writing.
-    fn begin(&mut self, id: u64) -> Option<NodeId> {
-        let flight = self.flights.get(&id)?;
+    fn begin(&mut self, id: u64) {
+        let Some(flight) = self.flights.get(&id) else { return };
         if self.is_cut(&flight.from, &flight.to.node) && !flight.orphan {
             // Nothing comes through; the silence ends the session, and that ends the copy.
             let at = self.now + SILENCE / 2;
             self.schedule(at, Event::Begin(id));
-            return None;
+            return;
         }
         let lost = matches!(flight.sabotage, Some(Sabotage::Lose)) || !self.alive(&flight.to);
         let arena = self.lives.get(&flight.to.node).and_then(|life| life.arena.clone());
@@ -211,18 +222,19 @@ impl Inner {
         match arena.begin_write(flight.copy.destination) {
             Err(_) => self.finish(id, Outcome::Fenced),
             Ok(hold) => {
-                self.flights.get_mut(&id)?.hold = Some(hold);
+                if let Some(flight) = self.flights.get_mut(&id) {
+                    flight.hold = Some(hold);
+                }
                 let at = self.soon();
                 self.schedule(at, Event::End(id));
-                None
             }
         }
     }
 
     /// The bytes have been received: each strip is verified and marked.
-    fn end(&mut self, id: u64) -> Option<NodeId> {
-        let flight = self.flights.get_mut(&id)?;
-        let mut hold = flight.hold.take()?;
+    fn end(&mut self, id: u64) {
+        let Some(flight) = self.flights.get_mut(&id) else { return };
+        let Some(mut hold) = flight.hold.take() else { return };
         let bytes = match &flight.payload {
             Payload::Held(held) => held.bytes(),
             Payload::Sent(bytes) => bytes,
@@ -249,13 +261,11 @@ impl Inner {
         self.finish(id, outcome)
     }
 
-    fn finish(&mut self, id: u64, outcome: Outcome) -> Option<NodeId> {
-        let flight = self.flights.remove(&id)?;
-        if !flight.orphan {
+    fn finish(&mut self, id: u64, outcome: Outcome) {
+        if let Some(flight) = self.flights.remove(&id).filter(|flight| !flight.orphan) {
             let at = self.soon();
             self.schedule(at, Event::Ack(flight.from, flight.copy.id, outcome));
         }
-        None
     }
 
     /// Breaks the lane from a node to a peer. Bytes that are in the network may still arrive, late.
@@ -282,21 +292,22 @@ impl Inner {
         }
     }
 
-    /// Takes the next event. `Err(None)`: a copy went on. `Err(Some(node))`: that node has completions.
-    fn step(&mut self) -> Option<Result<Control, Option<NodeId>>> {
-        let ((at, _), event) = self.events.pop_first()?;
+    /// Lets the next event happen.
+    fn step(&mut self) -> Step {
+        let Some(((at, _), event)) = self.events.pop_first() else { return Step::Nothing };
         self.now = at;
-        Some(match event {
-            Event::Begin(id) => Err(self.begin(id)),
-            Event::End(id) => Err(self.end(id)),
+        match event {
+            Event::Begin(id) => self.begin(id),
+            Event::End(id) => self.end(id),
             Event::Ack(node, id, outcome) => {
                 if let Some(life) = self.lives.get_mut(&node) {
                     life.completions.push(Completion { id, outcome });
                 }
-                Err(Some(node))
+                return Step::Completed(node);
             }
-            Event::Control(control) => Ok(control),
-        })
+            Event::Control(control) => return Step::Control(control),
+        }
+        Step::Copied
     }
 }
 
@@ -376,7 +387,7 @@ impl Network {
 
     /// Lets copies go on for one event (for tests without a [`World`]). False if nothing is under way.
     pub fn step(&self) -> bool {
-        self.inner().step().is_some()
+        !matches!(self.inner().step(), Step::Nothing)
     }
 }
 
@@ -538,10 +549,9 @@ impl World {
     pub fn step(&mut self) {
         let step = self.network.inner().step();
         match step {
-            // The tick never ends, so there is always a next event.
-            None => {}
-            Some(Err(completed)) => completed.iter().for_each(|node| self.poll(node)),
-            Some(Ok(control)) => self.control(control),
+            Step::Nothing | Step::Copied => {}
+            Step::Completed(node) => self.poll(&node),
+            Step::Control(control) => self.control(control),
         }
     }
 
