@@ -5,6 +5,7 @@ Method: the service on a thread; gateway and worker are played by DEALER sockets
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import zmq
 
@@ -32,6 +34,7 @@ from pyengine.scheduler.messages import (
     Planned,
     Rejected,
     Route,
+    RouteEnded,
     WorkerAlive,
     WorkerHello,
 )
@@ -96,11 +99,13 @@ def dialled(service: Service) -> Iterator[Callable[[], Peer]]:
         peer.close()
 
 
+def start_daemon(node: str, conductor: str) -> _native.Daemon:
+    return _native.Daemon(node=node, dram_bytes=1 << 22, session_key=KEY, listen="127.0.0.1:0", conductor=conductor)
+
+
 @pytest.fixture
 def daemon(service: Service) -> Iterator[_native.Daemon]:
-    daemon = _native.Daemon(
-        node="node-1", dram_bytes=1 << 22, session_key=KEY, listen="127.0.0.1:0", conductor=service.daemons
-    )
+    daemon = start_daemon("node-1", service.daemons)
     yield daemon
     daemon.stop()
 
@@ -193,6 +198,34 @@ def test_counters_of_workers_and_daemons_reach_the_gateway(dialled: Callable[[],
     client.close()
 
 
+def test_a_hot_prefix_is_really_copied(service: Service, dialled: Callable[[], Peer], daemon: _native.Daemon) -> None:
+    """Algorithm 1 sends every request to the one holder; the order to copy goes to the other node's daemon."""
+    keys = chain(1, 2, 3)
+    other = start_daemon("node-0", service.daemons)
+    clients = [publish(daemon, keys), other.attach(1, SPEC.strips, SPEC.strip_bytes)]
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    for name, at in (("both-0", other.address), ("both-1", daemon.address)):
+        node = Node(at.node, at.address, at.incarnation)
+        info = msgspec.structs.replace(worker(name, Role.BOTH, node.node), node=node)
+        loop.send(WorkerHello(info=info))
+    gateway.expect(ClusterState, lambda state: len(state.workers) == 2)
+    requests = itertools.count()
+
+    def copied(state: ClusterState) -> bool:
+        request = next(requests)
+        gateway.send(
+            GatewayHello(gateway="g", incarnation=1), route(request, keys), RouteEnded(request=request, attempt=0)
+        )
+        return state.counters.get('pyengine_index_blocks{node="node-0"}') == 3
+
+    state = gateway.expect(ClusterState, copied)
+    assert state.counters["pyengine_conductor_replicated_blocks_total"] == 3
+    for client in clients:
+        client.close()
+    other.stop()
+
+
 def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]) -> None:
     gateway, loop = dialled(), dialled()
     gateway.send(GatewayHello(gateway="g", incarnation=1))
@@ -225,9 +258,7 @@ def test_a_conductor_that_restarts_is_rebuilt_by_those_who_dial_in(tmp_path: Pat
         gateway, loop = Peer(endpoint), Peer(endpoint)
         try:
             if daemon is None:
-                daemon = _native.Daemon(
-                    node="node-1", dram_bytes=1 << 22, session_key=KEY, listen="127.0.0.1:0", conductor=daemons
-                )
+                daemon = start_daemon("node-1", daemons)
                 client = publish(daemon, keys)
             gateway.send(GatewayHello(gateway="g", incarnation=life))
             loop.send(WorkerHello(info=worker("both-0", Role.BOTH, "node-0")))
