@@ -298,6 +298,8 @@ pub struct Connection {
     arena: Option<Arc<Arena>>,
     cut: bool,
     buffer: Vec<u8>,
+    /// What has come with, and behind, the end of the handshake.
+    events: Vec<Event>,
     /// Descriptors that have come and nobody has taken yet.
     pub descriptors: VecDeque<OwnedFd>,
 }
@@ -315,23 +317,21 @@ impl Connection {
             arena: None,
             cut: false,
             buffer: vec![0; READ_BYTES],
+            events: Vec::new(),
             descriptors: VecDeque::new(),
         })
     }
 
     /// Blocks until the other side is proven: `Event::Proven` (answer with `welcome` or `refuse`) or `Event::Established`.
     pub fn handshake(&mut self) -> Result<Event, Ended> {
-        let mut events = Vec::new();
-        loop {
-            if let Err(ended) = self.step(&mut events) {
+        while self.events.is_empty() {
+            if let Err(ended) = self.step() {
                 self.farewell();
                 return Err(ended);
             }
-            if let Some(event) = events.pop() {
-                // Before `Established` or `Proven` is answered nothing else can come.
-                return Ok(event);
-            }
         }
+        // An acceptor may say something right behind its welcome: the rest is for `drive`.
+        Ok(self.events.remove(0))
     }
 
     /// Welcomes a proven dialler.
@@ -359,17 +359,16 @@ impl Connection {
             poll(&mut wait, poll_timeout(Some(FAREWELL))).map_err(|errno| closed(errno.into()))?;
         }
         match self.stream {
-            Stream::Tcp(stream) if !self.session.has_rest() => Ok(stream),
+            Stream::Tcp(stream) if !self.session.has_rest() && self.events.is_empty() => Ok(stream),
             _ => Err(Ended::Closed("not a fresh TCP connection".into())),
         }
     }
 
     /// Runs until the connection ends; returns why. `deliver` gets each message. The socket closes with the connection.
     pub fn drive(&mut self, mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<(), Ended>) -> Ended {
-        let mut events = Vec::new();
+        let mut result = Ok(());
         loop {
-            let mut result = self.step(&mut events);
-            for event in events.drain(..) {
+            for event in std::mem::take(&mut self.events) {
                 if let Event::Message(payload) = event
                     && let Err(ended) = deliver(payload, &mut self.descriptors)
                 {
@@ -382,11 +381,12 @@ impl Connection {
                 self.farewell();
                 return ended;
             }
+            result = self.step();
         }
     }
 
     /// Waits for one thing to happen, and does what can be done.
-    fn step(&mut self, events: &mut Vec<Event>) -> Result<(), Ended> {
+    fn step(&mut self) -> Result<(), Ended> {
         self.session.tick(now())?;
         self.refill()?;
         self.write()?;
@@ -409,7 +409,7 @@ impl Connection {
         if readable {
             match self.stream.read(&mut self.buffer, &mut self.descriptors) {
                 Ok(0) => return Err(Ended::Closed("the other side hung up".into())),
-                Ok(bytes) => self.session.receive(&self.buffer[..bytes], now(), events)?,
+                Ok(bytes) => self.session.receive(&self.buffer[..bytes], now(), &mut self.events)?,
                 Err(error) if retry(&error) => {}
                 Err(error) => return Err(closed(error)),
             }

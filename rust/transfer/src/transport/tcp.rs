@@ -314,6 +314,8 @@ impl Taken<'_> {
 
 impl Drop for Taken<'_> {
     fn drop(&mut self) {
+        // First, so that whoever sees the losses and connects again gets a new lane.
+        self.queue.lock().over = true;
         let ids: Vec<CopyId> =
             self.unacknowledged.drain(..).chain(self.writing.drain(..).map(|sending| sending.id)).collect();
         for id in ids {

@@ -1,0 +1,760 @@
+//! Goal: whole daemons over real sockets keep the promises: bytes arrive exact, strangers stay out, deaths release
+//! everything, late writes are fenced, damage on the wire is found. Method: two daemons in this process over loopback
+//! TCP, clients over a unix socket and in process, a proxy in the middle that cuts and damages. Every wait is for an
+//! event, with a generous limit that only a failure reaches.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use pyengine_transfer::client::{ClientEvent, PoolClient};
+use pyengine_transfer::config::Config;
+use pyengine_transfer::daemon::Daemon;
+use pyengine_transfer::error::ErrorKind;
+use pyengine_transfer::memory::Arena;
+use pyengine_transfer::messages::{
+    DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Purpose, Refusal,
+};
+use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
+use pyengine_transfer::session::Session;
+use pyengine_transfer::transport::tcp::{Shared, TcpTransport, serve_lane};
+use pyengine_transfer::transport::{Completion, Copy, Outcome, Transport};
+use pyengine_transfer::types::{BlockKey, Layout, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::wire;
+
+const KEY: [u8; 32] = [7; 32];
+const LAYOUT: Layout = Layout { strips: 6, strip_bytes: 512 };
+const PATIENCE: Duration = Duration::from_secs(20);
+const HEAD: BlockKey = BlockKey([0; 16]);
+
+fn config(node: &str) -> Config {
+    Config {
+        node: node.into(),
+        dram_bytes: 256 << 10,
+        listen: Some("127.0.0.1:0".into()),
+        advertise: None,
+        socket: None,
+        conductor: None,
+        session_key: Some(KEY),
+    }
+}
+
+/// A directory of this test's own, removed at its end.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("pyengine-{}-{number}", std::process::id()));
+        Self(path)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("d.sock")
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn daemon(node: &str) -> Daemon {
+    Daemon::start(&config(node)).expect("a daemon starts")
+}
+
+fn attach(daemon: &Daemon, incarnation: u64) -> PoolClient {
+    daemon.attach(incarnation, LAYOUT).expect("a client attaches")
+}
+
+fn key(number: u8) -> BlockKey {
+    BlockKey([number; 16])
+}
+
+fn tag(request: u64, worker: u64) -> Tag {
+    Tag { request, attempt: 0, worker }
+}
+
+/// Bytes that belong to one block and no other.
+fn content(seed: u64) -> Vec<u8> {
+    (0..LAYOUT.block_bytes() as u64).map(|i| ((seed + 1) * 0x9E37_79B9 + i * 31 + (i >> 8)) as u8).collect()
+}
+
+/// Waits for the first event that `pick` accepts.
+fn expect<R>(client: &PoolClient, what: &str, mut pick: impl FnMut(&LocalEvent) -> Option<R>) -> R {
+    let until = Instant::now() + PATIENCE;
+    let mut seen = Vec::new();
+    let mut found = None;
+    while found.is_none() {
+        assert!(Instant::now() < until, "no {what}; seen: {seen:?}");
+        client.wait(Duration::from_millis(200));
+        for event in client.events() {
+            match event {
+                ClientEvent::Event(event) => {
+                    if found.is_none() {
+                        found = pick(&event);
+                    }
+                    seen.push(event);
+                }
+                other => panic!("{other:?} while waiting for {what}; seen: {seen:?}"),
+            }
+        }
+    }
+    found.expect("the loop ends with it")
+}
+
+fn grant(client: &PoolClient, tag: Tag, keys: &[BlockKey], private: u8) -> Vec<GrantedSlot> {
+    let keys = keys.to_vec();
+    let request = LocalRequest::Grant { tag, keys, private, parent: HEAD, position: 0, mode: GrantMode::Wait };
+    client.request(request).expect("sent");
+    expect(client, "Granted", |event| match event {
+        LocalEvent::Granted { tag: of, slots } if *of == tag => Some(slots.clone()),
+        _ => None,
+    })
+}
+
+fn open(client: &PoolClient, tag: Tag, to: &Daemon) -> Result<(), Refusal> {
+    let to = to.address().clone();
+    client.request(LocalRequest::Open { tag, to, within_ms: 30_000 }).expect("sent");
+    expect(client, "Opened", |event| match event {
+        LocalEvent::Opened { tag: of, .. } if *of == tag => Some(Ok(())),
+        LocalEvent::Refused { tag: of, refusal } if *of == tag => Some(Err(*refusal)),
+        _ => None,
+    })
+}
+
+/// Grants, writes and commits blocks in one's own pool; block i holds `content(i)`.
+fn fill(client: &PoolClient, tag: Tag, keys: &[BlockKey], private: u8) {
+    let slots = grant(client, tag, keys, private);
+    for (seed, granted) in slots.iter().enumerate() {
+        client.store(granted.slot, 0, &content(seed as u64)).expect("in range");
+    }
+    let indices = (0..slots.len() as u32).collect();
+    client.request(LocalRequest::Commit { tag, indices }).expect("sent");
+}
+
+fn push(client: &PoolClient, local: Tag, tag: Tag, blocks: u32, note: &[u8]) -> Result<(), Refusal> {
+    let request =
+        LocalRequest::Push { local, tag, indices: (0..blocks).collect(), first: 0, note: Some(note.to_vec()) };
+    client.request(request).expect("sent");
+    expect(client, "Pushed", |event| match event {
+        LocalEvent::Pushed { tag: of, note: true, .. } if *of == tag => Some(Ok(())),
+        LocalEvent::Refused { tag: of, refusal } if *of == tag => Some(Err(*refusal)),
+        _ => None,
+    })
+}
+
+fn assert_holds(client: &PoolClient, slots: &[GrantedSlot]) {
+    for (seed, granted) in slots.iter().enumerate() {
+        let mut bytes = vec![0; LAYOUT.block_bytes()];
+        assert!(client.load(granted.slot, 0, &mut bytes).expect("in range"), "block {seed} is intact");
+        assert_eq!(bytes, content(seed as u64), "block {seed}");
+    }
+}
+
+/// The sum of all counters whose name has all of these parts.
+fn counter(daemon: &Daemon, parts: &[&str]) -> u64 {
+    let counters = daemon.counters().expect("the daemon runs");
+    counters.iter().filter(|(name, _)| parts.iter().all(|part| name.contains(part))).map(|(_, value)| value).sum()
+}
+
+/// Waits until nothing but cached blocks is held.
+fn assert_comes_to_rest(daemon: &Daemon) {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let busy: u64 = ["pinned", "reserved", "quarantine"]
+            .iter()
+            .map(|state| counter(daemon, &["pyengine_pool_blocks", &format!("state=\"{state}\"")]))
+            .sum::<u64>()
+            + counter(daemon, &["pyengine_pool_grants"]);
+        if busy == 0 {
+            return;
+        }
+        assert!(Instant::now() < until, "something is held: {:?}", daemon.counters());
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_push_over_tcp_is_exact_and_leaves_nothing_behind() {
+    let (a, b) = (daemon("a"), daemon("b"));
+    let (prefill, decode) = (attach(&a, 1), attach(&b, 2));
+    let (there, here) = (tag(1, 2), tag(1, 1));
+    let keys: Vec<BlockKey> = (1..=10).map(key).collect();
+
+    // The open waits for a grant that is still to come.
+    prefill
+        .request(LocalRequest::Open { tag: there, to: b.address().clone(), within_ms: 30_000 })
+        .expect("sent");
+    fill(&prefill, here, &keys, 1);
+    let slots = grant(&decode, there, &keys, 1);
+    expect(&prefill, "Opened", |event| matches!(event, LocalEvent::Opened { tag, .. } if *tag == there).then_some(()));
+    push(&prefill, here, there, 11, b"first token").expect("pushed");
+    let note = expect(&decode, "Complete", |event| match event {
+        LocalEvent::Complete { tag, note } if *tag == there => Some(note.clone()),
+        _ => None,
+    });
+    assert_eq!(note, b"first token");
+    assert_holds(&decode, &slots);
+    let bytes = 11 * LAYOUT.block_bytes() as u64;
+    assert_eq!(counter(&a, &["transfer_bytes_total", "tcp", "\"out\""]), bytes);
+    assert_eq!(counter(&b, &["transfer_bytes_total", "tcp", "\"in\""]), bytes);
+
+    prefill.request(LocalRequest::End { tag: here }).expect("sent");
+    prefill.request(LocalRequest::End { tag: there }).expect("sent");
+    decode.request(LocalRequest::End { tag: there }).expect("sent");
+    assert_comes_to_rest(&a);
+    assert_comes_to_rest(&b);
+    assert_eq!(counter(&b, &["pool_blocks", "cached"]), 10, "full blocks stay, the private one does not");
+}
+
+#[test]
+fn two_nodes_push_to_each_other_at_once() {
+    let (a, b) = (daemon("a"), daemon("b"));
+    let (on_a, on_b) = (attach(&a, 1), attach(&b, 2));
+    let (to_a, to_b) = (tag(1, 1), tag(2, 2));
+    let keys: Vec<BlockKey> = (1..=5).map(key).collect();
+    fill(&on_a, tag(3, 1), &keys, 0);
+    fill(&on_b, tag(4, 2), &keys, 0);
+    // Both pools hold the keys, so the grants pin them: nothing need be sent, but both daemons dial.
+    grant(&on_a, to_a, &keys, 1);
+    grant(&on_b, to_b, &keys, 1);
+    for (client, tag, to) in [(&on_a, to_b, &b), (&on_b, to_a, &a)] {
+        client.request(LocalRequest::Open { tag, to: to.address().clone(), within_ms: 30_000 }).expect("sent");
+    }
+    for (client, tag) in [(&on_a, to_b), (&on_b, to_a)] {
+        expect(client, "Opened", |event| match event {
+            LocalEvent::Opened { tag: of, committed, .. } if *of == tag => {
+                assert_eq!(*committed, [true, true, true, true, true, false]);
+                Some(())
+            }
+            _ => None,
+        });
+    }
+    fill(&on_a, tag(5, 1), &[], 1);
+    let request =
+        LocalRequest::Push { local: tag(5, 1), tag: to_b, indices: vec![5], first: 5, note: Some(b"n".to_vec()) };
+    on_a.request(request).expect("sent");
+    expect(&on_b, "Complete", |event| matches!(event, LocalEvent::Complete { tag, .. } if *tag == to_b).then_some(()));
+}
+
+#[test]
+fn fetch_and_replicate_bring_blocks_from_a_peer() {
+    let endpoint = ReportEndpoint::new("127.0.0.1:0", Some(KEY), 1).expect("binds");
+    let a = daemon("a");
+    let reporting = Config { conductor: Some(endpoint.address().to_string()), ..config("b") };
+    let b = Daemon::start(&reporting).expect("starts");
+    let (holder, asker) = (attach(&a, 1), attach(&b, 2));
+    let keys: Vec<BlockKey> = (1..=4).map(key).collect();
+    fill(&holder, tag(1, 1), &keys, 0);
+
+    let wanted = tag(2, 2);
+    let slots = grant(&asker, wanted, &keys[..2], 0);
+    let from = a.address().clone();
+    asker.request(LocalRequest::Fetch { tag: wanted, indices: vec![0, 1], from: from.clone() }).expect("sent");
+    let mut left = 2;
+    expect(&asker, "Fetched", |event| {
+        if let LocalEvent::Fetched { refusal, .. } = event {
+            assert_eq!(*refusal, None);
+            left -= 1;
+        }
+        (left == 0).then_some(())
+    });
+    assert_holds(&asker, &slots);
+
+    let mut log = Log::default();
+    log.until(&endpoint, "Hello", |event| matches!(event, EndpointEvent::Report(_, DaemonReport::Hello { .. })));
+    let order = DaemonOrder::Replicate { order: 9, keys: keys[2..].to_vec(), parent: keys[1], position: 2, from };
+    endpoint.order("b", &order).expect("connected");
+    log.until(&endpoint, "Replicated", |event| {
+        matches!(event, EndpointEvent::Report(_, DaemonReport::Replicated { order: 9, stored: 2, missing: 0 }))
+    });
+    endpoint.order("b", &DaemonOrder::Dump).expect("connected");
+    log.until(&endpoint, "Dump", |event| match event {
+        EndpointEvent::Report(_, DaemonReport::Dump { blocks, last: true, .. }) => {
+            assert_eq!(blocks.len(), 4);
+            true
+        }
+        _ => false,
+    });
+    let stored = log
+        .0
+        .iter()
+        .filter(|event| matches!(event, EndpointEvent::Report(_, DaemonReport::Stored { .. })))
+        .count();
+    assert_eq!(stored, 4, "two fetched, two replicated: {:?}", log.0);
+    log.until(&endpoint, "Heartbeat", |event| {
+        matches!(event, EndpointEvent::Report(_, DaemonReport::Heartbeat { count: 4, .. }))
+    });
+    drop(b);
+    log.until(&endpoint, "Gone", |event| matches!(event, EndpointEvent::Gone(node) if node.node == "b"));
+    assert!(endpoint.order("b", &DaemonOrder::Dump).is_err_and(|error| error.kind == ErrorKind::Retry));
+}
+
+/// All that an endpoint has said.
+#[derive(Default)]
+struct Log(Vec<EndpointEvent>);
+
+impl Log {
+    fn until(&mut self, endpoint: &ReportEndpoint, what: &str, mut accept: impl FnMut(&EndpointEvent) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            for event in endpoint.events() {
+                self.0.push(event);
+            }
+            if self.0.iter().any(&mut accept) {
+                return;
+            }
+            assert!(Instant::now() < until, "no {what}: {:?}", self.0);
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn a_restarted_conductor_is_found_again() {
+    let first = ReportEndpoint::new("127.0.0.1:0", Some(KEY), 1).expect("binds");
+    let address = first.address().to_string();
+    let _daemon = Daemon::start(&Config { conductor: Some(address.clone()), ..config("a") }).expect("starts");
+    let hello = |event: &EndpointEvent| matches!(event, EndpointEvent::Report(_, DaemonReport::Hello { .. }));
+    Log::default().until(&first, "Hello", hello);
+    drop(first);
+    let second = ReportEndpoint::new(&address, Some(KEY), 2).expect("binds again");
+    Log::default().until(&second, "Hello", hello);
+}
+
+#[test]
+fn a_dead_client_lets_go_and_its_partner_is_told() {
+    let directory = Directory::new();
+    let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
+    let b = daemon("b");
+    let connect = |incarnation| {
+        PoolClient::connect(&directory.socket(), KEY, incarnation, LAYOUT, PATIENCE).expect("a client attaches")
+    };
+    let (dying, decode) = (connect(1), attach(&b, 2));
+    let there = tag(1, 2);
+    let keys: Vec<BlockKey> = (1..=3).map(key).collect();
+    fill(&dying, tag(1, 1), &keys, 0);
+    grant(&decode, there, &keys, 0);
+    open(&dying, there, &b).expect("granted");
+    grant(&dying, tag(2, 1), &[key(50), key(51)], 1);
+    drop(dying);
+    assert_comes_to_rest(&a);
+    assert_eq!(counter(&a, &["pool_blocks", "cached"]), 3, "what was committed stays");
+    decode.request(LocalRequest::End { tag: there }).expect("sent");
+    assert_comes_to_rest(&b);
+
+    // The arena is the same one, and a second client reads what the first has left.
+    let next = connect(3);
+    next.request(LocalRequest::Lookup { tag: tag(9, 3), keys }).expect("sent");
+    let slots = expect(&next, "Located", |event| match event {
+        LocalEvent::Located { slots, .. } => Some(slots.clone()),
+        _ => None,
+    });
+    let slots: Vec<GrantedSlot> = slots.into_iter().map(|slot| GrantedSlot { slot, committed: true }).collect();
+    assert_eq!(slots.len(), 3);
+    assert_holds(&next, &slots);
+}
+
+#[test]
+fn a_dead_daemon_is_told_to_clients_and_peers() {
+    let directory = Directory::new();
+    let mut a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
+    let b = daemon("b");
+    let client = PoolClient::connect(&directory.socket(), KEY, 1, LAYOUT, PATIENCE).expect("attaches");
+    let decode = attach(&b, 2);
+    let there = tag(1, 2);
+    let slots = grant(&decode, there, &[key(1)], 0);
+    open(&client, there, &b).expect("granted");
+    a.stop();
+    assert!(!directory.socket().exists(), "the socket file is gone");
+    let until = Instant::now() + PATIENCE;
+    let mut events = Vec::new();
+    while !events.iter().any(|event| matches!(event, ClientEvent::Disconnected(_))) {
+        assert!(Instant::now() < until, "no Disconnected: {events:?}");
+        client.wait(Duration::from_millis(200));
+        events.extend(client.events());
+    }
+    assert!(client.store(slots[0].slot, 0, &content(0)).is_err_and(|error| error.kind == ErrorKind::Retry));
+    // The grant's owner goes on, and can end it.
+    decode.request(LocalRequest::End { tag: there }).expect("sent");
+    assert_comes_to_rest(&b);
+    // Whoever asks for the dead one is refused.
+    let other = Tag { request: 7, attempt: 0, worker: 1 };
+    decode.request(LocalRequest::Open { tag: other, to: a.address().clone(), within_ms: 30_000 }).expect("sent");
+    let refusal = expect(&decode, "Refused", |event| match event {
+        LocalEvent::Refused { tag, refusal } if *tag == other => Some(*refusal),
+        _ => None,
+    });
+    assert_eq!(refusal, Refusal::Unreachable);
+}
+
+#[test]
+fn another_life_and_another_secret_are_refused() {
+    let directory = Directory::new();
+    let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
+    let wrong = PoolClient::connect(&directory.socket(), [8; 32], 1, LAYOUT, PATIENCE).map(|_| ());
+    assert!(wrong.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("secret")));
+    let differs = Layout { strips: 7, ..LAYOUT };
+    let _first = attach(&a, 1);
+    let refused = PoolClient::connect(&directory.socket(), KEY, 1, differs, PATIENCE).map(|_| ());
+    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("strips")));
+    let refused = a.attach(2, differs).map(|_| ());
+    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("strips")));
+
+    let stranger = Daemon::start(&Config { session_key: Some([8; 32]), ..config("b") }).expect("starts");
+    let client = attach(&stranger, 2);
+    assert_eq!(open(&client, tag(1, 1), &a), Err(Refusal::Unreachable));
+
+    let other_life = NodeAddress { incarnation: 5, ..a.address().clone() };
+    let c = daemon("c");
+    let client = attach(&c, 3);
+    client.request(LocalRequest::Open { tag: tag(2, 1), to: other_life, within_ms: 30_000 }).expect("sent");
+    let refusal = expect(&client, "Refused", |event| match event {
+        LocalEvent::Refused { refusal, .. } => Some(*refusal),
+        _ => None,
+    });
+    assert_eq!(refusal, Refusal::Unreachable);
+}
+
+#[test]
+fn strangers_with_noise_get_nothing_and_stop_nothing() {
+    let directory = Directory::new();
+    let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
+    let mut noises: Vec<Vec<u8>> = vec![b"GET / HTTP/1.1\r\n\r\n".to_vec(), vec![0; 4096], vec![0xff; 100_000]];
+    noises.push((0..5000u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).collect());
+    let mut cut = wire::frame(wire::Kind::Hello, &[1; 40]);
+    cut.truncate(20);
+    noises.push(cut);
+    let mut huge = wire::frame(wire::Kind::Message, b"");
+    huge[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
+    noises.push(huge);
+    for noise in &noises {
+        let mut tcp = TcpStream::connect(&a.address().address).expect("listening");
+        let mut unix = UnixStream::connect(directory.socket()).expect("listening");
+        // Each may be cut off before it has said all.
+        let _ = tcp.write_all(noise).and_then(|()| tcp.shutdown(Shutdown::Write));
+        let _ = unix.write_all(noise).and_then(|()| unix.shutdown(Shutdown::Write));
+        let (mut answer, mut other) = (Vec::new(), Vec::new());
+        let _ = tcp.read_to_end(&mut answer);
+        let _ = unix.read_to_end(&mut other);
+        for answer in [answer, other] {
+            // At most a refusal, never a challenge's worth of service.
+            assert!(answer.len() < 300, "{} bytes for a stranger", answer.len());
+        }
+    }
+    let client = attach(&a, 1);
+    grant(&client, tag(1, 1), &[key(1)], 0);
+}
+
+#[test]
+fn a_stale_life_is_refused() {
+    let a = daemon("a");
+    let lives = [100, 99];
+    let mut answers = Vec::new();
+    for life in lives {
+        let node = NodeAddress { node: "ghost".into(), address: "127.0.0.1:1".into(), incarnation: life };
+        let mut session = Session::dial(KEY, Purpose::Peer { node }, [1; 32], 0);
+        let mut stream = TcpStream::connect(&a.address().address).expect("listening");
+        let mut events = Vec::new();
+        let mut buffer = [0; 4096];
+        let result = loop {
+            stream.write_all(&session.take_output()).expect("connected");
+            let read = stream.read(&mut buffer).expect("connected");
+            let result = session.receive(&buffer[..read], 0, &mut events);
+            if result.is_err() || !events.is_empty() {
+                break result;
+            }
+        };
+        answers.push((stream, result));
+    }
+    assert_eq!(answers[0].1, Ok(()));
+    assert!(answers[1].1.as_ref().is_err_and(|ended| ended.to_string().contains("stale")), "{:?}", answers[1].1);
+}
+
+#[test]
+fn impossible_configurations_are_refused_and_leave_nothing_open() {
+    let directory = Directory::new();
+    let taken = TcpListener::bind("127.0.0.1:0").expect("binds");
+    let address = taken.local_addr().expect("bound").to_string();
+    let refusal = |config: Config| Daemon::start(&config).map(|_| ()).expect_err("impossible").message;
+    let in_use = Config { listen: Some(address), socket: Some(directory.socket()), ..config("a") };
+    assert!(refusal(in_use).contains("in use"));
+    assert!(!directory.socket().exists());
+    let one = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
+    assert!(refusal(Config { socket: Some(directory.socket()), ..config("b") }).contains("another daemon"));
+    drop(one);
+    // A dead daemon's file is replaced.
+    drop(std::os::unix::net::UnixListener::bind(directory.socket()).expect("binds"));
+    assert!(directory.socket().exists());
+    Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
+}
+
+// -- the transport alone, with a hostile middle --------------------------------------------------------------------
+
+/// A receiver of lanes: an arena, and the acceptor that a daemon would be.
+struct Sink {
+    arena: Arc<Arena>,
+    address: NodeAddress,
+    _daemonless: Arc<Shared>,
+}
+
+fn sink() -> Sink {
+    use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
+    let arena = Arena::create(256 << 10, LAYOUT).expect("fits");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
+    let at = listener.local_addr().expect("bound").to_string();
+    let address = NodeAddress { node: "sink".into(), address: at, incarnation: 1 };
+    let mut transport = TcpTransport::new(KEY, address.clone(), Box::new(|| {}));
+    transport.register(arena.clone());
+    let shared = transport.shared();
+    let (lanes, me) = (shared.clone(), address.clone());
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (lanes, me) = (lanes.clone(), me.clone());
+            std::thread::spawn(move || {
+                let link = Link::new().expect("an eventfd");
+                let session = Session::accept(KEY, me, nonce().expect("random"), now());
+                let stream = Stream::Tcp(stream.expect("accepted"));
+                let mut connection = Connection::new(stream, session, link.clone()).expect("a socket");
+                if connection.handshake().is_ok() {
+                    connection.welcome();
+                    let stream = connection.into_lane().expect("a fresh lane");
+                    let _ = serve_lane(&lanes, &stream, &link);
+                }
+            });
+        }
+    });
+    Sink { arena, address, _daemonless: shared }
+}
+
+struct Source {
+    arena: Arc<Arena>,
+    transport: TcpTransport,
+    woken: mpsc::Receiver<()>,
+}
+
+fn source() -> Source {
+    let arena = Arena::create(256 << 10, LAYOUT).expect("fits");
+    let (wake, woken) = mpsc::channel();
+    let wake = Mutex::new(wake);
+    let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
+    let notify = Box::new(move || {
+        // Nobody listens any more when the test is over.
+        let _ = wake.lock().expect("whole").send(());
+    });
+    let mut transport = TcpTransport::new(KEY, me, notify);
+    transport.register(arena.clone());
+    Source { arena, transport, woken }
+}
+
+impl Source {
+    /// A sealed slot with `content(seed)`.
+    fn block(&self, slot: u32, seed: u64) -> SlotRef {
+        let slot = self.arena.issue(slot);
+        self.arena.store(slot, 0, &content(seed)).expect("in range");
+        assert!(self.arena.seal(slot));
+        slot
+    }
+
+    fn outcomes(&mut self, count: usize) -> Vec<Completion> {
+        let mut completions = Vec::new();
+        while completions.len() < count {
+            self.woken.recv_timeout(PATIENCE).expect("every copy completes");
+            self.transport.poll(&mut completions);
+        }
+        assert_eq!(completions.len(), count, "each completes once");
+        completions.sort_by_key(|completion| completion.id);
+        completions
+    }
+}
+
+#[test]
+fn a_late_write_to_an_old_life_is_fenced_and_counted() {
+    let (mut source, sink) = (source(), sink());
+    let old = sink.arena.issue(0);
+    sink.arena.retire(old);
+    let new = sink.arena.issue(0);
+    let before = sink.arena.fenced();
+    let copies = [
+        Copy { id: 1, source: source.block(0, 5), destination: old },
+        Copy { id: 2, source: source.block(1, 6), destination: new },
+        Copy { id: 3, source: source.block(2, 7), destination: SlotRef { slot: 9999, generation: 1 } },
+    ];
+    source.transport.connect(&sink.address);
+    source.transport.submit(&sink.address.node, &copies).expect("room");
+    let outcomes: Vec<Outcome> = source.outcomes(3).iter().map(|completion| completion.outcome).collect();
+    assert_eq!(outcomes, [Outcome::Fenced, Outcome::Done, Outcome::Fenced]);
+    assert!(sink.arena.fenced() > before);
+    assert!(sink.arena.arrived_all(new) && sink.arena.seal(new));
+    assert_eq!(sink.arena.begin_read(new).expect("sealed").bytes(), content(6));
+}
+
+#[test]
+fn rot_in_the_source_is_found_at_the_destination() {
+    let (mut source, sink) = (source(), sink());
+    let (good, bad) = (source.block(0, 1), source.block(1, 2));
+    source.arena.corrupt_for_test(bad.slot, 3);
+    let (left, right) = (sink.arena.issue(0), sink.arena.issue(1));
+    source.transport.connect(&sink.address);
+    let copies =
+        [Copy { id: 1, source: bad, destination: left }, Copy { id: 2, source: good, destination: right }];
+    source.transport.submit(&sink.address.node, &copies).expect("room");
+    let outcomes: Vec<Outcome> = source.outcomes(2).iter().map(|completion| completion.outcome).collect();
+    assert_eq!(outcomes, [Outcome::Corrupt, Outcome::Done]);
+    assert!(!sink.arena.arrived_all(left) && sink.arena.arrived_all(right));
+}
+
+#[test]
+fn a_dead_peer_loses_every_copy_once() {
+    let mut source = source();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
+    let nobody = listener.local_addr().expect("bound").to_string();
+    drop(listener);
+    let peer = NodeAddress { node: "nobody".into(), address: nobody, incarnation: 1 };
+    let block = source.block(0, 1);
+    let copy = |id| Copy { id, source: block, destination: SlotRef { slot: 0, generation: 1 } };
+    source.transport.submit(&peer.node, &[copy(1)]).expect("completes as lost");
+    source.transport.connect(&peer);
+    source.transport.submit(&peer.node, &[copy(2), copy(3)]).expect("room");
+    assert!(source.outcomes(3).iter().all(|completion| completion.outcome == Outcome::Lost));
+    source.arena.retire(block);
+    assert!(source.arena.quiet(0), "lost means that the source is read no more");
+}
+
+/// A proxy that passes bytes on, flips one of them, and cuts everything when told.
+struct Proxy {
+    address: String,
+    /// Flips the byte this far into the dialler's bytes after the next call; below zero: none.
+    flip: Arc<AtomicI64>,
+    streams: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+fn proxy(to: &str) -> Proxy {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
+    let address = listener.local_addr().expect("bound").to_string();
+    let flip = Arc::new(AtomicI64::new(-1));
+    let streams: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
+    let (to, flipping, all) = (to.to_owned(), flip.clone(), streams.clone());
+    std::thread::spawn(move || {
+        for dialler in listener.incoming().map_while(Result::ok) {
+            let Ok(acceptor) = TcpStream::connect(&to) else { continue };
+            all.lock().expect("whole").extend([dialler.try_clone(), acceptor.try_clone()].into_iter().flatten());
+            let (there, back) = (dialler.try_clone().expect("clones"), acceptor.try_clone().expect("clones"));
+            let flip = flipping.clone();
+            std::thread::spawn(move || relay(there, acceptor, Some(&flip)));
+            std::thread::spawn(move || relay(back, dialler, None));
+        }
+    });
+    Proxy { address, flip, streams }
+}
+
+fn relay(mut from: TcpStream, mut to: TcpStream, flip: Option<&AtomicI64>) {
+    let mut buffer = [0; 65536];
+    while let Ok(bytes @ 1..) = from.read(&mut buffer) {
+        if let Some(flip) = flip {
+            let at = flip.load(Ordering::SeqCst);
+            if (0..bytes as i64).contains(&at) {
+                buffer[at as usize] ^= 4;
+                flip.store(-1, Ordering::SeqCst);
+            } else if at >= 0 {
+                flip.store(at - bytes as i64, Ordering::SeqCst);
+            }
+        }
+        if to.write_all(&buffer[..bytes]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}
+
+#[test]
+fn a_byte_flipped_on_the_wire_is_found_wherever_it_is() {
+    let (mut source, sink) = (source(), sink());
+    let proxy = proxy(&sink.address.address);
+    let peer = NodeAddress { address: proxy.address.clone(), ..sink.address.clone() };
+    let head = 40 + 4 * i64::from(LAYOUT.strips);
+    source.transport.connect(&peer);
+    // One clean copy first, so that the handshake is over.
+    let mut id = 0;
+    let mut send = |source: &mut Source, flip: i64| {
+        let slot = id as u32 % 16;
+        id += 1;
+        let block = source.block(slot, id);
+        let destination = sink.arena.issue(slot);
+        proxy.flip.store(flip, Ordering::SeqCst);
+        source.transport.connect(&peer);
+        source.transport.submit(&peer.node, &[Copy { id, source: block, destination }]).expect("room");
+        let outcome = source.outcomes(1)[0].outcome;
+        assert_eq!(sink.arena.arrived_all(destination), outcome == Outcome::Done);
+        source.arena.retire(block);
+        sink.arena.retire(destination);
+        outcome
+    };
+    assert_eq!(send(&mut source, -1), Outcome::Done);
+    for body in [0, 511, 512, LAYOUT.block_bytes() as i64 - 1] {
+        assert_eq!(send(&mut source, head + body), Outcome::Corrupt, "byte {body} of the body");
+        assert_eq!(send(&mut source, -1), Outcome::Done, "the lane goes on");
+    }
+    for front in [0, 5, 8, 17, 21, 41, head - 1] {
+        assert_eq!(send(&mut source, front), Outcome::Lost, "byte {front} of the header");
+        // A new lane, whose handshake passes the proxy unharmed.
+        assert_eq!(send(&mut source, -1), Outcome::Done, "the next lane works");
+    }
+}
+
+#[test]
+fn daemons_survive_cut_and_damaged_lanes() {
+    let a = daemon("a");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
+    let port = listener.local_addr().expect("bound").to_string();
+    drop(listener);
+    let proxy = proxy(&port);
+    let behind = Config { listen: Some(port), advertise: Some(proxy.address.clone()), ..config("b") };
+    let b = Daemon::start(&behind).expect("starts");
+    let (prefill, decode) = (attach(&a, 1), attach(&b, 2));
+    let keys: Vec<BlockKey> = (1..=20).map(key).collect();
+    fill(&prefill, tag(1, 1), &keys, 0);
+    let pushed = |request: u64| {
+        let there = tag(request, 2);
+        let slots = grant(&decode, there, &keys, 0);
+        open(&prefill, there, &b).and_then(|()| push(&prefill, tag(1, 1), there, 20, b"note")).map(|()| slots)
+    };
+
+    // Far enough in to be in the data: the first bytes are handshakes and short control frames.
+    proxy.flip.store(30_000, Ordering::SeqCst);
+    let slots = pushed(10).expect("the damaged block is sent again");
+    assert_eq!(proxy.flip.load(Ordering::SeqCst), -1, "a byte was flipped");
+    assert_holds(&decode, &slots);
+    let noticed = counter(&a, &["checksum_failures_total", "wire"]) + counter(&b, &["checksum_failures_total", "wire"]);
+    assert_eq!(noticed, 1);
+    assert_eq!(counter(&a, &["transfer_retries_total"]), 1);
+
+    // Cut everything between the two; whoever holds an open grant is told, and a new attempt works.
+    let there = tag(11, 2);
+    grant(&decode, there, &[key(90)], 0);
+    open(&prefill, there, &b).expect("granted");
+    for stream in proxy.streams.lock().expect("whole").drain(..) {
+        let _ = stream.shutdown(Shutdown::Both);
+    }
+    let refusal = expect(&prefill, "Refused", |event| match event {
+        LocalEvent::Refused { tag, refusal } if *tag == there => Some(*refusal),
+        _ => None,
+    });
+    assert_eq!(refusal, Refusal::Unreachable);
+    let slots = pushed(12).expect("a new session, a new lane");
+    assert_holds(&decode, &slots);
+    for (client, tags) in [(&prefill, [tag(1, 1), tag(10, 2), there, tag(12, 2)]), (&decode, [tag(10, 2), there, tag(12, 2), there])] {
+        for tag in tags {
+            client.request(LocalRequest::End { tag }).expect("sent");
+        }
+    }
+    assert_comes_to_rest(&a);
+    assert_comes_to_rest(&b);
+}
