@@ -412,13 +412,16 @@ impl WriteHold {
         self.slot
     }
 
-    /// The bytes of these strips.
+    /// The bytes of these strips, which count as not arrived until their checksums are set (again).
     ///
     /// # Panics
     /// If the range is outside the block.
     pub fn strips_mut(&mut self, strips: Range<u32>) -> &mut [u8] {
         let layout = self.arena.layout;
         assert!(strips.start < strips.end && strips.end <= layout.strips, "strips {strips:?} outside the block");
+        let mut state = self.arena.state(self.slot.slot);
+        strips.clone().for_each(|strip| state.arrived[strip as usize / 64] &= !(1 << (strip % 64)));
+        drop(state);
         let length = (strips.end - strips.start) as usize * layout.strip_bytes as usize;
         // SAFETY: in range; this hold is the only one on the slot, no read hold exists before it is sealed, and sealing
         // waits for this hold to end. Clients write this slot only by breaking the protocol (module's head).
@@ -574,6 +577,9 @@ mod tests {
             hold.set_checksum(strip, checksum(&[strip as u8; 64]));
         }
         assert!(arena.arrived_all(slot) && !arena.quiet(1));
+        hold.strips_mut(1..2);
+        assert!(!arena.arrived_all(slot), "it may be half written again");
+        hold.set_checksum(1, checksum(&[1; 64]));
         drop(hold);
         assert!(arena.quiet(1) && arena.seal(slot));
         assert_eq!(arena.begin_write(slot).map(|_| ()), Err(Fenced));

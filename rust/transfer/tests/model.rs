@@ -78,10 +78,14 @@ struct Model {
     replica: BTreeMap<String, (u64, BTreeSet<BlockKey>)>,
     completed: u64,
     fetched: u64,
+    /// Nothing dies and no link breaks.
+    calm: bool,
 }
 
 impl Model {
-    fn new(seed: u64, faults: Faults) -> Self {
+    fn new(seed: u64, calm: bool) -> Self {
+        let (corrupt, lose) = if calm { (0, 0) } else { (20, 20) };
+        let faults = Faults { corrupt, lose, ..Faults::default() };
         let mut model = Self {
             world: World::new(seed, faults),
             random: Random(seed ^ 0xABCD),
@@ -94,6 +98,7 @@ impl Model {
             replica: BTreeMap::new(),
             completed: 0,
             fetched: 0,
+            calm,
         };
         NODES.iter().for_each(|node| model.start(node));
         model
@@ -175,11 +180,11 @@ impl Model {
     }
 
     /// One random thing happens.
-    fn act(&mut self, calm: bool) {
+    fn act(&mut self) {
         let node = self.pick(&NODES);
         let other = self.pick(&NODES);
         let address = self.addresses[other].clone();
-        let choice = self.random.below(if calm { 70 } else { 100 });
+        let choice = self.random.below(if self.calm { 70 } else { 100 });
         let Some(client) = self.pick_client(node) else { return self.attach(node) };
         match choice {
             // A request: a grant here, a pusher there (maybe on the same node), each begun at its own time.
@@ -468,6 +473,8 @@ impl Model {
 
     /// Everybody ends; the links are whole. Then nothing may be left but the cache.
     fn finish(&mut self) {
+        // Longer than the silence after which a cut session ends, where sessions are cut.
+        let quiet = if self.calm { 500 } else { 4_000 } * MILLISECOND;
         for (a, b) in [("a", "b"), ("a", "c"), ("b", "c")] {
             self.world.heal(a, b);
         }
@@ -475,12 +482,12 @@ impl Model {
         for (node, client, tag) in self.tasks.keys().cloned().collect::<Vec<_>>() {
             self.end(&node, client, tag);
         }
-        self.world.run(4_000 * MILLISECOND);
+        self.world.run(quiet);
         self.handle_events();
         for (node, client, tag) in self.tasks.keys().cloned().collect::<Vec<_>>() {
             self.end(&node, client, tag);
         }
-        self.world.run(4_000 * MILLISECOND);
+        self.world.run(quiet);
         self.handle_events();
         for node in NODES {
             let engine = self.world.engine(node).expect("all nodes live");
@@ -531,11 +538,8 @@ impl Model {
 }
 
 fn run(seed: u64, calm: bool) -> (u64, u64) {
-    let (corrupt, lose) = if calm { (0, 0) } else { (20, 20) };
-    let mut model = Model::new(seed, Faults { corrupt, lose, ..Faults::default() });
-    for _ in 0..60 {
-        model.act(calm);
-    }
+    let mut model = Model::new(seed, calm);
+    (0..60).for_each(|_| model.act());
     model.finish();
     if calm {
         model.expect_alive();
@@ -581,8 +585,8 @@ fn unkind_network() {
 #[test]
 fn same_seed_same_story() {
     let story = |seed| {
-        let mut model = Model::new(seed, Faults { corrupt: 20, lose: 20, ..Faults::default() });
-        (0..40).for_each(|_| model.act(false));
+        let mut model = Model::new(seed, false);
+        (0..40).for_each(|_| model.act());
         format!("{:?} {:?} {}", model.tasks, model.replica, model.world.now())
     };
     assert_eq!(story(5), story(5));

@@ -319,10 +319,10 @@ fn model() -> Model {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_operations(ops in prop::collection::vec(ops(), 1..150)) {
+    fn random_operations(ops in prop::collection::vec(ops(), 1..120)) {
         let mut model = model();
         for op in ops {
             model.apply(op);

@@ -1,5 +1,7 @@
 //! Fetches: the holder of a block pushes it into slots that the asker has reserved.
 
+use std::collections::BTreeSet;
+
 use crate::messages::{DaemonReport, GrantMode, LocalEvent, PeerMessage, Refusal, Ticket};
 use crate::pool::Holder;
 use crate::types::{BlockKey, ClientId, Layout, NodeAddress, NodeId, SlotRef, Tag};
@@ -42,17 +44,15 @@ impl Engine {
 
     fn begin_fetch(&mut self, holder: Holder, indices: &[u32], from: NodeAddress) {
         let Some(Store { pool, arena }) = &self.store else { return };
-        let under_way = |index| {
-            let mut mine = self.fetches.values().filter(|fetch| fetch.holder == holder && !fetch.cancelled);
-            mine.any(|fetch| fetch.places.contains(&Some(index)))
-        };
+        let mine = self.fetches.values().filter(|fetch| fetch.holder == holder && !fetch.cancelled);
+        let mut under_way: BTreeSet<u32> = mine.flat_map(|fetch| fetch.places.iter().flatten().copied()).collect();
         let mut answers = Vec::new();
         let mut places = Vec::new();
         let mut blocks = Vec::new();
         for &index in indices {
             match (pool.granted_at(holder, index), pool.key_at(holder, index)) {
                 (Some(slot), _) if slot.committed => answers.push((index, None)),
-                (Some(slot), Some(key)) if !under_way(index) && !places.contains(&Some(index)) => {
+                (Some(slot), Some(key)) if under_way.insert(index) => {
                     places.push(Some(index));
                     blocks.push((key, slot.slot));
                 }
