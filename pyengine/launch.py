@@ -44,8 +44,8 @@ START_ATTEMPTS = 5
 #: write to disk for 3 s at most in later versions; the sum stays below the promised 5 s.
 STOP_FRONT = 2.5
 STOP_BACK = 2.0
-#: sockaddr_un holds 108 bytes; the longest file name put into the run directory has 28.
-MAX_RUN_DIRECTORY = 78
+#: sockaddr_un holds 107 bytes and a zero; the longest name of a socket put into the run directory is /node-255.sock.
+MAX_RUN_DIRECTORY = 107 - 14
 
 
 class StartError(Exception):
@@ -86,11 +86,17 @@ class Supervisor:
     async def start(self) -> None:
         """Starts all at once; returns when each has been ready. Raises StartError when one cannot."""
         self._tasks = [asyncio.create_task(self._mind(part), name=part.name) for part in self._parts]
-        everybody = asyncio.gather(*(event.wait() for event in self._ready.values()))
-        await asyncio.wait((everybody, self._failure), return_when=asyncio.FIRST_COMPLETED)
-        if self._failure.done():
+        everybody = asyncio.create_task(self._all_ready())
+        try:
+            await asyncio.wait((everybody, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        finally:
             everybody.cancel()
+        if self._failure.done():
             self._failure.result()
+
+    async def _all_ready(self) -> None:
+        for event in self._ready.values():
+            await event.wait()
 
     async def stop(self) -> None:
         """Ends all parts, front first; returns when they are gone, about STOP_FRONT + STOP_BACK later at the latest."""
