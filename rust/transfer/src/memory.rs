@@ -136,7 +136,16 @@ impl Arena {
                 Mutex::new(SlotState { generation: 0, phase: Phase::Over, readers: 0, writing: false, arrived })
             })
             .collect();
-        let arena = Self { base: map(&fd, length)?, fd, bytes: length, layout, slots, stride, states, fenced: AtomicU64::new(0) };
+        let arena = Self {
+            base: map(&fd, length)?,
+            fd,
+            bytes: length,
+            layout,
+            slots,
+            stride,
+            states,
+            fenced: AtomicU64::new(0),
+        };
         for (index, word) in arena.header().into_iter().enumerate() {
             arena.word(4 * index as u64).store(word, Ordering::Relaxed);
         }
@@ -159,7 +168,16 @@ impl Arena {
         if !SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_SHRINK) {
             return Err(refuse("it is not sealed against shrinking"));
         }
-        let arena = Self { base: map(&fd, bytes)?, fd, bytes, layout, slots, stride, states: Box::default(), fenced: AtomicU64::new(0) };
+        let arena = Self {
+            base: map(&fd, bytes)?,
+            fd,
+            bytes,
+            layout,
+            slots,
+            stride,
+            states: Box::default(),
+            fenced: AtomicU64::new(0),
+        };
         for (index, word) in arena.header().into_iter().enumerate() {
             if arena.word(4 * index as u64).load(Ordering::Relaxed) != word {
                 return Err(refuse("its header says another version or layout"));
