@@ -10,8 +10,8 @@ release     In one process, over real daemons and worker loops (tests/worker/har
 disconnect  Through HTTP, from the client's disconnect to the gateway having forgotten the request (exact), and to the
             cluster's counters on /metrics saying so (they come with heartbeats, every 0.5 to 1 s: an upper bound).
 kill        Through HTTP, two workers of each role on two nodes, kill -9 of one process while a request is in it.
-            Answers are compared with the oracle. Servers are replaced often: their launcher restarts a part that dies
-            again and again with growing pauses.
+            Answers are compared with the oracle. Each repetition kills one of each kind and has a server of its own:
+            a launcher restarts a part that dies again and again with growing pauses.
 
 The model computes nothing (backend fake) but sleeps as long as a small one would compute. Every line is one JSON
 object; the limits are the promises of the design: 250 ms after the step under way, and 5 s.
@@ -99,7 +99,7 @@ def reached(cluster: Cluster, request: Request, phase: str, computed: int) -> bo
 def release(phase: str, nodes: int, repetitions: int, draw: random.Random) -> None:
     """Aborts in one phase, again and again in one cluster, and prints how long it took."""
     seconds = []
-    met = 0
+    reserved = 0
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
     def prompt() -> list[int]:
@@ -117,7 +117,7 @@ def release(phase: str, nodes: int, repetitions: int, draw: random.Random) -> No
             computed = cluster.workers["prefill"].counters["prefill"]
             request = cluster.submit(prompt(), "prefill", "decode", sampling=sampling)
             cluster.until(lambda: reached(cluster, request, phase, computed))  # noqa: B023 (called at once)
-            met += phase != "mid-transfer" or cluster.counter(decode, "pyengine_pool_blocks", state="reserved") > 0
+            reserved += cluster.counter(decode, "pyengine_pool_blocks", state="reserved") > 0
             began = time.perf_counter()
             cluster.abort(request)
             # Not `settle`, which sleeps between looks.
@@ -130,7 +130,7 @@ def release(phase: str, nodes: int, repetitions: int, draw: random.Random) -> No
             cluster.abort(blocker)
         cluster.settle()
     way = "tcp" if nodes == 2 else "arena"
-    report(f"abort {phase} {way} to released", seconds, RELEASE_LIMIT, in_flight=met)
+    report(f"abort {phase} {way} to released", seconds, RELEASE_LIMIT, with_blocks_reserved=reserved)
 
 
 # -- served: through HTTP ------------------------------------------------------------------------------------------
@@ -138,14 +138,12 @@ def release(phase: str, nodes: int, repetitions: int, draw: random.Random) -> No
 #: 640 tokens take 2 s to prefill and a token 10 ms to decode: long enough for counters to show where a request is.
 MODEL = "fake:seconds_per_step=0.01,seconds_per_token=0.003"
 SERVED_PROMPT = 640
-SERVED_OUTPUT = 200
+SERVED_OUTPUT = 100
 SERVED_FLAGS = ("--nodes", "2", "--max-tokens-per-step", "64", "--dram-bytes", "64MiB", "--kv-bytes", "64MiB")
 #: Seconds a client waits for its whole answer before that is called an error: twice what it ever takes.
 CLIENT_TIMEOUT = 40.0
 #: Seconds within which anything but an answer (a counter, a restart) must have come.
 EVENT_TIMEOUT = 30.0
-#: Kills after which a server is replaced, because its launcher waits longer before each restart.
-KILLS_PER_SERVER = 2
 
 
 class Client:
@@ -276,16 +274,20 @@ def disconnect(repetitions: int, draw: random.Random) -> None:
 
 
 class Scenario(NamedTuple):
-    """Whom to kill, and while the request is at a worker of which role. part: its name, from that worker's."""
+    """Whom to kill, and while the request is at a worker of which role.
+
+    part: its name, from that worker's. fatal: nobody else can go on with the request, the client gets an error.
+    """
 
     name: str
     role: str
     part: Callable[[str], str]
+    fatal: bool = False
 
 
 def daemon_of(worker: str) -> str:
     """Two workers of each role on two nodes: worker k of a role sits on node k."""
-    return f"node-{worker.rpartition('-')[2]}"
+    return f"transferd-{worker.rpartition('-')[2]}"
 
 
 SCENARIOS = (
@@ -294,7 +296,7 @@ SCENARIOS = (
     Scenario("daemon at prefill", "prefill", daemon_of),
     Scenario("daemon at decode", "decode", daemon_of),
     Scenario("conductor", "decode", lambda _: "conductor"),
-    Scenario("gateway", "decode", lambda _: "gateway-0"),
+    Scenario("gateway", "decode", lambda _: "gateway", fatal=True),
 )
 
 
@@ -302,7 +304,8 @@ class Shot(NamedTuple):
     """What one kill did. Seconds after the kill.
 
     ended: the answer or error was complete. silence: the longest time in which the client heard nothing.
-    next: first token of a request sent right after the kill. outcome: "right", "wrong", or the error.
+    next: first token of a request sent right after the kill. outcome: "right", "wrong", or the error. lost: other parts
+    that died of it.
     """
 
     ended: float
@@ -310,6 +313,7 @@ class Shot(NamedTuple):
     next: float | None
     outcome: str
     next_outcome: str
+    lost: tuple[str, ...]
 
 
 async def shoot(client: Client, scenario: Scenario) -> Shot | None:
@@ -322,11 +326,19 @@ async def shoot(client: Client, scenario: Scenario) -> Shot | None:
         return None
     await asyncio.sleep(client.draw.uniform(0.0, 0.2))
     name = scenario.part(worker)
+    parts = client.server.children()
     killed = time.perf_counter()
-    pid = client.server.kill(name)
+    client.server.kill(name)
     next_prompt, next_reply, next_task = client.ask(48, 4)
     await asyncio.gather(task, next_task)
-    await client.until(lambda: client.server.children().get(name, pid) != pid, f"restarting {name}")
+    seen = client.server.children()
+    lost = tuple(part for part, pid in parts.items() if part != name and seen.get(part) != pid)
+
+    def complete_again() -> bool:
+        now = client.server.children()
+        return now.keys() == parts.keys() and now[name] != parts[name]
+
+    await client.until(complete_again, f"complete again after {name} was killed")
     await asyncio.to_thread(client.server.wait_workers, 4, EVENT_TIMEOUT)
     heard = [killed, *(at for at in reply.events if at > killed), reply.ended]
     return Shot(
@@ -335,6 +347,7 @@ async def shoot(client: Client, scenario: Scenario) -> Shot | None:
         next=next_reply.events[0] - killed if next_reply.events else None,
         outcome=judge(prompt, reply, SERVED_OUTPUT),
         next_outcome=judge(next_prompt, next_reply, 4),
+        lost=lost,
     )
 
 
@@ -345,41 +358,63 @@ def judge(prompt: list[int], reply: Reply, output: int) -> str:
     return "right" if "".join(reply.text) == bytes(fake_tokens(prompt, output)).decode() else "wrong"
 
 
-def kill(scenario: Scenario, repetitions: int, draw: random.Random) -> int:
-    """Kills one kind of process again and again; prints; returns the number of wrong answers."""
-    shots: list[Shot] = []
+class Tally:
+    """What the kills of one scenario did."""
+
+    def __init__(self) -> None:
+        self.shots: list[Shot] = []
+        self.missed = 0
+
+    def report(self, scenario: Scenario, undisturbed: float) -> int:
+        """Prints; returns how many promises were broken: wrong answers, errors where others could serve, parts lost."""
+        shots = self.shots
+        case = f"kill {scenario.name}"
+        report(f"{case} to answer or error", [shot.ended for shot in shots], None, undisturbed=undisturbed)
+        report(f"{case} longest silence", [shot.silence for shot in shots], KILL_LIMIT)
+        first_tokens = [shot.next for shot in shots if shot.next is not None]
+        report(f"{case} to next request's first token", first_tokens, KILL_LIMIT)
+        outcomes = collections.Counter(shot.outcome for shot in shots)
+        next_outcomes = collections.Counter(shot.next_outcome for shot in shots)
+        for title, counts in (("outcome", outcomes), ("next request's outcome", next_outcomes)):
+            for outcome, count in counts.most_common():
+                line(BENCH, f"{case} {title}", count, "requests", outcome=outcome)
+        if self.missed:
+            line(BENCH, f"{case} missed", self.missed, "requests", reason="ended before its worker was seen")
+        lost = [part for shot in shots for part in shot.lost]
+        line(BENCH, f"{case} parts lost besides", len(lost), "processes", parts=" ".join(lost))
+        bad = outcomes["wrong"] if scenario.fatal else len(shots) - outcomes["right"]
+        return bad + len(shots) - next_outcomes["right"] + len(lost)
+
+
+def kill(repetitions: int, draw: random.Random) -> int:
+    """Kills every kind of process, again and again; prints; returns how many promises were broken."""
+    tallies = [Tally() for _ in SCENARIOS]
     undisturbed: list[float] = []
-    missed = 0
 
     async def work(client: Client) -> None:
-        nonlocal missed
-        prompt, reply, task = client.ask(SERVED_PROMPT, SERVED_OUTPUT)
-        await task
-        if (outcome := judge(prompt, reply, SERVED_OUTPUT)) != "right":
-            raise ServerError(f"undisturbed, the answer was {outcome}; the log ends:\n{client.server.tail()}")
-        undisturbed.append(reply.ended - reply.sent)
-        for _ in range(min(KILLS_PER_SERVER, repetitions - len(shots))):
-            shot = await shoot(client, scenario)
+        if not undisturbed:
+            prompt, reply, task = client.ask(SERVED_PROMPT, SERVED_OUTPUT)
+            await task
+            if (outcome := judge(prompt, reply, SERVED_OUTPUT)) != "right":
+                raise ServerError(f"undisturbed, the answer was {outcome}; the log ends:\n{client.server.tail()}")
+            undisturbed.append(reply.ended - reply.sent)
+        for index in draw.sample(range(len(SCENARIOS)), len(SCENARIOS)):
+            note(f"kill {SCENARIOS[index].name}")
+            shot = await shoot(client, SCENARIOS[index])
             if shot is None:
-                missed += 1
+                tallies[index].missed += 1
             else:
-                shots.append(shot)
+                tallies[index].shots.append(shot)
 
-    while len(shots) < repetitions and missed < repetitions:
-        with_server(work, draw, "--prefill", "2", "--decode", "2")
-    case = f"kill {scenario.name}"
-    report(f"{case} to answer or error", [shot.ended for shot in shots], None, undisturbed=median(undisturbed))
-    report(f"{case} longest silence", [shot.silence for shot in shots], KILL_LIMIT)
-    report(f"{case} to next request's first token", [s.next for s in shots if s.next is not None], KILL_LIMIT)
-    for title, outcomes in (
-        ("", collections.Counter(shot.outcome for shot in shots)),
-        (" next request", collections.Counter(shot.next_outcome for shot in shots)),
-    ):
-        for outcome, count in outcomes.most_common():
-            line(BENCH, f"{case}{title} outcome", count, "requests", outcome=outcome)
-    if missed:
-        line(BENCH, f"{case} missed", missed, "requests", reason="ended before its worker was seen")
-    return sum((shot.outcome == "wrong") + (shot.next_outcome == "wrong") for shot in shots)
+    try:
+        for _ in range(repetitions):
+            with_server(work, draw, "--prefill", "2", "--decode", "2")
+    finally:
+        # Also what was measured before a server failed.
+        broken = sum(
+            tally.report(scenario, median(undisturbed)) for tally, scenario in zip(tallies, SCENARIOS, strict=True)
+        )
+    return broken
 
 
 def main() -> int:
@@ -388,18 +423,18 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="ends within two minutes: few repetitions")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
-    parser.add_argument("--repetitions", type=int, help="of kills and disconnects (default: 20; quick: 2)")
-    parser.add_argument("--aborts", type=int, help="of aborts in one process (default: 200; quick: 20)")
+    parser.add_argument("--repetitions", type=int, help="of kills and disconnects (default: 20; quick: 1)")
+    parser.add_argument("--aborts", type=int, help="of aborts in one process (default: 200; quick: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments")
     options = parser.parse_args()
-    repetitions = options.repetitions if options.repetitions is not None else (2 if options.quick else 20)
-    aborts = options.aborts if options.aborts is not None else (20 if options.quick else 200)
+    repetitions = options.repetitions if options.repetitions is not None else (1 if options.quick else 20)
+    aborts = options.aborts if options.aborts is not None else (10 if options.quick else 200)
     if min(repetitions, aborts) < 1:
         parser.error("--repetitions and --aborts must be at least 1")
     parts = options.only or PARTS
     draw = random.Random(options.seed)
     end_on_sigterm()
-    wrong = 0
+    broken = 0
     try:
         if "release" in parts:
             for nodes in (2, 1):
@@ -410,15 +445,13 @@ def main() -> int:
             note(f"disconnect, {repetitions} times each")
             disconnect(repetitions, draw)
         if "kill" in parts:
-            for scenario in SCENARIOS:
-                note(f"kill {scenario.name}, {repetitions} times")
-                wrong += kill(scenario, repetitions, draw)
+            broken = kill(repetitions, draw)
     except ServerError as error:
         print(f"bench.abort: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 1 if wrong else 0
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
