@@ -7,13 +7,14 @@ before it writes. Hypothesis drives arrivals, pool answers, losses, aborts and s
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pyengine.scheduler.batcher import Batcher, QueueFull, Sequence, State, Step, TooLarge
+from pyengine.scheduler.batcher import Batcher, Load, Outcome, Planned, QueueFull, Sequence, State, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
 from pyengine.scheduler.types import FinishReason, SamplingParams
 
@@ -51,8 +52,8 @@ class Device:
         self.batcher = batcher
         self.cells: dict[tuple[int, int], bytes] = {}
 
-    def load(self, step: Step, lost: dict[tuple[int, int], int] | None = None) -> None:
-        for load in step.loads:
+    def load(self, loads: list[Load], lost: dict[tuple[int, int], int] | None = None) -> None:
+        for load in loads:
             sequence = self.batcher.sequences[load.id]
             good = min((load.first_block + load.blocks) * BLOCK, sequence.available)
             if lost and load.id in lost:
@@ -121,8 +122,7 @@ class BatcherMachine(RuleBasedStateMachine):
         self.device = Device(self.batcher)
         self.number = 0
         self.answers: dict[tuple[int, int], list[int]] = {}
-        self.computed: dict[tuple[int, int], int] = {}
-        self.pending: Step | None = None
+        self.loading: list[Load] = []
 
     @rule(
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=20),
@@ -145,7 +145,6 @@ class BatcherMachine(RuleBasedStateMachine):
         else:
             assert needed <= self.batcher.pool.pages * BLOCK
             self.answers[new.id] = list(tokens)
-            self.computed[new.id] = 0
             self.number += 1
 
     @rule(data=st.data())
@@ -169,14 +168,15 @@ class BatcherMachine(RuleBasedStateMachine):
         step = self.batcher.plan()
         self.batcher.check()
         assert sum(planned.count for planned in step.slices) <= self.batcher.max_tokens
-        self.device.load(step, {load.id: lost for load in step.loads})
+        self.loading += step.loads
+        if not late:
+            self.load(lost)
         tokens = self.device.execute(step)
         if abort and step.slices:
             self.batcher.remove(step.slices[0].id)
         for outcome, planned, token in self._outcomes(step, tokens):
             assert outcome.token == (token if planned.sample else None)
             mine = self.batcher.sequences[planned.id]
-            self.computed[planned.id] += planned.count
             for block in outcome.filled:
                 assert block.key == keys_of(mine.tokens)[block.index]
                 assert block.page == mine.pages[block.index]
@@ -190,7 +190,14 @@ class BatcherMachine(RuleBasedStateMachine):
                 over = outcome.finish is not None or mine.first_only
                 assert over == (mine.state is State.FINISHED)
 
-    def _outcomes(self, step: Step, tokens: list[int]):  # type: ignore[no-untyped-def]
+    @rule(lost=st.integers(0, 2))
+    def load(self, lost: int) -> None:
+        """What was to be copied into pages is there, but for the last `lost` blocks of each."""
+        loads = [load for load in self.loading if load.id in self.batcher.sequences]
+        self.device.load(loads, {load.id: lost for load in loads})
+        self.loading = []
+
+    def _outcomes(self, step: Step, tokens: list[int]) -> Iterator[tuple[Outcome, Planned, int]]:
         outcomes = {outcome.id: outcome for outcome in self.batcher.finish(step, tokens)}
         for planned, token in zip(step.slices, tokens, strict=True):
             if planned.id in outcomes:
@@ -244,7 +251,7 @@ def run(b: Batcher, device: Device, steps: int = 1000) -> dict[tuple[int, int], 
             break
         for id in step.preempted:
             b.ready(id, 0)
-        device.load(step)
+        device.load(step.loads)
         for outcome in b.finish(step, device.execute(step)):
             if outcome.token is not None:
                 answers.setdefault(outcome.id, []).append(outcome.token)
@@ -291,7 +298,7 @@ def test_the_whole_prompt_cached_still_computes_a_token() -> None:
         b.add(sequence(number, [1] * 8))
         b.ready((number, 0), 8)
         step = b.plan()
-        device.load(step)
+        device.load(step.loads)
         if not step.slices:
             step = b.plan()
         assert (step.slices[0].start, step.slices[0].count) == (4, 4)
@@ -312,7 +319,7 @@ def test_a_handed_off_sequence_computes_only_its_own_tokens() -> None:
     step = b.plan()
     (load,) = step.loads
     assert (load.first_block, load.blocks, step.slices) == (0, 2, [])
-    device.load(step)
+    device.load(step.loads)
     assert len(run(b, device)[1, 0]) == 5
     assert b.sequences[1, 0].recomputed == 0
     assert b.sequences[1, 0].computed == len(prompt) + 5
@@ -326,7 +333,7 @@ def test_lost_blocks_of_a_hand_off_are_recomputed_and_counted() -> None:
     b.first_token((1, 0), next_token(prompt))
     b.ready((1, 0), 6)
     step = b.plan()
-    device.load(step, {(1, 0): 1})
+    device.load(step.loads, {(1, 0): 1})
     run(b, device)
     assert b.sequences[1, 0].recomputed == 4
 
@@ -350,7 +357,7 @@ def test_the_youngest_is_preempted_and_its_answer_does_not_change() -> None:
         preempted += step.preempted
         for id in step.preempted:
             b.ready(id, 0)
-        device.load(step)
+        device.load(step.loads)
         for outcome in b.finish(step, device.execute(step)):
             if outcome.token is not None:
                 together.setdefault(outcome.id, []).append(outcome.token)
