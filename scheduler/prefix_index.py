@@ -39,9 +39,6 @@ class PrefixIndex:
         self._keys: dict[str, set[bytes]] = {}
         self._xor: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def count(self, node: str) -> int:
         """Blocks this node holds."""
         return len(self._keys.get(node, ()))
@@ -159,6 +156,8 @@ class PrefixIndex:
             assert xor == self._xor.get(node, 0), "the XOR of a node's keys is wrong"
         for key, block in self._blocks.items():
             assert block.holders, "a block is held by nobody"
+            parent = self._blocks.get(block.parent)
+            assert parent is None or parent.position == block.position - 1, "a block does not follow its parent"
             for node in self._names(block.holders):
                 assert key in self._keys[node], "a holder does not know its key"
             assert block.holders < 1 << (max(self._bit.values(), default=-1) + 1), "a holder is unknown"
