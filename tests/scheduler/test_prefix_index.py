@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pyengine.scheduler.prefix_index import PrefixIndex
 
-KEYS = [bytes([i]) * 16 for i in range(6)]
+KEYS = [bytes([i]) * 16 for i in range(1, 7)]
 NODES = ["a", "b", "c"]
 keys = st.sampled_from(KEYS)
 nodes = st.sampled_from(NODES)
