@@ -62,7 +62,9 @@ class Server:
         self.base = f"http://127.0.0.1:{self.port}"
         self._start_timeout = start_timeout
         self._environment = {**os.environ, **(environment or {})}
-        self._command = [sys.executable, "-m", "pyengine", "serve", "--model", model, "--backend", backend]
+        # Through child.py it dies with this process, also when that is killed and can stop nothing.
+        tied = ("-m", "pyengine.child", "--parent", str(os.getpid()), "--name", "serve", "pyengine.cli", "serve")
+        self._command = [sys.executable, *tied, "--model", model, "--backend", backend]
         self._command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
         if state_dir is not None:
             self._command += ["--state-dir", str(state_dir)]
