@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from pyengine.checkpoint import Checkpoint, inverse_frequencies
 from pyengine.kernels.torch import attention, pages
+from pyengine.kernels.torch.linear import Linear
 
 
 @dataclass(frozen=True)
@@ -66,44 +67,47 @@ class StepInput:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, [out, in]."""
+    """Weights of one layer."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    output: torch.Tensor
+    qkv: Linear
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class Llama:
     """Weights and forward pass. Holds no KV: the page tensor is an argument."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        """Maps the checkpoint's files; what is not fused and not converted stays mapped, shared by all processes."""
+        """Maps the checkpoint's files: weights in the dtype they have there are shared by all processes."""
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
         files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in checkpoint.files}
 
-        def weight(*names: str) -> torch.Tensor:
-            parts = [files[checkpoint.weights[name]].get_tensor(name).to(dtype) for name in names]
-            return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
+        def weight(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = files[checkpoint.weights[name]].get_tensor(name)
+            return tensor.to(device, dtype)
+
+        def linear(*names: str) -> Linear:
+            return Linear(*(weight(name) for name in names))
 
         self.embedding = weight("model.embed_tokens.weight")
         self.norm = weight("model.norm.weight")
-        self.head = self.embedding if config.tied_head else weight("lm_head.weight")
+        self.head = Linear(self.embedding) if config.tied_head else linear("lm_head.weight")
         self.layers = []
         for index in range(config.layers):
             name = f"model.layers.{index}."
             self.layers.append(
                 Layer(
                     attention_norm=weight(name + "input_layernorm.weight"),
-                    qkv=weight(*(f"{name}self_attn.{part}_proj.weight" for part in "qkv")),
-                    output=weight(name + "self_attn.o_proj.weight"),
+                    qkv=linear(*(f"{name}self_attn.{part}_proj.weight" for part in "qkv")),
+                    output=linear(name + "self_attn.o_proj.weight"),
                     mlp_norm=weight(name + "post_attention_layernorm.weight"),
-                    gate_up=weight(name + "mlp.gate_proj.weight", name + "mlp.up_proj.weight"),
-                    down=weight(name + "mlp.down_proj.weight"),
+                    gate_up=linear(name + "mlp.gate_proj.weight", name + "mlp.up_proj.weight"),
+                    down=linear(name + "mlp.down_proj.weight"),
                 )
             )
         factors = (
@@ -125,17 +129,17 @@ class Llama:
         sine = self.sines[step.positions].unsqueeze(1)
         hidden = F.embedding(step.tokens, self.embedding)  # [T, hidden]
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(self._rms_norm(hidden, layer.attention_norm), layer.qkv)
+            qkv = layer.qkv(self._rms_norm(hidden, layer.attention_norm))
             heads = qkv.view(-1, rotated + config.kv_heads, config.head_dim)
             queries_keys = _rotate(heads[:, :rotated], cosine, sine)
             queries, keys, values = queries_keys[:, : config.heads], queries_keys[:, config.heads :], heads[:, rotated:]
             pages.write_tokens(cache[index], keys, values, step.slots)
             attended = self._attend(step, cache[index], queries, keys, values)
-            hidden = torch.addmm(hidden, attended.reshape(-1, query_width), layer.output.t())
-            gate, up = F.linear(self._rms_norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            hidden = torch.addmm(hidden, F.silu(gate).mul_(up), layer.down.t())
+            hidden += layer.output(attended.reshape(-1, query_width))
+            gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+            hidden += layer.down(F.silu(gate).mul_(up))
         last = self._rms_norm(hidden[step.outputs], self.norm)
-        return F.linear(last, self.head).float()
+        return self.head(last).float()
 
     def _rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.norm_eps)
