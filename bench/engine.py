@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pyengine import env
 from pyengine.backend import Slice
 from pyengine.backends.torch import TorchBackend
 from pyengine.checkpoint import SMOLLM2, resolve
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds and steps: a minute or two")
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, default=Path(".pytest_cache/oracle/models"), help="converted models")
+    parser.add_argument("--cache", type=Path, default=env.read().state_dir / "models", help="converted models")
     arguments = parser.parse_args()
     rounds, steps = (3, 8) if arguments.quick else (7, 24)
 
