@@ -551,9 +551,9 @@ fn run_seeds(test: &str, calm: bool) {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
     let seeds = match number("PYENGINE_SEED") {
         Some(seed) => seed..seed + 1,
-        None => 0..number("PYENGINE_SEEDS").unwrap_or(120),
+        None => 0..number("PYENGINE_SEEDS").unwrap_or(100),
     };
-    let many = seeds.end - seeds.start > 20;
+    let count = seeds.end - seeds.start;
     let mut sum = (0, 0);
     for seed in seeds {
         match catch_unwind(AssertUnwindSafe(|| run(seed, calm))) {
@@ -568,17 +568,17 @@ fn run_seeds(test: &str, calm: bool) {
     }
     println!("{} hand-offs completed, {} blocks fetched", sum.0, sum.1);
     // A model that never gets anywhere proves nothing.
-    assert!(!many || (sum.0 > 100 && sum.1 > 50), "too little happened: {sum:?}");
+    assert!(count < 50 || (sum.0 > count && sum.1 > count / 4), "too little happened: {sum:?}");
 }
 
 #[test]
-fn kind_network() {
-    run_seeds("kind_network", true);
+fn gentle_network() {
+    run_seeds("gentle_network", true);
 }
 
 #[test]
-fn unkind_network() {
-    run_seeds("unkind_network", false);
+fn rough_network() {
+    run_seeds("rough_network", false);
 }
 
 // Goal: the same seed does the same. Method: run twice, compare all that clients were told.
