@@ -40,7 +40,6 @@ pub fn block_keys<'py>(
 ) -> PyResult<Bound<'py, PyBytes>> {
     let hash_key = hash_key.exactly("hash_key")?;
     let parent = BlockKey(parent.exactly("parent")?);
-    let keys =
-        py.detach(|| keys::block_keys(tokens.bytes(), block_tokens, parent, &hash_key)).map_err(exception)?;
+    let keys = py.detach(|| keys::block_keys(tokens.bytes(), block_tokens, parent, &hash_key)).map_err(exception)?;
     Ok(PyBytes::new(py, &keys.iter().flat_map(|key| key.0).collect::<Vec<u8>>()))
 }

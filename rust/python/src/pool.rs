@@ -27,8 +27,8 @@ macro_rules! event {
         #[pymethods]
         impl $name {
             #[classattr]
-            fn __match_args__() -> [&'static str; [$(stringify!($field)),+].len()] {
-                [$(stringify!($field)),+]
+            fn __match_args__(py: Python<'_>) -> PyResult<Py<pyo3::types::PyTuple>> {
+                Ok(pyo3::types::PyTuple::new(py, [$(stringify!($field)),+])?.unbind())
             }
 
             fn __repr__(slf: Bound<'_, Self>) -> PyResult<String> {
@@ -221,18 +221,9 @@ impl PoolClient {
     }
 
     #[pyo3(signature = (slot, generation, into, first_strip = 0))]
-    fn load(
-        &self,
-        py: Python<'_>,
-        slot: u32,
-        generation: u32,
-        mut into: Writable,
-        first_strip: u32,
-    ) -> PyResult<bool> {
+    fn load(&self, py: Python<'_>, slot: u32, generation: u32, mut into: Writable, first_strip: u32) -> PyResult<bool> {
         let bytes = into.bytes();
-        self.living
-            .with(py, |client| client.load(SlotRef { slot, generation }, first_strip, bytes))?
-            .map_err(exception)
+        self.living.with(py, |client| client.load(SlotRef { slot, generation }, first_strip, bytes))?.map_err(exception)
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

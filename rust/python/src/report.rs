@@ -56,8 +56,7 @@ impl ReportEndpoint {
     #[new]
     fn new(py: Python<'_>, listen: String, session_key: Readable) -> PyResult<Self> {
         let key = self::session_key(session_key.bytes()).map_err(exception)?;
-        let endpoint =
-            py.detach(|| report::ReportEndpoint::new(&listen, key, new_incarnation())).map_err(exception)?;
+        let endpoint = py.detach(|| report::ReportEndpoint::new(&listen, key, new_incarnation())).map_err(exception)?;
         let address = endpoint.address().to_string();
         Ok(Self { living: Living::new(endpoint), address })
     }

@@ -146,8 +146,10 @@ impl<T> Living<T> {
         if self.process == std::process::id() {
             return Ok(());
         }
-        Err(bug("this object was made before a fork, and its threads stayed with the parent: make a new one in the child, \
-                 or start the child with multiprocessing's \"spawn\""))
+        Err(bug(
+            "this object was made before a fork, and its threads stayed with the parent: make a new one in the child, \
+                 or start the child with multiprocessing's \"spawn\"",
+        ))
     }
 
     /// Uses it.

@@ -11,7 +11,7 @@
 //! bounded backlog. Readers block on the channel while the actor is busy: back-pressure.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +26,7 @@ use crate::engine::{Engine, Input, Output, Settings};
 use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
-use crate::mailbox::{Mailbox, poll_timeout};
+use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
@@ -93,6 +93,7 @@ pub struct Daemon {
     threads: Arc<Threads>,
     accepting: Link,
     socket: Option<PathBuf>,
+    ended: Arc<Wake>,
 }
 
 /// What all of a daemon's threads know.
@@ -143,17 +144,22 @@ impl Daemon {
         });
         let engine = Engine::new(me, Settings::new(config.dram_bytes));
         let actor = Actor::new(shared.clone(), engine, transport, config.socket.as_ref());
+        let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
+        let end = EndActor { threads: threads.clone(), accepting: accepting.clone(), ended: ended.clone() };
         let thread = std::thread::Builder::new()
             .name("engine".into())
-            .spawn(move || actor.run(&inbox))
+            .spawn(move || {
+                let _end = end;
+                actor.run(&inbox);
+            })
             .map_err(|error| Error::retry(format!("no thread: {error}")))?;
-        let accepting = Link::new()?;
         let daemon = Self {
             shared: shared.clone(),
             actor: Some(thread),
             threads: threads.clone(),
             accepting: accepting.clone(),
             socket: config.socket.clone(),
+            ended,
         };
         if !listeners.is_empty() {
             let (at, until) = (shared.clone(), accepting.clone());
@@ -174,14 +180,20 @@ impl Daemon {
         &self.shared.me
     }
 
+    /// Readable once the engine has ended, by `stop` or by a failure.
+    pub fn ended(&self) -> BorrowedFd<'_> {
+        self.ended.as_fd()
+    }
+
     /// A client within this process.
     ///
     /// # Errors
     /// Give up: the layout differs from the arena's, or the arena cannot be made. Retry: the daemon has stopped.
-    pub fn attach(&self, _incarnation: Incarnation, layout: Layout) -> Result<PoolClient, Error> {
+    pub fn attach(&self, incarnation: Incarnation, layout: Layout) -> Result<PoolClient, Error> {
         let mailbox = Arc::new(Mailbox::new(crate::client::EVENT_LIMIT)?);
         let client = self.threads.number();
         let port = Port::Inside(mailbox.clone());
+        tracing::debug!(client, incarnation, "a client within the process attaches");
         self.shared
             .happenings
             .send(Happening::Attach { client, port })
@@ -209,6 +221,21 @@ impl Daemon {
             // Somebody else may have removed it; nothing depends on it any more.
             let _ = std::fs::remove_file(socket);
         }
+    }
+}
+
+/// However the engine's thread ends, nobody is left talking to it: all links close.
+struct EndActor {
+    threads: Arc<Threads>,
+    accepting: Link,
+    ended: Arc<Wake>,
+}
+
+impl Drop for EndActor {
+    fn drop(&mut self) {
+        self.accepting.close("the daemon has stopped");
+        self.threads.close("the daemon has stopped");
+        self.ended.set();
     }
 }
 
@@ -292,7 +319,8 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             }
             shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
         }
-        Purpose::Local { .. } if local => {
+        Purpose::Local { incarnation } if local => {
+            tracing::debug!(client = number, incarnation, "a local client attaches");
             connection.welcome();
             connection.unwatch();
             shared.tell(Happening::Attach { client: number, port: Port::Socket(link.clone()) });
@@ -310,7 +338,14 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     Ok(())
 }
 
-fn serve_peer(shared: &Shared, mut connection: Connection, number: u64, peer: &NodeAddress, link: &Link, dialled: bool) {
+fn serve_peer(
+    shared: &Shared,
+    mut connection: Connection,
+    number: u64,
+    peer: &NodeAddress,
+    link: &Link,
+    dialled: bool,
+) {
     shared.tell(Happening::PeerUp { number, peer: peer.clone(), link: link.clone(), dialled });
     let ended = connection.drive(|payload, _| {
         let message = wire::decode(&payload)?;
@@ -339,12 +374,7 @@ fn dial(shared: &Arc<Shared>, peer: &NodeAddress, link: &Link) -> Result<(), Err
     Ok(())
 }
 
-fn connect(
-    shared: &Shared,
-    address: &str,
-    purpose: Purpose,
-    link: &Link,
-) -> Result<(Connection, NodeAddress), Error> {
+fn connect(shared: &Shared, address: &str, purpose: Purpose, link: &Link) -> Result<(Connection, NodeAddress), Error> {
     let stream = dial_tcp(address, link, DIAL_WITHIN)
         .map_err(|error| Error::retry(format!("cannot reach {address}: {error}")))?;
     let session = Session::dial(shared.key, purpose, nonce()?, now());
@@ -449,7 +479,6 @@ impl Actor {
             };
             for happening in first.into_iter().chain(inbox.try_iter().take(BATCH)) {
                 if matches!(happening, Happening::Stop) {
-                    self.goodbye();
                     return;
                 }
                 self.on(happening);
@@ -458,15 +487,6 @@ impl Actor {
             if now() >= next {
                 ticked = now();
                 self.feed(Input::Tick);
-            }
-        }
-    }
-
-    /// Clients within the process learn the end here; the others by their sockets.
-    fn goodbye(&self) {
-        for port in self.clients.values() {
-            if let Port::Inside(mailbox) = port {
-                mailbox.close(ClientEvent::Disconnected("the daemon has stopped".into()));
             }
         }
     }
@@ -688,6 +708,17 @@ impl Actor {
             copies.drain(..batch.len());
         }
         self.backlog.remove(node);
+    }
+}
+
+impl Drop for Actor {
+    /// Clients within the process learn the end here; the others by their sockets.
+    fn drop(&mut self) {
+        for port in self.clients.values() {
+            if let Port::Inside(mailbox) = port {
+                mailbox.close(ClientEvent::Disconnected("the daemon has stopped".into()));
+            }
+        }
     }
 }
 

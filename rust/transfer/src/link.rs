@@ -390,11 +390,8 @@ impl Connection {
         self.session.tick(now())?;
         self.refill()?;
         self.write()?;
-        let wants = if self.sent < self.pending.len() {
-            PollFlags::POLLIN | PollFlags::POLLOUT
-        } else {
-            PollFlags::POLLIN
-        };
+        let wants =
+            if self.sent < self.pending.len() { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
         let left = self.session.next_tick().map(|at| Duration::from_nanos(at.saturating_sub(now())));
         let mut wait =
             [PollFd::new(self.stream.as_fd(), wants), PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN)];

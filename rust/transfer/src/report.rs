@@ -104,8 +104,7 @@ impl ReportEndpoint {
     /// Retry: that daemon is not connected, or does not keep up.
     pub fn order(&self, node: &str, order: &DaemonOrder) -> Result<(), Error> {
         let daemons = self.shared.lock();
-        let standing =
-            daemons.get(node).ok_or_else(|| Error::retry(format!("the daemon {node} is not connected")))?;
+        let standing = daemons.get(node).ok_or_else(|| Error::retry(format!("the daemon {node} is not connected")))?;
         standing
             .link
             .send(wire::encode(order))

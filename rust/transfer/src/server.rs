@@ -48,12 +48,7 @@ impl Threads {
     }
 
     /// Runs `work` on a thread that `link.close` ends. Refused while stopping and at the limit of connections.
-    pub fn spawn(
-        self: &Arc<Self>,
-        name: &str,
-        link: &Link,
-        work: impl FnOnce() + Send + 'static,
-    ) -> Result<(), Error> {
+    pub fn spawn(self: &Arc<Self>, name: &str, link: &Link, work: impl FnOnce() + Send + 'static) -> Result<(), Error> {
         let mut inner = self.lock();
         if inner.stopping {
             return Err(Error::retry("stopping"));
@@ -77,14 +72,17 @@ impl Threads {
         Ok(())
     }
 
+    /// Tells all threads to end, and starts no more.
+    pub fn close(&self, reason: &str) {
+        let mut inner = self.lock();
+        inner.stopping = true;
+        inner.links.values().for_each(|link| link.close(reason));
+    }
+
     /// Ends all threads and waits for them. Must not be called on one of them.
     pub fn stop(&self, reason: &str) {
-        let handles = {
-            let mut inner = self.lock();
-            inner.stopping = true;
-            inner.links.values().for_each(|link| link.close(reason));
-            std::mem::take(&mut inner.handles)
-        };
+        self.close(reason);
+        let handles = std::mem::take(&mut self.lock().handles);
         for handle in handles {
             // A thread's panic has been printed by the hook; the others must still be waited for.
             let _ = handle.join();

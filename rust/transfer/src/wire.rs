@@ -298,8 +298,11 @@ mod tests {
     }
 
     fn address() -> impl Strategy<Value = NodeAddress> {
-        ("[a-z0-9-]{0,64}", "[0-9.:]{0,21}", any::<u64>())
-            .prop_map(|(node, address, incarnation)| NodeAddress { node, address, incarnation })
+        ("[a-z0-9-]{0,64}", "[0-9.:]{0,21}", any::<u64>()).prop_map(|(node, address, incarnation)| NodeAddress {
+            node,
+            address,
+            incarnation,
+        })
     }
 
     fn slots() -> impl Strategy<Value = Vec<GrantedSlot>> {

@@ -3,11 +3,14 @@
 //! Goal: an outcome means what it says, on every transport. Method: two arenas joined by the transport; each
 //! expectation below is a function over a [`Harness`], and `suite!` makes it a test of each implementation.
 
+mod lanes;
+
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::transport::sim::{Faults, Network, SimTransport};
+use pyengine_transfer::transport::tcp::TcpTransport;
 use pyengine_transfer::transport::{Busy, Completion, Copy, CopyId, Outcome, Transport};
 use pyengine_transfer::types::{Layout, NodeAddress, SlotRef};
 
@@ -69,6 +72,38 @@ impl Harness for Sim {
 
     fn kill_peer(&mut self) {
         self.network.leave(&self.peer.0.node);
+    }
+}
+
+/// Real sockets over loopback.
+struct Tcp {
+    transport: TcpTransport,
+    woken: mpsc::Receiver<()>,
+    receiver: lanes::Receiver,
+}
+
+impl Harness for Tcp {
+    type Transport = TcpTransport;
+
+    fn new(source: Arc<Arena>, destination: Arc<Arena>) -> Self {
+        let (transport, woken) = lanes::sender(source);
+        Self { transport, woken, receiver: lanes::Receiver::new(destination) }
+    }
+
+    fn transport(&mut self) -> &mut TcpTransport {
+        &mut self.transport
+    }
+
+    fn peer(&self) -> NodeAddress {
+        self.receiver.address.clone()
+    }
+
+    fn progress(&mut self) {
+        self.woken.recv_timeout(lanes::PATIENCE).expect("every copy completes");
+    }
+
+    fn kill_peer(&mut self) {
+        self.receiver.kill();
     }
 }
 
@@ -294,3 +329,4 @@ macro_rules! suite {
 }
 
 suite!(sim, Sim);
+suite!(tcp, Tcp);

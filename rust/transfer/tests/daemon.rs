@@ -3,6 +3,8 @@
 //! TCP, clients over a unix socket and in process, a proxy in the middle that cuts and damages. Every wait is for an
 //! event, with a generous limit that only a failure reaches.
 
+mod lanes;
+
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
@@ -21,14 +23,14 @@ use pyengine_transfer::messages::{
 };
 use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
 use pyengine_transfer::session::Session;
-use pyengine_transfer::transport::tcp::{Shared, TcpTransport, serve_lane};
+use pyengine_transfer::transport::tcp::TcpTransport;
 use pyengine_transfer::transport::{Completion, Copy, Outcome, Transport};
 use pyengine_transfer::types::{BlockKey, Layout, NodeAddress, SlotRef, Tag};
 use pyengine_transfer::wire;
 
-const KEY: [u8; 32] = [7; 32];
+use lanes::{KEY, PATIENCE};
+
 const LAYOUT: Layout = Layout { strips: 6, strip_bytes: 512 };
-const PATIENCE: Duration = Duration::from_secs(20);
 const HEAD: BlockKey = BlockKey([0; 16]);
 
 fn config(node: &str) -> Config {
@@ -189,9 +191,7 @@ fn a_push_over_tcp_is_exact_and_leaves_nothing_behind() {
     let keys: Vec<BlockKey> = (1..=10).map(key).collect();
 
     // The open waits for a grant that is still to come.
-    prefill
-        .request(LocalRequest::Open { tag: there, to: b.address().clone(), within_ms: 30_000 })
-        .expect("sent");
+    prefill.request(LocalRequest::Open { tag: there, to: b.address().clone(), within_ms: 30_000 }).expect("sent");
     fill(&prefill, here, &keys, 1);
     let slots = grant(&decode, there, &keys, 1);
     expect(&prefill, "Opened", |event| matches!(event, LocalEvent::Opened { tag, .. } if *tag == there).then_some(()));
@@ -283,11 +283,8 @@ fn fetch_and_replicate_bring_blocks_from_a_peer() {
         }
         _ => false,
     });
-    let stored = log
-        .0
-        .iter()
-        .filter(|event| matches!(event, EndpointEvent::Report(_, DaemonReport::Stored { .. })))
-        .count();
+    let stored =
+        log.0.iter().filter(|event| matches!(event, EndpointEvent::Report(_, DaemonReport::Stored { .. }))).count();
     assert_eq!(stored, 4, "two fetched, two replicated: {:?}", log.0);
     log.until(&endpoint, "Heartbeat", |event| {
         matches!(event, EndpointEvent::Report(_, DaemonReport::Heartbeat { count: 4, .. }))
@@ -498,40 +495,14 @@ fn impossible_configurations_are_refused_and_leave_nothing_open() {
 
 // -- the transport alone, with a hostile middle --------------------------------------------------------------------
 
-/// A receiver of lanes: an arena, and the acceptor that a daemon would be.
 struct Sink {
     arena: Arc<Arena>,
-    address: NodeAddress,
-    _daemonless: Arc<Shared>,
+    lanes: lanes::Receiver,
 }
 
 fn sink() -> Sink {
-    use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
     let arena = Arena::create(256 << 10, LAYOUT).expect("fits");
-    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
-    let at = listener.local_addr().expect("bound").to_string();
-    let address = NodeAddress { node: "sink".into(), address: at, incarnation: 1 };
-    let mut transport = TcpTransport::new(KEY, address.clone(), Box::new(|| {}));
-    transport.register(arena.clone());
-    let shared = transport.shared();
-    let (lanes, me) = (shared.clone(), address.clone());
-    std::thread::spawn(move || {
-        for stream in listener.incoming() {
-            let (lanes, me) = (lanes.clone(), me.clone());
-            std::thread::spawn(move || {
-                let link = Link::new().expect("an eventfd");
-                let session = Session::accept(KEY, me, nonce().expect("random"), now());
-                let stream = Stream::Tcp(stream.expect("accepted"));
-                let mut connection = Connection::new(stream, session, link.clone()).expect("a socket");
-                if connection.handshake().is_ok() {
-                    connection.welcome();
-                    let stream = connection.into_lane().expect("a fresh lane");
-                    let _ = serve_lane(&lanes, &stream, &link);
-                }
-            });
-        }
-    });
-    Sink { arena, address, _daemonless: shared }
+    Sink { lanes: lanes::Receiver::new(arena.clone()), arena }
 }
 
 struct Source {
@@ -542,15 +513,7 @@ struct Source {
 
 fn source() -> Source {
     let arena = Arena::create(256 << 10, LAYOUT).expect("fits");
-    let (wake, woken) = mpsc::channel();
-    let wake = Mutex::new(wake);
-    let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
-    let notify = Box::new(move || {
-        // Nobody listens any more when the test is over.
-        let _ = wake.lock().expect("whole").send(());
-    });
-    let mut transport = TcpTransport::new(KEY, me, notify);
-    transport.register(arena.clone());
+    let (transport, woken) = lanes::sender(arena.clone());
     Source { arena, transport, woken }
 }
 
@@ -573,59 +536,6 @@ impl Source {
         completions.sort_by_key(|completion| completion.id);
         completions
     }
-}
-
-#[test]
-fn a_late_write_to_an_old_life_is_fenced_and_counted() {
-    let (mut source, sink) = (source(), sink());
-    let old = sink.arena.issue(0);
-    sink.arena.retire(old);
-    let new = sink.arena.issue(0);
-    let before = sink.arena.fenced();
-    let copies = [
-        Copy { id: 1, source: source.block(0, 5), destination: old },
-        Copy { id: 2, source: source.block(1, 6), destination: new },
-        Copy { id: 3, source: source.block(2, 7), destination: SlotRef { slot: 9999, generation: 1 } },
-    ];
-    source.transport.connect(&sink.address);
-    source.transport.submit(&sink.address.node, &copies).expect("room");
-    let outcomes: Vec<Outcome> = source.outcomes(3).iter().map(|completion| completion.outcome).collect();
-    assert_eq!(outcomes, [Outcome::Fenced, Outcome::Done, Outcome::Fenced]);
-    assert!(sink.arena.fenced() > before);
-    assert!(sink.arena.arrived_all(new) && sink.arena.seal(new));
-    assert_eq!(sink.arena.begin_read(new).expect("sealed").bytes(), content(6));
-}
-
-#[test]
-fn rot_in_the_source_is_found_at_the_destination() {
-    let (mut source, sink) = (source(), sink());
-    let (good, bad) = (source.block(0, 1), source.block(1, 2));
-    source.arena.corrupt_for_test(bad.slot, 3);
-    let (left, right) = (sink.arena.issue(0), sink.arena.issue(1));
-    source.transport.connect(&sink.address);
-    let copies =
-        [Copy { id: 1, source: bad, destination: left }, Copy { id: 2, source: good, destination: right }];
-    source.transport.submit(&sink.address.node, &copies).expect("room");
-    let outcomes: Vec<Outcome> = source.outcomes(2).iter().map(|completion| completion.outcome).collect();
-    assert_eq!(outcomes, [Outcome::Corrupt, Outcome::Done]);
-    assert!(!sink.arena.arrived_all(left) && sink.arena.arrived_all(right));
-}
-
-#[test]
-fn a_dead_peer_loses_every_copy_once() {
-    let mut source = source();
-    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
-    let nobody = listener.local_addr().expect("bound").to_string();
-    drop(listener);
-    let peer = NodeAddress { node: "nobody".into(), address: nobody, incarnation: 1 };
-    let block = source.block(0, 1);
-    let copy = |id| Copy { id, source: block, destination: SlotRef { slot: 0, generation: 1 } };
-    source.transport.submit(&peer.node, &[copy(1)]).expect("completes as lost");
-    source.transport.connect(&peer);
-    source.transport.submit(&peer.node, &[copy(2), copy(3)]).expect("room");
-    assert!(source.outcomes(3).iter().all(|completion| completion.outcome == Outcome::Lost));
-    source.arena.retire(block);
-    assert!(source.arena.quiet(0), "lost means that the source is read no more");
 }
 
 /// A proxy that passes bytes on, flips one of them, and cuts everything when told.
@@ -677,8 +587,8 @@ fn relay(mut from: TcpStream, mut to: TcpStream, flip: Option<&AtomicI64>) {
 #[test]
 fn a_byte_flipped_on_the_wire_is_found_wherever_it_is() {
     let (mut source, sink) = (source(), sink());
-    let proxy = proxy(&sink.address.address);
-    let peer = NodeAddress { address: proxy.address.clone(), ..sink.address.clone() };
+    let proxy = proxy(&sink.lanes.address.address);
+    let peer = NodeAddress { address: proxy.address.clone(), ..sink.lanes.address.clone() };
     let head = 40 + 4 * i64::from(LAYOUT.strips);
     source.transport.connect(&peer);
     // One clean copy first, so that the handshake is over.
@@ -750,7 +660,9 @@ fn daemons_survive_cut_and_damaged_lanes() {
     assert_eq!(refusal, Refusal::Unreachable);
     let slots = pushed(12).expect("a new session, a new lane");
     assert_holds(&decode, &slots);
-    for (client, tags) in [(&prefill, [tag(1, 1), tag(10, 2), there, tag(12, 2)]), (&decode, [tag(10, 2), there, tag(12, 2), there])] {
+    for (client, tags) in
+        [(&prefill, [tag(1, 1), tag(10, 2), there, tag(12, 2)]), (&decode, [tag(10, 2), there, tag(12, 2), there])]
+    {
         for tag in tags {
             client.request(LocalRequest::End { tag }).expect("sent");
         }

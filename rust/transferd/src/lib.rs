@@ -2,10 +2,14 @@
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
 use clap::Parser;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
 use serde::{Deserialize, Serialize};
 use transfer::config::{Config, parse_bytes, read_session_key};
 use transfer::daemon::Daemon;
@@ -120,18 +124,37 @@ fn serve(arguments: &Arguments) -> Result<(), Error> {
         let address = daemon.address();
         tracing::info!(node = %address.node, address = %address.address, "serving");
         let socket = config.socket.as_deref();
-        let ready =
-            Ready { node: &address.node, address: &address.address, incarnation: address.incarnation, socket };
+        let ready = Ready { node: &address.node, address: &address.address, incarnation: address.incarnation, socket };
         if let Some(descriptor) = arguments.ready_fd {
             announce(descriptor, &ready)?;
         }
-        let signal = signals.wait().map_err(|errno| Error::give_up(format!("cannot wait for signals: {errno}")))?;
-        tracing::info!("stopping on {signal}");
+        wait(&signals, daemon.ended())?;
         daemon.stop();
         Ok(())
     });
     pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None).map_err(masking)?;
     outcome
+}
+
+/// Waits for a signal; fails if the engine ends first.
+fn wait(signals: &SigSet, ended: BorrowedFd<'_>) -> Result<(), Error> {
+    let problem = |errno: Errno| Error::give_up(format!("cannot wait for signals: {errno}"));
+    let signal = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC).map_err(problem)?;
+    loop {
+        let mut wait = [PollFd::new(signal.as_fd(), PollFlags::POLLIN), PollFd::new(ended, PollFlags::POLLIN)];
+        match poll(&mut wait, PollTimeout::NONE) {
+            Ok(_) => {}
+            Err(Errno::EINTR) => continue,
+            Err(errno) => return Err(problem(errno)),
+        }
+        if wait[1].any() == Some(true) {
+            return Err(Error::retry("the engine has failed: its panic is above; start the daemon again"));
+        }
+        if let Some(info) = signal.read_signal().map_err(problem)? {
+            tracing::info!("stopping on signal {}", info.ssi_signo);
+            return Ok(());
+        }
+    }
 }
 
 fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {
@@ -156,7 +179,8 @@ fn configure(arguments: &Arguments) -> Result<Config, Error> {
             toml::from_str(&text).map_err(|error| problem(&error))?
         }
     };
-    let missing = |key: &str, flag: &str| Error::give_up(format!("no {key}: give {flag}, or {key} in the --config file"));
+    let missing =
+        |key: &str, flag: &str| Error::give_up(format!("no {key}: give {flag}, or {key} in the --config file"));
     let dram_bytes = match (&arguments.dram_bytes, file.dram_bytes) {
         (Some(text), _) => parse_bytes(text)?,
         (None, Some(Size::Text(text))) => parse_bytes(&text)?,

@@ -97,13 +97,7 @@ impl LaneQueue {
 impl TcpTransport {
     /// `me` is told to peers; `notify` is called (from lanes' threads) when completions wait for `poll`.
     pub fn new(key: Key, me: NodeAddress, notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        let shared = Shared {
-            key,
-            me,
-            arena: OnceLock::new(),
-            completions: Mutex::default(),
-            notify,
-        };
+        let shared = Shared { key, me, arena: OnceLock::new(), completions: Mutex::default(), notify };
         Self { shared: Arc::new(shared), lanes: HashMap::new(), ending: Vec::new() }
     }
 
@@ -248,8 +242,7 @@ impl Taken<'_> {
             let Some(copy) = next else { return };
             match arena.begin_read(copy.source) {
                 Some(hold) => {
-                    let header =
-                        BlockHeader { id: copy.id, destination: copy.destination, layout: arena.layout() };
+                    let header = BlockHeader { id: copy.id, destination: copy.destination, layout: arena.layout() };
                     let head = header.encode(&hold.checksums());
                     self.writing.push_back(Sending { id: copy.id, head, hold, sent: 0 });
                 }
@@ -328,8 +321,7 @@ impl Drop for Taken<'_> {
 fn run_lane(shared: &Shared, queue: &LaneQueue, peer: &NodeAddress) -> Result<(), crate::error::Error> {
     let stream = dial_lane(shared, queue, peer)?;
     let arena = shared.arena.get().ok_or_else(|| crate::error::Error::bug("a lane before the arena"))?;
-    let mut taken =
-        Taken { shared, queue, writing: VecDeque::new(), unacknowledged: VecDeque::new() };
+    let mut taken = Taken { shared, queue, writing: VecDeque::new(), unacknowledged: VecDeque::new() };
     send_all(&stream, arena, &mut taken)
         .map_err(|error| crate::error::Error::retry(format!("lane to {}: {error}", peer.address)))
 }
@@ -374,8 +366,7 @@ fn send_all(stream: &TcpStream, arena: &Arc<Arena>, taken: &mut Taken<'_>) -> io
         if busy && left.is_zero() {
             return Err(io::Error::new(io::ErrorKind::TimedOut, "nothing moved for 3 s"));
         }
-        let wants =
-            if taken.writing.is_empty() { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT };
+        let wants = if taken.writing.is_empty() { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT };
         let mut wait = [PollFd::new(stream.as_fd(), wants), PollFd::new(link.wake().as_fd(), PollFlags::POLLIN)];
         match poll(&mut wait, poll_timeout(busy.then_some(left))) {
             Ok(_) | Err(Errno::EINTR) => {}
@@ -533,10 +524,8 @@ impl Receiving<'_> {
             if left.is_some_and(|left| left.is_zero()) {
                 return Err(io::Error::new(io::ErrorKind::TimedOut, "nothing moved for 3 s"));
             }
-            let mut wait = [
-                PollFd::new(self.stream.as_fd(), wants),
-                PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN),
-            ];
+            let mut wait =
+                [PollFd::new(self.stream.as_fd(), wants), PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN)];
             match poll(&mut wait, poll_timeout(left)) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(errno) => return Err(errno.into()),
