@@ -58,6 +58,8 @@ def serve(
     port: int | None = None,
     policy: str | None = None,
     admission: str | None = None,
+    slo_ttft: float | None = None,
+    slo_tbt: float | None = None,
     max_tokens_per_step: int | None = None,
     max_sequences: int | None = None,
     max_queue: int | None = None,
@@ -96,7 +98,11 @@ def serve(
     policy
         How the conductor chooses: random, round-robin, least-loaded, kvcache-centric (default).
     admission
-        none (default) or at-arrival.
+        none (default) or at-arrival: refuse what would miss an objective.
+    slo_ttft
+        Objective for the time to the first token, seconds.
+    slo_tbt
+        Objective for the time between tokens, seconds.
     max_tokens_per_step
         Tokens one step computes at most.
     max_sequences

@@ -74,6 +74,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     host, port: where the gateway listens. Loopback, because it asks nobody for a password.
     policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is
     off because its forecast needs a measured machine.
+    slo_ttft, slo_tbt: latency objectives of every request, seconds; 0: none. Admission refuses what would miss them.
     max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0: cores divided by workers.
     state_dir: secret and converted models; "": see env.py.
     """
@@ -92,6 +93,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     policy: str = "kvcache-centric"
     admission: str = "none"
+    slo_ttft: float = 0.0
+    slo_tbt: float = 0.0
     max_tokens_per_step: int = 512
     max_sequences: int = 32
     max_queue: int = 1024
@@ -106,7 +109,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.transport in ("shm", "rdma"):
             raise ConfigError(f"transport {self.transport} is not in this version: use --transport tcp (or auto)")
         _one_of("transport", self.transport, TRANSPORTS)
-        for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads"):
+        for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads", "slo_ttft", "slo_tbt"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
         for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue"):
@@ -114,6 +117,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.port < 65536:
             raise ConfigError(f"port must be between 1 and 65535, not {self.port}")
+        if self.admission == "at-arrival" and not self.slo_ttft and not self.slo_tbt:
+            raise ConfigError(
+                "admission at-arrival refuses what would miss an objective: name one (--slo-ttft SECONDS)"
+            )
         if (self.prefill == 0) != (self.decode == 0) and self.both == 0:
             missing = "decode" if self.decode == 0 else "prefill"
             raise ConfigError(f"no worker would {missing}: add --{missing} 1 (or use --both N)")
@@ -216,6 +223,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     derives the session and the hash key only.
     patience: seconds a request waits for an absent conductor or worker before 503 (design: 5 s).
     request_timeout: seconds from arrival after which a request is worthless. 600: a long answer on a slow machine.
+    slo_ttft, slo_tbt: as in ServeConfig.
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
     """
@@ -227,6 +235,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     patience: float = 5.0
     request_timeout: float = 600.0
+    slo_ttft: float = 0.0
+    slo_tbt: float = 0.0
     max_requests: int = 4096
     max_body_bytes: int = 16 << 20
 

@@ -293,7 +293,14 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
                 front=True,
             )
         )
-    gateway = GatewayConfig(host=config.host, port=config.port, conductor=conductor, secret_file=str(secret))
+    gateway = GatewayConfig(
+        host=config.host,
+        port=config.port,
+        conductor=conductor,
+        secret_file=str(secret),
+        slo_ttft=config.slo_ttft,
+        slo_tbt=config.slo_tbt,
+    )
     file = _write(run / "gateway.json", msgspec.json.encode(gateway))
     parts.append(
         Part(

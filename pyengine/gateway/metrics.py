@@ -72,8 +72,10 @@ class Metrics:
         for model in sorted({*self._models, *running, *waiting}):
             m = self.of(model)
             labels = f'model_name="{escape(model)}"'
-            put("vllm:num_requests_running", "gauge", f"vllm:num_requests_running{{{labels}}} {running.get(model, 0)}")
-            put("vllm:num_requests_waiting", "gauge", f"vllm:num_requests_waiting{{{labels}}} {waiting.get(model, 0)}")
+            # Not vLLM's num_requests_*: those are the workers', and a sum over both would count requests twice.
+            for state, counts in (("running", running), ("waiting", waiting)):
+                sample = f'pyengine_gateway_requests{{{labels},state="{state}"}} {counts.get(model, 0)}'
+                put("pyengine_gateway_requests", "gauge", sample)
             for name, value in (
                 ("vllm:prompt_tokens", m.prompt_tokens),
                 ("vllm:prompt_tokens_cached", m.cached_tokens),

@@ -89,7 +89,7 @@ class Request:
         key_of: Callable[[bytes], bytes],
         patience: float,
         deadline: float,
-        slo: Slo | None = None,
+        slo: Slo = Slo(),  # noqa: B008 (immutable)
         tenant: str = "",
     ) -> None:
         if not prompt:
@@ -116,7 +116,7 @@ class Request:
         self._key_of = key_of
         self._patience = patience
         self._deadline = deadline
-        self._slo = slo or Slo()
+        self._slo = slo
         self._tenant = tenant
         self._early: dict[int, int] = {}
         self._ends_at: int | None = None

@@ -36,7 +36,7 @@ from pyengine.scheduler.messages import (
     WorkerPing,
     WorkerToGateway,
 )
-from pyengine.scheduler.types import SamplingParams, WorkerInfo
+from pyengine.scheduler.types import SamplingParams, Slo, WorkerInfo
 from pyengine.text import Detokenizer, Tokenizer
 
 log = logging.getLogger("pyengine.gateway")
@@ -259,6 +259,7 @@ class Service:
             key_of=lambda tokens: self._keys.blocks(tokens, model.block_tokens, root),
             patience=self.config.patience,
             deadline=now + self.config.request_timeout,
+            slo=Slo(self.config.slo_ttft or None, self.config.slo_tbt or None),
         )
         generation = Generation(self, request, tokenizer, sampling.stop, wake)
         self._generations[request.id] = generation

@@ -23,6 +23,7 @@ from pyengine.scheduler.messages import (
     ClusterState,
     Codec,
     Failed,
+    GatewayAlive,
     GatewayHello,
     GatewayToConductor,
     GatewayToWorker,
@@ -123,6 +124,7 @@ class FakeWorker(Router):
         self.incarnation = incarnation
         self.work: list[Work] = []
         self.aborts: list[Abort] = []
+        self.hung = False
         self.arrived = asyncio.Event()
         self.aborted = asyncio.Event()
         self.script: Callable[[FakeWorker, bytes, Work], None] = whole_answer
@@ -151,6 +153,8 @@ class FakeWorker(Router):
         return WorkerRef(self.name, self.incarnation, self.info.node, self.endpoint)
 
     def on(self, identity: bytes, message: Any) -> None:
+        if self.hung:
+            return
         if isinstance(message, Work):
             self.work.append(message)
             self.arrived.set()
@@ -220,7 +224,7 @@ class FakeConductor(Router):
             self.send(identity, state)
 
     def on(self, identity: bytes, message: Any) -> None:
-        if isinstance(message, GatewayHello):
+        if isinstance(message, GatewayHello | GatewayAlive):
             self.announce()
         elif isinstance(message, RouteEnded):
             self.ended.append(message)

@@ -83,6 +83,8 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"nodes": 0}, "at least 1"),
         ({"nodes": 3}, "fewer --nodes"),
         ({"port": 70000}, "65535"),
+        ({"admission": "at-arrival"}, "--slo-ttft"),
+        ({"slo_tbt": -1.0}, "negative"),
         ({"dram_bytes": 1 << 60}, "ask for less"),
     ],
 )

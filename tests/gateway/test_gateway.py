@@ -15,6 +15,7 @@ import aiohttp
 import openai
 import pytest
 
+from pyengine.gateway import links as gateway_links
 from pyengine.scheduler.messages import Route, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Rejection, Role
 from tests.gateway.cluster import (
@@ -187,6 +188,27 @@ async def test_dead_worker_the_conductor_still_believes_in(folder: Path, http: a
         at.kill("decode-0", known=False)
         status, _ = await request
         assert status == 503
+
+
+async def test_silent_worker_is_dead(
+    folder: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that hangs keeps its connection; the gateway goes on without it, and with it once it is back."""
+    monkeypatch.setattr(gateway_links, "DEAD_AFTER", 0.5)
+    monkeypatch.setattr(gateway_links, "HEARTBEAT_EVERY", 0.1)
+    async with cluster(folder, Role.PREFILL, Role.DECODE, Role.DECODE) as at:
+        hanging = at.workers["decode-0"]
+        hanging.script = silent
+        request = asyncio.create_task(post(http, at, "/v1/chat/completions", {**CHAT, "max_tokens": 5}))
+        await hanging.arrived.wait()
+        hanging.hung = True
+        status, body = await request
+        assert (status, body["choices"][0]["message"]["content"]) == (200, ANSWER[:5])
+        assert len(at.workers["decode-1"].work) == 1
+        hanging.hung = False
+        hanging.script = whole_answer
+        status, _ = await post(http, at, "/v1/chat/completions", {**CHAT, "max_tokens": 5})
+        assert status == 200
 
 
 async def test_worker_comes_back_as_another_incarnation(folder: Path, http: aiohttp.ClientSession) -> None:
