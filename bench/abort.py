@@ -196,14 +196,11 @@ class Client:
     def forgotten(self) -> bool:
         """The gateway has no request (its own count, always current)."""
         samples = self.server.metrics()
-        return not any(select(samples, f"vllm:num_requests_{state}", model_name=self.model) for state in GATEWAY_STATES)
+        return not select(samples, "pyengine_gateway_requests", model_name=self.model)
 
     def released(self) -> bool:
         """No worker and no pool has reported anything held."""
         return not any(still_held(self.server.metrics()))
-
-
-GATEWAY_STATES = ("running", "waiting")
 
 
 def still_held(samples: dict[str, float]) -> list[float]:
