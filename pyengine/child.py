@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -39,7 +40,26 @@ def main() -> None:
     die_with(options.parent)
     setproctitle.setproctitle(f"pyengine: {options.name}")
     sys.argv = [options.module.rpartition(".")[2], *options.arguments]
-    sys.exit(importlib.import_module(options.module).main())
+    try:
+        status = importlib.import_module(options.module).main()
+    except SystemExit as end:
+        status = end.code
+    leave(status)
+
+
+def leave(status: object) -> None:
+    """Ends the process as sys.exit would, but at once.
+
+    `main` has closed all it had opened. What the interpreter would do beyond that, taking a framework apart object by
+    object, costs seconds that Ctrl-C does not have.
+    """
+    if status is not None and not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 if __name__ == "__main__":
