@@ -164,6 +164,7 @@ class Server:
         if error is None:
             self.stop()
         else:
+            print(self.tail(200))  # of use to whoever reads about the failure
             self.destroy()
 
     # -- what it says ----------------------------------------------------------------------------------------------

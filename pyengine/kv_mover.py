@@ -337,9 +337,9 @@ class KvMover:
                     self._refused(tag, refusal)
                 case _:
                     pass
-        for sequence_id, slots in granted.items():
+        for sequence_id, staged in granted.items():
             if job := self.jobs.get(sequence_id):
-                self._store_staged(job, slots)
+                self._store_staged(job, staged)
 
     def _granted(self, job: Job, tag: Tag, slots: list[Slot]) -> None:
         if job.handoff is not None and job.handoff.tag == tag:

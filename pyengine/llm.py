@@ -123,7 +123,7 @@ class LLM:
         Raises:
             ValueError: an empty prompt, one longer than the model or its KV space, or a wrong number of params.
         """
-        batch = [prompts] if _is_prompt(prompts) else list(prompts)
+        batch = _as_batch(prompts)
         params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(batch):
             raise ValueError(
@@ -234,5 +234,11 @@ class _Request:
         return Completion("".join(self._parts), self.ids, self.finish.value, self.prompt_tokens, self.cached)
 
 
-def _is_prompt(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, Sequence) and bool(value) and isinstance(value[0], int))
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Several prompts, or one (a text, or a sequence of ids) as a batch of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
+    if ids:
+        return [ids]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]

@@ -185,7 +185,7 @@ class Worker:
                 decode_context += end
             else:
                 prefill += planned.count
-                prefill_context += planned.count * planned.start
+                prefill_context += planned.count * planned.start + planned.count * (planned.count + 1) // 2
         self.progress += 1
         began = time.perf_counter()
         tokens = self.backend.execute(slices)

@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -35,7 +35,6 @@ from pyengine.scheduler.messages import (
     WorkerHello,
     WorkerLeaving,
     WorkerPing,
-    WorkerToGateway,
 )
 from pyengine.scheduler.types import WorkerInfo
 
@@ -66,7 +65,7 @@ class WorkerLinks(threading.Thread):
         self._gateways: dict[bytes, float] = {}
         self._owner: dict[Attempt, bytes] = {}
         self._codec = Codec(GatewayToWorker)
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         router = context.socket(zmq.ROUTER)
         router.router_mandatory = True
         self._router = bind(router, info.work, session_key)
@@ -108,7 +107,7 @@ class WorkerLinks(threading.Thread):
             poller.register(socket, select.POLLIN)
         due = time.monotonic()
         while not self._stopping:
-            poller.poll(max(due - time.monotonic(), 0) * 1000)
+            poller.poll(int(max(due - time.monotonic(), 0) * 1000))
             _drain(self._wake)
             self._watch_conductor()
             self._receive()
@@ -186,7 +185,7 @@ class WorkerLinks(threading.Thread):
     def _ping(self) -> WorkerPing:
         return WorkerPing(worker=self.info.worker, incarnation=self.info.incarnation)
 
-    def _tell_gateway(self, identity: bytes, messages: list[WorkerToGateway] | list[Message]) -> None:
+    def _tell_gateway(self, identity: bytes, messages: Sequence[Message]) -> None:
         try:
             self._router.send_multipart([identity, self._codec.encode(list(messages))], zmq.NOBLOCK)
         except zmq.ZMQError as error:

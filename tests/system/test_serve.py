@@ -60,7 +60,10 @@ def test_every_shape_answers_and_its_workers_counters_move(shape: str, state_dir
                 "all blocks crossed",
             )
         if shape == "one node":
-            until(lambda: server.metric("pyengine_transfer_blocks_total", transport="arena") == 28, "arena hand-off")
+            until(
+                lambda: server.metric("pyengine_transfer_blocks_total", transport="arena", direction="in") == 28,
+                "arena hand-off",
+            )
             assert server.metric("pyengine_transfer_bytes_total") == 0
         if shape == "both":
             assert server.metric("pyengine_transfer_blocks_total") == 0

@@ -60,7 +60,7 @@ def modules() -> dict[str, Path]:
 def imports(name: str, path: Path) -> set[str]:
     """Absolute names that a module imports anywhere in it, type-checking blocks included."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

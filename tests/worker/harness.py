@@ -75,7 +75,7 @@ class Cluster:
         pages: int = 256,
         max_tokens: int = 64,
         max_sequences: int = 32,
-        wrap: Callable[[_native.PoolClient], Pool] = lambda pool: pool,
+        wrap: Callable[[_native.PoolClient], Pool] | None = None,
     ) -> Worker:
         backend.allocate(pages)
         incarnation = secrets.randbits(63)
@@ -91,7 +91,7 @@ class Cluster:
         )
         spec = backend.namespace.kv
         pool = self.daemons[node].attach(incarnation, spec.strips, spec.strip_bytes)
-        worker.attach(wrap(pool))
+        worker.attach(wrap(pool) if wrap else pool)
         self._pools[name] = pool
         self.workers[name] = worker
         self.node_of[name] = node
