@@ -4,8 +4,10 @@ Bytes arguments accept anything with the buffer protocol. A `keys` argument is 1
 Nothing here blocks longer than it says; every wait releases the GIL. Loading this module loads no torch.
 """
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias, final
+
+from typing_extensions import Buffer
 
 __version__: str
 KEY_BYTES: int
@@ -74,6 +76,7 @@ class Slot:
 @final
 class Granted:
     """The grant is held: one slot per key, then the private one."""
+
     __match_args__ = ("tag", "slots")
     @property
     def tag(self) -> Tag: ...
@@ -83,6 +86,7 @@ class Granted:
 @final
 class Located:
     """Answer to `lookup`: the pinned leading blocks."""
+
     __match_args__ = ("tag", "slots")
     @property
     def tag(self) -> Tag: ...
@@ -92,6 +96,7 @@ class Located:
 @final
 class Refused:
     """A grant, open, push or the whole tag failed. The client still owes `end`."""
+
     __match_args__ = ("tag", "refusal")
     @property
     def tag(self) -> Tag: ...
@@ -101,6 +106,7 @@ class Refused:
 @final
 class Opened:
     """Answer to `open`. `slots` is empty unless the grant lies in this node's own arena."""
+
     __match_args__ = ("tag", "committed", "slots")
     @property
     def tag(self) -> Tag: ...
@@ -112,6 +118,7 @@ class Opened:
 @final
 class Arrived:
     """These blocks of the own grant have become readable."""
+
     __match_args__ = ("tag", "indices")
     @property
     def tag(self) -> Tag: ...
@@ -121,6 +128,7 @@ class Arrived:
 @final
 class Complete:
     """Every block of the own grant is readable and the pusher's note is here. Sent once."""
+
     __match_args__ = ("tag", "note")
     @property
     def tag(self) -> Tag: ...
@@ -130,6 +138,7 @@ class Complete:
 @final
 class Fetched:
     """Outcome of one index of a `fetch`: readable (refusal None), or why not."""
+
     __match_args__ = ("tag", "index", "refusal")
     @property
     def tag(self) -> Tag: ...
@@ -141,6 +150,7 @@ class Fetched:
 @final
 class Pushed:
     """These pushed blocks are applied and verified at the destination; `note`: so is the note."""
+
     __match_args__ = ("tag", "indices", "note")
     @property
     def tag(self) -> Tag: ...
@@ -152,6 +162,7 @@ class Pushed:
 @final
 class Counters:
     """Answer to `counters`: the daemon's counters by Prometheus sample name with labels."""
+
     __match_args__ = ("values",)
     @property
     def values(self) -> dict[str, int]: ...
@@ -159,6 +170,7 @@ class Counters:
 @final
 class Disconnected:
     """The daemon is gone. No other event follows; all tags have ended."""
+
     __match_args__ = ("reason",)
     @property
     def reason(self) -> str: ...
@@ -209,9 +221,7 @@ class PoolClient:
         """Fills own reserved blocks from a peer's pool; -> one Fetched per index."""
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
-    def push(
-        self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: Buffer | None = None
-    ) -> None:
+    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: Buffer | None = None) -> None:
         """Sends blocks held (committed) under the grant `local` to these indices of the opened grant `tag`; -> Pushed.
 
         Block i is taken from index i - first of `local`.
@@ -303,6 +313,7 @@ class BlockRemoved:
 @final
 class BlockDump:
     """Part of a dump: all blocks published before event `sequence`; `last` ends it."""
+
     __match_args__ = ("node", "sequence", "blocks", "last")
     @property
     def node(self) -> NodeAddress: ...
@@ -316,6 +327,7 @@ class BlockDump:
 @final
 class DaemonHeartbeat:
     """xor: XOR of all published keys."""
+
     __match_args__ = ("node", "next_sequence", "count", "xor", "counters")
     @property
     def node(self) -> NodeAddress: ...
@@ -343,6 +355,7 @@ class Replicated:
 @final
 class DaemonGone:
     """The session ended: disconnect, or 3 s of silence."""
+
     __match_args__ = ("node",)
     @property
     def node(self) -> NodeAddress: ...

@@ -37,6 +37,19 @@ mod _native {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("KEY_BYTES", size_of::<transfer::types::BlockKey>())?;
-        module.add("NOTE_LIMIT", transfer::messages::NOTE_LIMIT)
+        module.add("NOTE_LIMIT", transfer::messages::NOTE_LIMIT)?;
+        let events = "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Disconnected";
+        module.add("PoolEvent", union(module, events)?)?;
+        let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated DaemonGone";
+        module.add("DaemonReport", union(module, reports)?)?;
+        // The stub is the list of names; a second one would have to be kept like it.
+        module.delattr("__all__")
+    }
+
+    /// `A | B | …`, as annotations name it.
+    fn union<'py>(module: &Bound<'py, PyModule>, names: &str) -> PyResult<Bound<'py, PyAny>> {
+        let mut names = names.split_whitespace();
+        let first = module.getattr(names.next().unwrap_or_default())?;
+        names.try_fold(first, |union, name| union.bitor(module.getattr(name)?))
     }
 }

@@ -624,7 +624,7 @@ impl Actor {
         }
     }
 
-    fn to_client(&mut self, client: ClientId, event: LocalEvent) {
+    fn to_client(&self, client: ClientId, event: LocalEvent) {
         match self.clients.get(&client) {
             None => {}
             Some(Port::Socket(link)) => {

@@ -167,7 +167,7 @@ fn serve(shared: &Shared, number: u64, stream: Stream, link: &Link) -> Result<()
     let ended = connection.drive(|payload, _| {
         let report: DaemonReport = wire::decode(&payload)?;
         let daemons = shared.lock();
-        if !daemons.get(&node.node).is_some_and(|standing| standing.number == number) {
+        if daemons.get(&node.node).is_none_or(|standing| standing.number != number) {
             return Ok(());
         }
         let event = EndpointEvent::Report(node.clone(), report);
