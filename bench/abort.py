@@ -420,11 +420,11 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="ends within two minutes: few repetitions")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part (may be given several times)")
-    parser.add_argument("--repetitions", type=int, help="of kills and disconnects (default: 20; quick: 1)")
+    parser.add_argument("--repetitions", type=int, help="of kills and disconnects (default: 20; quick: 2)")
     parser.add_argument("--aborts", type=int, help="of aborts in one process (default: 200; quick: 10)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and moments")
     options = parser.parse_args()
-    repetitions = options.repetitions if options.repetitions is not None else (1 if options.quick else 20)
+    repetitions = options.repetitions if options.repetitions is not None else (2 if options.quick else 20)
     aborts = options.aborts if options.aborts is not None else (10 if options.quick else 200)
     if min(repetitions, aborts) < 1:
         parser.error("--repetitions and --aborts must be at least 1")
