@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pyengine.gateway import openai
-from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Usage
+from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Piece, Usage
 from pyengine.gateway.request import RequestError
 from pyengine.gateway.service import Generation, Model, Service
 from pyengine.text import ChatError, Tokenizer
@@ -100,7 +100,7 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         tokenizer = await exchange.unless_gone(service.tokenizer(model.tokenizer))
         prompts = await exchange.unless_gone(_prompts(request, tokenizer, model))
         exchange.start(request, model, prompts, tokenizer)
-        answer = Answer(endpoint, model.name, request.include_usage)
+        answer = Answer(endpoint, model.name, request.include_usage, bool(request.return_token_ids))
         if not request.stream:
             return Response(await exchange.whole(answer), media_type=JSON)
         # The status line waits for the first token: what fails before it is an HTTP error and no broken stream.
@@ -193,8 +193,8 @@ class Exchange:
             cached=sum(generation.request.cached or 0 for generation in self._generations),
         )
 
-    async def next(self) -> list[tuple[int, str, str | None]]:
-        """New (choice, text, finish reason), at least one. Raises RequestError, ClientGone."""
+    async def next(self) -> list[Piece]:
+        """New pieces, at least one. Raises RequestError, ClientGone."""
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -202,23 +202,22 @@ class Exchange:
                 raise ClientGone
             news = []
             for index, generation in list(self._open.items()):
-                text, finish = generation.take()
-                if finish is not None:
+                piece = Piece(index, *generation.take())
+                if piece.finish is not None:
                     del self._open[index]
-                if text or finish is not None:
-                    news.append((index, text, finish))
+                if piece.text or piece.finish is not None:
+                    news.append(piece)
             if news:
                 return news
 
     async def whole(self, answer: Answer) -> bytes:
         """The complete answer. Raises RequestError, ClientGone."""
-        texts = [""] * self.choices
-        reasons = [""] * self.choices
+        wholes = [Piece(index, "", [], None) for index in range(self.choices)]
         while not self.finished:
-            for index, text, finish in await self.next():
-                texts[index] += text
-                reasons[index] = finish or ""
-        body = answer.whole(list(zip(texts, reasons, strict=True)), self.usage)
+            for index, text, ids, finish in await self.next():
+                before = wholes[index]
+                wholes[index] = Piece(index, before.text + text, before.ids + ids, finish)
+        body = answer.whole(wholes, self.usage)
         self.close()
         return body
 
@@ -241,7 +240,7 @@ class Exchange:
 class EventStream(Response):
     """Sends an exchange as server-sent events, one body part per batch of tokens that came together."""
 
-    def __init__(self, exchange: Exchange, answer: Answer, first: list[tuple[int, str, str | None]]) -> None:
+    def __init__(self, exchange: Exchange, answer: Answer, first: list[Piece]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         # A stream has no length; Response put the empty body's there.
         del self.headers["content-length"]
@@ -256,7 +255,7 @@ class EventStream(Response):
             news = self._first
             prefix = answer.opening(exchange.choices)
             while True:
-                events = b"".join(answer.delta(*item) for item in news)
+                events = b"".join(answer.delta(piece) for piece in news)
                 if exchange.finished:
                     await send(_part(prefix + events + answer.closing(exchange.usage), more=False))
                     return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -105,6 +105,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    return_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -291,27 +292,47 @@ class Usage(msgspec.Struct, frozen=True):
         }
 
 
-class Answer:
-    """Builds the JSON of one HTTP request's answer, whole or in events. `kind`: which of the two endpoints."""
+class Piece(NamedTuple):
+    """What is new of one choice: text, the tokens it came of, and the finish reason with the last piece."""
 
-    def __init__(self, kind: Literal["chat", "completion"], model: str, include_usage: bool = False) -> None:
+    choice: int
+    text: str
+    ids: list[int]
+    finish: str | None
+
+
+class Answer:
+    """Builds the JSON of one HTTP request's answer, whole or in events. `kind`: which of the two endpoints.
+
+    token_ids: choices carry the ids beside the text (vLLM's extension `return_token_ids`).
+    """
+
+    def __init__(
+        self,
+        kind: Literal["chat", "completion"],
+        model: str,
+        include_usage: bool = False,
+        token_ids: bool = False,
+    ) -> None:
         self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
         self._chat = kind == "chat"
         self._created = int(time.time())
         self._model = model
         self._include_usage = include_usage
+        self._token_ids = token_ids
         self._encoder = msgspec.json.Encoder()
 
-    def whole(self, choices: list[tuple[str, str]], usage: Usage) -> bytes:
-        """choices: (text, finish reason) in order."""
+    def whole(self, choices: list[Piece], usage: Usage) -> bytes:
+        """choices: each in one piece, in order."""
         built = [
             {
-                "index": index,
-                **({"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}),
+                "index": piece.choice,
+                **({"message": {"role": "assistant", "content": piece.text}} if self._chat else {"text": piece.text}),
                 "logprobs": None,
-                "finish_reason": finish,
+                "finish_reason": piece.finish,
+                **self._ids(piece),
             }
-            for index, (text, finish) in enumerate(choices)
+            for piece in choices
         ]
         kind = "chat.completion" if self._chat else "text_completion"
         return self._encoder.encode({**self._head(kind), "choices": built, "usage": usage.json()})
@@ -321,13 +342,13 @@ class Answer:
         if not self._chat:
             return b""
         role = {"role": "assistant", "content": ""}
-        return b"".join(self._event([self._choice(index, role, None)]) for index in range(choices))
+        return b"".join(self._event([self._choice(index, {"delta": role}, None)]) for index in range(choices))
 
-    def delta(self, index: int, text: str, finish: str | None) -> bytes:
+    def delta(self, piece: Piece) -> bytes:
         """Event for new text of a choice, or its end."""
-        if not self._chat:
-            return self._event([{"index": index, "text": text, "logprobs": None, "finish_reason": finish}])
-        return self._event([self._choice(index, {"content": text} if text else {}, finish)])
+        content = {"content": piece.text} if piece.text else {}
+        body: dict[str, Any] = {"delta": content} if self._chat else {"text": piece.text}
+        return self._event([self._choice(piece.choice, body | self._ids(piece), piece.finish)])
 
     def closing(self, usage: Usage) -> bytes:
         """Last events: usage, if asked for, and the end mark."""
@@ -345,8 +366,11 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, index: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _ids(self, piece: Piece) -> dict[str, list[int]]:
+        return {"token_ids": piece.ids} if self._token_ids else {}
+
+    def _choice(self, index: int, body: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        return {"index": index, **body, "logprobs": None, "finish_reason": finish}
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

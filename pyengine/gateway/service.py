@@ -79,6 +79,7 @@ class Generation:
     ) -> None:
         self.request = request
         self.emitted = 0
+        self._told = 0
         self._service = service
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -87,8 +88,16 @@ class Generation:
         self._closed = False
         self.begun = self._last = time.monotonic()
 
-    def take(self) -> tuple[str, str | None]:
-        """New text, and the finish reason once the last of it is there. Raises RequestError."""
+    def take(self) -> tuple[str, list[int], str | None]:
+        """New text, the tokens it came of, and the finish reason once the last is there. Raises RequestError."""
+        text, finish = self._take()
+        if not text and finish is None:
+            return "", [], None
+        ids = self.request.tokens[self._told : self.emitted]
+        self._told = self.emitted
+        return text, ids, finish
+
+    def _take(self) -> tuple[str, str | None]:
         request = self.request
         fresh = request.tokens[self.emitted :]
         text: list[str] = []

@@ -9,7 +9,7 @@ One round of `step`:
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 import numpy as np
@@ -85,13 +85,17 @@ class Worker:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._ended: OrderedDict[SequenceId, None] = OrderedDict()
         self._out: list[Message] = []
+        self._just_ended: deque[SequenceId] = deque(maxlen=REMEMBERED_ENDS)
 
     # -- requests come and go -------------------------------------------------------------------------------------
 
     def accept(self, work: Work) -> None:
         """Takes one attempt of a request; what goes wrong is answered by a Failed message from `step`."""
         identity = (work.request, work.attempt)
-        if identity in self._ended or identity in self.work:
+        if identity in self.work:
+            return
+        if identity in self._ended:
+            self._remember(identity)
             return
         self.progress += 1
         if work.namespace != self.namespace:
@@ -151,6 +155,10 @@ class Worker:
         self.busy = bool(out) or not step.empty
         self.load = Load(self.batcher.running, self.batcher.waiting, self.batcher.queued_tokens)
         return out
+
+    def take_ended(self) -> list[SequenceId]:
+        """Attempts that have ended since the last call: no message of theirs follows those that `step` has returned."""
+        return [self._just_ended.popleft() for _ in range(len(self._just_ended))]
 
     @property
     def idle(self) -> bool:
@@ -270,5 +278,6 @@ class Worker:
 
     def _remember(self, sequence_id: SequenceId) -> None:
         self._ended[sequence_id] = None
+        self._just_ended.append(sequence_id)
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)

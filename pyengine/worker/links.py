@@ -24,12 +24,10 @@ from pyengine.scheduler.messages import (
     HEARTBEAT_EVERY,
     Abort,
     Codec,
-    Failed,
     GatewayPing,
     GatewayToWorker,
     Message,
     ProtocolError,
-    Tokens,
     Work,
     WorkerAlive,
     WorkerHello,
@@ -60,6 +58,7 @@ class WorkerLinks(threading.Thread):
         self._alive = alive
         self._in: deque[Work | Abort] = deque()
         self._out: deque[Message] = deque()
+        self._over: deque[Attempt] = deque()
         self._hello = False
         self._stopping = False
         self._gateways: dict[bytes, float] = {}
@@ -81,11 +80,16 @@ class WorkerLinks(threading.Thread):
         _drain(self.arrived)
         return [self._in.popleft() for _ in range(len(self._in))]
 
-    def send(self, messages: list[Message]) -> None:
-        """To the gateways that own the attempts."""
-        if messages:
+    def send(self, messages: list[Message], over: list[Attempt]) -> None:
+        """To the gateways that own the attempts. over: attempts of which nothing will be said after these messages."""
+        if messages or over:
             self._out.extend(messages)
+            self._over.extend(over)
             os.eventfd_write(self._wake, 1)
+
+    def wake(self) -> None:
+        """Makes `arrived` readable."""
+        os.eventfd_write(self.arrived, 1)
 
     def announce(self, info: WorkerInfo) -> None:
         """The worker has changed (a new daemon, a new role): tells the conductor."""
@@ -161,15 +165,15 @@ class WorkerLinks(threading.Thread):
 
     def _send_out(self) -> None:
         batches: dict[bytes, list[Message]] = {}
+        # Taken first: what is said of an attempt was queued before its end.
+        over = [self._over.popleft() for _ in range(len(self._over))]
         while self._out:
             message = self._out.popleft()
-            attempt = (message.request, message.attempt)  # type: ignore[attr-defined]
-            identity = self._owner.get(attempt)
-            if identity is None:
-                continue  # aborted, or its gateway is gone
-            batches.setdefault(identity, []).append(message)
-            if isinstance(message, Failed) or (isinstance(message, Tokens) and message.finish is not None):
-                del self._owner[attempt]
+            identity = self._owner.get((message.request, message.attempt))  # type: ignore[attr-defined]
+            if identity is not None:  # else it was aborted, or its gateway is gone
+                batches.setdefault(identity, []).append(message)
+        for attempt in over:
+            self._owner.pop(attempt, None)
         for identity, messages in batches.items():
             self._tell_gateway(identity, messages)
 

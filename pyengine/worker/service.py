@@ -46,9 +46,12 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     service = WorkerService(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.stop())
     try:
         ready({"worker": config.worker, "work": config.work_endpoint, "pages": service.info.pages})
-        service.serve(stop)
+        if not stop.is_set():
+            service.serve()
     finally:
         service.close()
     return 0
@@ -88,18 +91,24 @@ class WorkerService:
         self._redial: threading.Thread | None = None
         self._redialled: PoolClient | None = None
         self._closing = False
+        self._stopping = False
         self._links.start()
 
-    def serve(self, stop: threading.Event) -> None:
+    def stop(self) -> None:
+        """Makes `serve` return soon. May be called by a signal handler."""
+        self._stopping = True
+        self._links.wake()  # a poll that a signal interrupts goes on waiting
+
+    def serve(self) -> None:
         """The loop. Everything that happens to this worker happens here, in this order."""
-        while not stop.is_set():
+        while not self._stopping:
             for message in self._links.take():
                 match message:
                     case Work():
                         self._worker.accept(message)
                     case Abort():
                         self._worker.abort(message)
-            self._links.send(self._worker.step())
+            self._links.send(self._worker.step(), self._worker.take_ended())
             self._mind_daemon()
             if not self._worker.busy:
                 if self._worker.idle:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pyengine.gateway import openai
 from pyengine.gateway.metrics import Histogram, Metrics
-from pyengine.gateway.openai import Answer, ApiError, ChatRequest, Usage
+from pyengine.gateway.openai import Answer, ApiError, ChatRequest, Piece, Usage
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -115,13 +115,15 @@ def test_no_value_breaks_the_parser(value: object, field: str) -> None:
 def test_stream_and_whole_have_the_api_s_shape() -> None:
     answer = Answer("completion", "m")
     usage = Usage(3, 2, 1)
-    whole = json.loads(answer.whole([("ab", "stop")], usage))
+    whole = json.loads(answer.whole([Piece(0, "ab", [7], "stop")], usage))
     assert whole["choices"] == [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "stop"}]
     assert whole["usage"]["total_tokens"] == 5
     assert answer.opening(1) == b""
     assert answer.closing(usage) == b"data: [DONE]\n\n"
-    event = json.loads(answer.delta(0, "a", None).removeprefix(b"data: "))
+    event = json.loads(answer.delta(Piece(0, "a", [7], None)).removeprefix(b"data: "))
     assert event["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]
+    with_ids = Answer("completion", "m", token_ids=True)
+    assert json.loads(with_ids.whole([Piece(0, "ab", [7], "stop")], usage))["choices"][0]["token_ids"] == [7]
     failure = Answer.failure(ApiError(503, "no worker"))
     assert json.loads(failure.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["message"] == "no worker"
 

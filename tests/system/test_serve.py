@@ -75,7 +75,7 @@ def test_reuse_across_turns_and_nodes(state_dir: Path) -> None:
     with fake_server(state_dir, *flags) as server:
         first = complete(server, prompt(100), 30)
         answered = list(first["choices"][0]["text"].encode())
-        until(lambda: server.metric("pyengine_indexed_blocks") >= 6 + 2, "the conductor has indexed all blocks")
+        until(lambda: server.metric("pyengine_index_blocks") >= 6 + 2, "the conductor has indexed all blocks")
         for _ in range(2):  # round robin: one of the two prefills where the prompt never was
             again = complete(server, prompt(100), 8)
             expect(again, prompt(100), 8)
@@ -92,7 +92,7 @@ def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path) -> None:
     with fake_server(state_dir, *flags, model="fake:seconds_per_token=0.0005") as server:
         shared = prompt(800)
         complete(server, shared, 2)
-        until(lambda: server.metric("pyengine_indexed_blocks") >= 50, "the conductor has indexed the prefix")
+        until(lambda: server.metric("pyengine_index_blocks") >= 50, "the conductor has indexed the prefix")
         before = server.metric("pyengine_worker_tokens_total", phase="prefill")
         with ThreadPoolExecutor(12) as threads:
             prompts = [shared + prompt(40, i) for i in range(24)]
@@ -192,14 +192,14 @@ def test_conductor_restart_harms_no_running_request(state_dir: Path) -> None:
     """Requests go on; everyone dials in again; the index is rebuilt from dumps, so the prefix is still found."""
     with fake_server(state_dir, "--nodes", "2", model=FAKE_SLOW) as server:
         complete(server, prompt(100), 2)
-        until(lambda: server.metric("pyengine_indexed_blocks") >= 6, "blocks are indexed")
+        until(lambda: server.metric("pyengine_index_blocks") >= 6, "blocks are indexed")
         pieces = []
         for piece in stream(server, prompt(90, 1), 100):
             pieces.append(piece)
             if len(pieces) == 5:
                 server.kill("conductor")
         assert "".join(pieces) == text(fake_tokens(prompt(90, 1), 100))
-        until(lambda: server.metric("pyengine_indexed_blocks") >= 6, "the index is rebuilt")
+        until(lambda: server.metric("pyengine_index_blocks") >= 6, "the index is rebuilt")
         again = complete(server, prompt(100), 4)
         expect(again, prompt(100), 4)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 96

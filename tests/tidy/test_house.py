@@ -114,7 +114,7 @@ def test_transfer_classes_are_used_where_they_may() -> None:
     "code",
     [
         "import pyengine._native",
-        "from pyengine._transferd import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass",
+        "from pyengine._transferd import transferd_main\nassert transferd_main(['--help']) == 0",
         "import pyengine",
         "import pyengine.cli",
         "import pyengine.scheduler.conductor, pyengine.scheduler.batcher",
