@@ -5,9 +5,13 @@ Nothing here blocks longer than it says; every wait releases the GIL. Loading th
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
+import numpy.typing as npt
 from typing_extensions import Buffer
+
+# numpy's stubs say that arrays are buffers only from Python 3.12 on.
+_Bytes: TypeAlias = Buffer | npt.NDArray[Any]
 
 __version__: str
 KEY_BYTES: int
@@ -25,13 +29,13 @@ class GiveUpError(TransferError):
 class BugError(TransferError):
     """The caller broke the contract (unknown tag, index out of range, buffer of the wrong size)."""
 
-def derive_key(secret: Buffer, purpose: str) -> bytes:
-    """32 bytes derived from the cluster secret: purpose "session", "hash", "object" or "curve:<name>" (BLAKE3 derive_key)."""
+def derive_key(secret: _Bytes, purpose: str) -> bytes:
+    """32 bytes derived from the cluster secret (BLAKE3 derive_key): purpose "session", "hash" or "object"."""
 
-def root_key(namespace: Buffer, adapter: Buffer, salt: Buffer, hash_key: Buffer) -> bytes:
+def root_key(namespace: _Bytes, adapter: _Bytes, salt: _Bytes, hash_key: _Bytes) -> bytes:
     """key[-1] of the chain: 16 bytes, keyed BLAKE3 over the three length-prefixed fields. `hash_key` is 32 bytes."""
 
-def block_keys(tokens: Buffer, block_tokens: int, parent: Buffer, hash_key: Buffer) -> bytes:
+def block_keys(tokens: _Bytes, block_tokens: int, parent: _Bytes, hash_key: _Bytes) -> bytes:
     """Keys of all full blocks: key[i] = H(key[i-1] || tokens[i] as u32 LE), 16 bytes each.
 
     tokens: u32 little-endian ids (numpy uint32 or bytes, length a multiple of 4); parent: 16 bytes (`root_key`, or
@@ -62,7 +66,7 @@ class Tag:
 
 @final
 class Slot:
-    """Where one block of a grant lies in the local arena. `committed`: readable already (pinned), else reserved and wanted."""
+    """Where one block of a grant lies in the local arena. `committed`: readable already (pinned), else reserved."""
     @property
     def slot(self) -> int: ...
     @property
@@ -184,12 +188,12 @@ class PoolClient:
     """A worker's link to its node's pool: control over a unix socket (or in process), bytes in the shared arena.
 
     Requests return at once; their outcomes come from `events`. A block is spoken of by its index in the grant: full
-    blocks in prefix order, then the private partial one. When the client is closed or its process dies, all its tags end.
-    Use from one thread.
+    blocks in prefix order, then the private partial one. When the client is closed or its process dies, all its tags
+    end. Use from one thread.
     """
     @staticmethod
     def connect(
-        socket: str, session_key: Buffer, incarnation: int, strips: int, strip_bytes: int, timeout: float = 5.0
+        socket: str, session_key: _Bytes, incarnation: int, strips: int, strip_bytes: int, timeout: float = 5.0
     ) -> PoolClient:
         """Dials the daemon's unix socket, proves the session key both ways, maps the arena.
 
@@ -206,14 +210,14 @@ class PoolClient:
         """Takes what has come. Never blocks."""
     def wait(self, timeout: float) -> bool:
         """Blocks up to `timeout` seconds until an event waits; True if one does."""
-    def grant(self, tag: Tag, keys: Buffer, private: bool, parent: Buffer, position: int, mode: str) -> None:
+    def grant(self, tag: Tag, keys: _Bytes, private: bool, parent: _Bytes, position: int, mode: str) -> None:
         """Reserves or pins a slot per key, plus one private slot: all or nothing; -> Granted or Refused.
 
         parent: the key before keys[0] (16 zero bytes at the head); position: index of keys[0] in its prefix.
         mode: "wait" waits in arrival order for room; "now" is refused "full" at once; "staging" waits ahead of "wait"
         and may take the last slot, which the others leave: for single blocks that are let go when a push has arrived.
         """
-    def lookup(self, tag: Tag, keys: Buffer) -> None:
+    def lookup(self, tag: Tag, keys: _Bytes) -> None:
         """Pins the longest leading run of committed keys under `tag`; -> Located."""
     def commit(self, tag: Tag, indices: Sequence[int]) -> None:
         """Publishes own reserved blocks whose strips have all been stored."""
@@ -221,7 +225,7 @@ class PoolClient:
         """Fills own reserved blocks from a peer's pool; -> one Fetched per index."""
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
-    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: Buffer | None = None) -> None:
+    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: _Bytes | None = None) -> None:
         """Sends blocks held (committed) under the grant `local` to these indices of the opened grant `tag`; -> Pushed.
 
         Block i is taken from index i - first of `local`.
@@ -237,12 +241,12 @@ class PoolClient:
         """
     def request_counters(self) -> None:
         """-> Counters."""
-    def store(self, slot: int, generation: int, source: Buffer, first_strip: int = 0) -> None:
+    def store(self, slot: int, generation: int, source: _Bytes, first_strip: int = 0) -> None:
         """Copies whole strips into a reserved slot and stores their checksums beside it.
 
         source: contiguous, n * strip_bytes bytes. Raises BugError if out of range.
         """
-    def load(self, slot: int, generation: int, into: Buffer, first_strip: int = 0) -> bool:
+    def load(self, slot: int, generation: int, into: _Bytes, first_strip: int = 0) -> bool:
         """Copies whole strips out of a slot into a writable buffer, verifying each checksum on the copied bytes.
 
         False: a checksum did not hold, or the slot's life is over; `into` holds garbage then.
@@ -257,7 +261,7 @@ class Daemon:
         *,
         node: str,
         dram_bytes: int,
-        session_key: Buffer,
+        session_key: _Bytes,
         listen: str | None = None,
         socket: str | None = None,
         conductor: str | None = None,
@@ -367,7 +371,7 @@ DaemonReport: TypeAlias = (
 @final
 class ReportEndpoint:
     """Where daemons dial in to the conductor: an authenticated session each, hosted in the conductor's process."""
-    def __new__(cls, listen: str, session_key: Buffer) -> ReportEndpoint:
+    def __new__(cls, listen: str, session_key: _Bytes) -> ReportEndpoint:
         """listen: "host:port", port 0 for any. Raises GiveUpError if it cannot bind."""
     @property
     def address(self) -> str: ...
@@ -375,7 +379,7 @@ class ReportEndpoint:
     def events(self) -> list[DaemonReport]: ...
     def order_dump(self, node: str) -> None: ...
     def order_replicate(
-        self, node: str, order: int, keys: Buffer, parent: Buffer, position: int, source: NodeAddress
+        self, node: str, order: int, keys: _Bytes, parent: _Bytes, position: int, source: NodeAddress
     ) -> None: ...
     def close(self) -> None: ...
 

@@ -87,7 +87,7 @@ class WorkerService:
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
         self._poll = select.poll()
         self._poll.register(self._links.arrived, select.POLLIN)
-        self._poll.register(self._pool.fileno(), select.POLLIN)
+        self._pool_fd = self._watch(self._pool)
         self._redial: threading.Thread | None = None
         self._redialled: PoolClient | None = None
         self._closing = False
@@ -101,6 +101,7 @@ class WorkerService:
 
     def serve(self) -> None:
         """The loop. Everything that happens to this worker happens here, in this order."""
+        rested = False
         while not self._stopping:
             for message in self._links.take():
                 match message:
@@ -111,8 +112,10 @@ class WorkerService:
             self._links.send(self._worker.step(), self._worker.take_ended())
             self._mind_daemon()
             if not self._worker.busy:
-                if self._worker.idle:
+                # Checking costs milliseconds: once whenever the worker comes to rest, not at every look at the clock.
+                if self._worker.idle and not rested:
                     self._worker.check()
+                rested = self._worker.idle
                 self._poll.poll(IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000)
 
     def close(self) -> None:
@@ -124,11 +127,16 @@ class WorkerService:
         self._worker.mover.close()
         self._backend.close()
 
+    def _watch(self, pool: PoolClient) -> int:
+        descriptor = pool.fileno()
+        self._poll.register(descriptor, select.POLLIN)
+        return descriptor
+
     def _mind_daemon(self) -> None:
         """A dead daemon is dialled again on a thread, so that what decodes goes on meanwhile."""
         if self._pool is not None and self._worker.mover.pool is None:
-            self._poll.unregister(self._pool.fileno())
-            self._pool.close()
+            # The mover has closed the client, so its descriptor's number is known here only.
+            self._poll.unregister(self._pool_fd)
             self._pool = None
             logger.warning("the daemon of %s is gone: serving without its pool until it is back", self._config.node)
             self._redial = threading.Thread(target=self._dial_again, name="redial", daemon=True)
@@ -136,7 +144,7 @@ class WorkerService:
         if self._redialled is not None:
             self._pool, self._redialled = self._redialled, None
             self._worker.attach(self._pool)
-            self._poll.register(self._pool.fileno(), select.POLLIN)
+            self._pool_fd = self._watch(self._pool)
             self.info = msgspec.structs.replace(self.info, node=_node(self._pool), pool_slots=self._pool.slots)
             self._links.announce(self.info)
 
