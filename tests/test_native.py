@@ -571,6 +571,29 @@ def test_transferd_serves_and_stops(tmp_path: Path) -> None:
     assert not socket.exists()
 
 
+def test_transferd_dies_with_its_parent(tmp_path: Path) -> None:
+    ready, ready_in = os.pipe()
+    ended, ended_in = os.pipe()
+    arguments = command(
+        *("--node", "a", "--dram-bytes", "1MiB", "--socket", str(tmp_path / "d" / "a.sock")),
+        *("--ready-fd", str(ready_in), "--die-with-parent"),
+    )
+    program = (
+        f"import os, subprocess\nsubprocess.Popen({arguments!r}, pass_fds=[{ready_in}, {ended_in}])\n"
+        f"os.close({ready_in})\nos.read({ready}, 1)\nos._exit(0)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], pass_fds=[ready, ready_in, ended_in])
+    for descriptor in (ready, ready_in, ended_in):
+        os.close(descriptor)
+    assert parent.wait(PATIENCE) == 0
+    # transferd alone still holds the other end of this pipe.
+    readable, _, _ = select.select([ended], [], [], PATIENCE)
+    assert readable
+    assert os.read(ended, 1) == b""
+    os.close(ended)
+    assert not (tmp_path / "d" / "a.sock").exists(), "it stopped cleanly"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text", "says"),
     [

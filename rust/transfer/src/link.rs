@@ -388,8 +388,14 @@ impl Connection {
     /// Waits for one thing to happen, and does what can be done.
     fn step(&mut self) -> Result<(), Ended> {
         self.session.tick(now())?;
-        self.refill()?;
-        self.write()?;
+        // Until the queue is empty or the socket full; to wait earlier would leave the rest until the next wake.
+        loop {
+            let more = self.refill()?;
+            self.write()?;
+            if !more || self.sent < self.pending.len() {
+                break;
+            }
+        }
         let wants =
             if self.sent < self.pending.len() { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
         let left = self.session.next_tick().map(|at| Duration::from_nanos(at.saturating_sub(now())));
@@ -414,8 +420,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Moves queued messages into the session, as long as little is pending.
-    fn refill(&mut self) -> Result<(), Ended> {
+    /// Moves queued messages into the session, as long as little is pending. True if some are left that could go next.
+    fn refill(&mut self) -> Result<bool, Ended> {
         self.pending.extend(self.session.take_output());
         let mut state = self.link.lock();
         if let Some(reason) = &state.closed {
@@ -428,7 +434,7 @@ impl Connection {
         if self.cut {
             self.pending.clear();
             self.sent = 0;
-            return Ok(());
+            return Ok(false);
         }
         // What is queued before the session stands waits for it.
         while self.session.stands() && self.pending.len() - self.sent < READ_BYTES && self.arena.is_none() {
@@ -443,7 +449,7 @@ impl Connection {
                 self.arena = next.arena;
             }
         }
-        Ok(())
+        Ok(self.session.stands() && !state.queue.is_empty())
     }
 
     fn write(&mut self) -> Result<(), Ended> {
@@ -498,4 +504,85 @@ pub fn retry(error: &io::Error) -> bool {
 
 fn closed(error: io::Error) -> Ended {
     Ended::Closed(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: a link keeps its order, its limits and its manners at the end. Method: two connections over a socket pair,
+    //! each on its own thread, as daemon and client have them.
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::messages::Purpose;
+    use crate::types::{Layout, NodeAddress};
+
+    const KEY: [u8; 32] = [3; 32];
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    struct Side {
+        link: Link,
+        messages: mpsc::Receiver<(Vec<u8>, Option<OwnedFd>)>,
+        thread: std::thread::JoinHandle<Ended>,
+    }
+
+    fn pair() -> (Side, Side) {
+        let (left, right) = UnixStream::pair().expect("a socket pair");
+        let node = NodeAddress { node: "acceptor".into(), address: String::new(), incarnation: 1 };
+        let dialling = Session::dial(KEY, Purpose::Local { incarnation: 1 }, [1; 32], now());
+        let accepting = Session::accept(KEY, node, [2; 32], now());
+        (side(left, dialling), side(right, accepting))
+    }
+
+    fn side(stream: UnixStream, session: Session) -> Side {
+        let link = Link::new().expect("an eventfd");
+        let mut connection = Connection::new(Stream::Unix(stream), session, link.clone()).expect("a socket");
+        let (deliver, messages) = mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            if let Event::Proven(_) = connection.handshake().expect("both know the key") {
+                connection.welcome();
+            }
+            connection.unwatch();
+            connection.drive(|payload, descriptors| {
+                // One read may bring it with the message before.
+                let descriptor = if payload == b"arena" { descriptors.pop_front() } else { None };
+                // The test may have heard enough.
+                let _ = deliver.send((payload, descriptor));
+                Ok(())
+            })
+        });
+        Side { link, messages, thread }
+    }
+
+    #[test]
+    fn descriptors_travel_beside_their_message_and_order_is_kept() {
+        let (client, daemon) = pair();
+        client.link.send(b"queued before the session stands".to_vec()).expect("room");
+        assert_eq!(daemon.messages.recv_timeout(PATIENCE).expect("comes").0, b"queued before the session stands");
+        let arena = Arena::create(1 << 16, Layout { strips: 1, strip_bytes: 64 }).expect("fits");
+        let long = vec![7; 3 << 20];
+        daemon.link.send(long.clone()).expect("room");
+        daemon.link.send_with_arena(b"arena".to_vec(), arena.clone()).expect("room");
+        daemon.link.send(long.clone()).expect("room");
+        assert_eq!(client.messages.recv_timeout(PATIENCE).expect("comes").0, long);
+        let (payload, descriptor) = client.messages.recv_timeout(PATIENCE).expect("comes");
+        assert_eq!(payload, b"arena");
+        let mine = Arena::open(descriptor.expect("beside it"), arena.bytes(), arena.slots(), arena.layout());
+        assert!(mine.is_ok(), "{mine:?}");
+        assert_eq!(client.messages.recv_timeout(PATIENCE).expect("comes").0, long);
+        client.link.close("enough");
+        assert!(matches!(client.thread.join().expect("no panic"), Ended::Closed(reason) if reason == "enough"));
+        assert!(matches!(daemon.thread.join().expect("no panic"), Ended::Closed(reason) if reason.contains("hung up")));
+    }
+
+    #[test]
+    fn a_full_link_says_so_and_a_cut_one_listens_to_the_end() {
+        let (client, daemon) = pair();
+        assert_eq!(daemon.link.send(vec![0; MESSAGE_LIMIT + 1]), Err(Full));
+        let fills = (0..).take_while(|_| daemon.link.send(vec![0; MESSAGE_LIMIT]).is_ok()).take(10_000).count();
+        assert!(fills < 10_000, "a link that takes everything");
+        daemon.link.cut();
+        // The client sees the end of the stream and lets go; only then does the daemon's side end.
+        assert!(matches!(client.thread.join().expect("no panic"), Ended::Closed(reason) if reason.contains("hung up")));
+        assert!(matches!(daemon.thread.join().expect("no panic"), Ended::Closed(reason) if reason.contains("hung up")));
+    }
 }

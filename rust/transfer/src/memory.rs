@@ -14,8 +14,8 @@
 //!
 //! # Shared memory and `unsafe`
 //!
-//! All `unsafe` of the crate is in this file. Other processes map the same pages, so Rust's aliasing rules cannot be
-//! proven here; they are kept by protocol: a slot's bytes are written only while its life is open, by one writer, and
+//! All `unsafe` about memory is in this file (`link` has one more, about received descriptors). Other processes map the
+//! same pages, so Rust's aliasing rules cannot be proven here; they are kept by protocol: a slot's bytes are written only while its life is open, by one writer, and
 //! read only after it is sealed. Inside this process [`WriteHold`] and [`ReadHold`] enforce it; clients copy through
 //! raw pointers ([`Arena::store`], [`Arena::load`]) and never hold references. The bytes are plain `u8`, for which any
 //! value is valid, and no control decision is taken from them. A neighbour that breaks the protocol can so make wrong
