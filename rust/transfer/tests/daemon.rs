@@ -250,6 +250,9 @@ fn fetch_and_replicate_bring_blocks_from_a_peer() {
     let a = daemon("a");
     let reporting = Config { conductor: Some(endpoint.address().to_string()), ..config("b") };
     let b = Daemon::start(&reporting).expect("starts");
+    // What happens before the conductor is reached it learns from a dump only.
+    let mut log = Log::default();
+    log.until(&endpoint, "Hello", |event| matches!(event, EndpointEvent::Report(_, DaemonReport::Hello { .. })));
     let (holder, asker) = (attach(&a, 1), attach(&b, 2));
     let keys: Vec<BlockKey> = (1..=4).map(key).collect();
     fill(&holder, tag(1, 1), &keys, 0);
@@ -268,8 +271,6 @@ fn fetch_and_replicate_bring_blocks_from_a_peer() {
     });
     assert_holds(&asker, &slots);
 
-    let mut log = Log::default();
-    log.until(&endpoint, "Hello", |event| matches!(event, EndpointEvent::Report(_, DaemonReport::Hello { .. })));
     let order = DaemonOrder::Replicate { order: 9, keys: keys[2..].to_vec(), parent: keys[1], position: 2, from };
     endpoint.order("b", &order).expect("connected");
     log.until(&endpoint, "Replicated", |event| {
