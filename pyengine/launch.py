@@ -44,6 +44,8 @@ START_ATTEMPTS = 5
 #: write to disk for 3 s at most in later versions; the sum stays below the promised 5 s.
 STOP_FRONT = 2.5
 STOP_BACK = 2.0
+#: Level of a daemon's log by the launcher's: what it says at "info" the launcher says itself.
+DAEMON_LOG = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}
 #: sockaddr_un holds 107 bytes and a zero; the longest name of a socket put into the run directory is /node-255.sock.
 MAX_RUN_DIRECTORY = 107 - 14
 
@@ -260,7 +262,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             Part(
                 name=f"transferd-{index}",
                 module="pyengine._transferd",
-                arguments=("--config", file, "--ready-fd", "{ready}"),
+                arguments=("--config", file, "--ready-fd", "{ready}", "--log", DAEMON_LOG[env.read().log_level]),
                 front=False,
             )
         )

@@ -20,6 +20,9 @@ from tests.system.conftest import complete, until
 
 BLOCK = 16
 
+# The first of them has the oracle computed, which takes minutes.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def cases() -> list[oracle.Case]:
@@ -28,7 +31,11 @@ def cases() -> list[oracle.Case]:
 
 @pytest.fixture(scope="module")
 def model_state(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model-state")
+    """A state directory that shares the oracle's converted model."""
+    state = tmp_path_factory.mktemp("model-state")
+    oracle.MODELS.mkdir(parents=True, exist_ok=True)
+    (state / "models").symlink_to(oracle.MODELS)
+    return state
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -108,14 +115,14 @@ def settled(read: Callable[[], float]) -> float:
 
 def test_both(cases: list[oracle.Case], model_state: Path) -> None:
     with Server("--both", "1", state_dir=model_state) as server:
-        tally = compare(server, cases, 2)
+        tally = compare(server, cases, 4)
         expect_counters(server, tally, "both-0")
         assert crossed(server, "tcp") == crossed(server, "arena") == 0
 
 
 def test_apart_on_one_node(cases: list[oracle.Case], model_state: Path) -> None:
     with Server("--prefill", "1", "--decode", "1", state_dir=model_state) as server:
-        tally = compare(server, cases, 2)
+        tally = compare(server, cases, 4)
         expect_counters(server, tally, "decode-0")
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
         blocks = settled(lambda: crossed(server, "arena"))
@@ -127,7 +134,7 @@ def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_st
     """Over tcp; then once more, eight at a time and with prefixes cached."""
     flags = ("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp")
     with Server(*flags, state_dir=model_state) as server:
-        tally = compare(server, cases, 2)
+        tally = compare(server, cases, 4)
         expect_counters(server, tally, "decode-0")
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
         blocks = settled(lambda: crossed(server, "tcp"))

@@ -315,7 +315,7 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             let entry = (node.node.clone(), link.clone());
             shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).insert(number, entry);
             if let Err(error) = serve_lane(&shared.tcp, &stream, link) {
-                tracing::warn!(peer = %node.node, "an incoming lane ended: {error}");
+                tracing::info!(peer = %node.node, "an incoming lane ended: {error}");
             }
             shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
         }
@@ -388,14 +388,22 @@ fn connect(shared: &Shared, address: &str, purpose: Purpose, link: &Link) -> Res
 /// Keeps a session with the conductor's endpoint, for ever.
 fn report(shared: &Arc<Shared>, conductor: &str, until: &Link) {
     let mut pause = REDIAL.0;
+    let mut told = false;
     while !until.is_closed() {
         // Each session has a link of its own, so that what was queued for a dead one is not told to the next.
         let outcome = session_with(shared, conductor, until, &mut pause);
-        if let Err(error) = outcome {
-            tracing::warn!("the conductor at {conductor}: {error}; trying again");
-        }
         if until.is_closed() {
             return;
+        }
+        if let Err(error) = outcome {
+            // Processes that start side by side miss each other for moments: only a lasting outage is news, and once.
+            told &= pause != REDIAL.0;
+            if pause == REDIAL.1 && !told {
+                told = true;
+                tracing::warn!("the conductor at {conductor}: {error}; trying on");
+            } else {
+                tracing::debug!("the conductor at {conductor}: {error}; trying again");
+            }
         }
         until.wake().clear();
         if !until.is_closed() {

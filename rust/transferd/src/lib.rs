@@ -1,7 +1,7 @@
 //! The command line of `transferd`, for the binary and for the wheel's console script.
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
@@ -110,7 +110,8 @@ fn serve(arguments: &Arguments) -> Result<(), Error> {
     let filter = tracing_subscriber::EnvFilter::try_new(&arguments.log)
         .map_err(|error| Error::give_up(format!("--log {:?}: {error}", arguments.log)))?;
     // Fails if this process logs already; then that log is used.
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(std::io::stderr().is_terminal());
+    let _ = log.with_writer(std::io::stderr).try_init();
     let config = configure(arguments)?;
 
     // Blocked before any thread starts, so that all inherit it and only `wait` takes them.
