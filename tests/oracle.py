@@ -1,4 +1,4 @@
-"""What SmolLM2 answers according to transformers: its own GGUF path, fp32, greedy, one prompt at a time.
+"""What SmolLM2 answers according to transformers: its own GGUF path, fp32, greedy.
 
 20 varied prompts times 48 tokens, each with the two highest logits. Computed once (a minute or two) and kept under
 .pytest_cache, keyed by the model file, the versions and the prompts. Greedy decoding is not unique where the two
@@ -7,6 +7,7 @@ highest logits are equal but for rounding: `Comparison` goes on teacher-forced t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -20,10 +21,14 @@ from pyengine.checkpoint import _smollm2
 
 TOKENS = 48
 TIE = 1e-3  # logits closer than this are a tie; fp32 rounding over 30 layers is an order below
+SHORT = 64  # prompts up to this length are decoded as one batch
 TIES_ALLOWED = 0.01  # of all positions
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "oracle"
 MODELS = CACHE / "models"  # give it to `resolve` as its cache, so that one session converts the GGUF once
-FORMAT = 1
+FORMAT = 2
+
+
+Best = tuple[int, float, int, float]
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -37,7 +42,7 @@ class Case(msgspec.Struct, frozen=True):
     content: str | list[dict[str, str]]
     ids: list[int]
     tokens: list[int]
-    best: list[tuple[int, float, int, float]]
+    best: list[Best]
 
     def is_tie(self, index: int) -> bool:
         _, first, _, second = self.best[index]
@@ -104,6 +109,7 @@ def load() -> list[Case]:
     return msgspec.json.decode(path.read_bytes(), type=list[Case])
 
 
+@functools.cache
 def tokenizer() -> Any:
     """transformers' tokenizer of the same GGUF file."""
     from transformers import AutoTokenizer
@@ -120,25 +126,49 @@ def _compute(model: Path) -> list[Case]:
     logging.disable_progress_bar()
     encoder = tokenizer()
     llama = AutoModelForCausalLM.from_pretrained(str(model.parent), gguf_file=model.name, dtype=torch.float32).eval()
-    cases = []
-    for name, content in prompts().items():
-        if isinstance(content, str):
-            ids = list(encoder(content)["input_ids"])
-        else:
-            ids = list(encoder.apply_chat_template(content, add_generation_prompt=True, return_dict=False))
-        tokens: list[int] = []
-        best: list[tuple[int, float, int, float]] = []
-        past = None
-        with torch.inference_mode():
-            while len(tokens) < TOKENS:
-                given = ids if past is None else tokens[-1:]
-                out = llama(input_ids=torch.tensor([given]), past_key_values=past, use_cache=True, logits_to_keep=1)
-                past = out.past_key_values
-                values, indices = out.logits[0, -1].topk(2)
-                tokens.append(int(indices[0]))
-                best.append((int(indices[0]), float(values[0]), int(indices[1]), float(values[1])))
-        cases.append(Case(name, content, ids, tokens, best))
-    return cases
+    ids = {name: _ids(encoder, content) for name, content in prompts().items()}
+    short = [name for name in ids if len(ids[name]) <= SHORT]
+    answers = dict(zip(short, _greedy(llama, [ids[name] for name in short]), strict=True))
+    for name in ids.keys() - answers.keys():
+        (answers[name],) = _greedy(llama, [ids[name]])
+    return [Case(name, content, ids[name], *answers[name]) for name, content in prompts().items()]
+
+
+def _ids(encoder: Any, content: str | list[dict[str, str]]) -> list[int]:
+    if isinstance(content, str):
+        return list(encoder(content)["input_ids"])
+    return list(encoder.apply_chat_template(content, add_generation_prompt=True, return_dict=False))
+
+
+def _greedy(llama: Any, batch: list[list[int]]) -> list[tuple[list[int], list[Best]]]:
+    """TOKENS greedy tokens for each prompt, padded on the left, with the two highest logits of each."""
+    import torch
+
+    width = max(map(len, batch))
+    given = torch.tensor([[0] * (width - len(ids)) + ids for ids in batch])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch])
+    answers: list[tuple[list[int], list[Best]]] = [([], []) for _ in batch]
+    past = None
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            out = llama(
+                input_ids=given,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :],
+                past_key_values=past,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            past = out.past_key_values
+            values, indices = out.logits[:, -1].topk(2)
+            for (tokens, best), (logit, other), (first, second) in zip(
+                answers, values.tolist(), indices.tolist(), strict=True
+            ):
+                tokens.append(first)
+                best.append((first, logit, second, other))
+            given = indices[:, :1]
+            mask = torch.cat((mask, torch.ones_like(given)), dim=1)
+    return answers
 
 
 def prompts() -> dict[str, str | list[dict[str, str]]]:
