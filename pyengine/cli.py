@@ -211,15 +211,20 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
         logging.basicConfig(level=env.read().log_level.upper(), format=f"{command} %(levelname)s %(name)s: %(message)s")
         return run()
     except (ConfigError, ValueError) as error:
-        print(f"pyengine {command}: error: {error}", file=sys.stderr)
+        _complain(command, error)
         return IMPOSSIBLE
     except Exception as error:
         from pyengine._native import GiveUpError, RetryError
 
         if not isinstance(error, GiveUpError | RetryError):
             raise
-        print(f"pyengine {command}: error: {error}", file=sys.stderr)
+        _complain(command, error)
         return IMPOSSIBLE if isinstance(error, GiveUpError) else 1
+
+
+def _complain(command: str, error: Exception) -> None:
+    # In one write: two workers that fail for one reason share the terminal.
+    sys.stderr.write(f"pyengine {command}: error: {error}\n")
 
 
 def main() -> None:

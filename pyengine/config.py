@@ -7,6 +7,7 @@ the file. 0 stands for "derive it" only where the field says so; `derived()` fil
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import tomllib
@@ -112,6 +113,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads", "slo_ttft", "slo_tbt"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        for name in ("slo_ttft", "slo_tbt"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
         for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")

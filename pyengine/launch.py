@@ -30,6 +30,7 @@ from pyengine import env
 from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
 from pyengine.gateway.listener import listen
+from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
 from pyengine.secret import secret_file
 
 #: Exit status by which a child says that a restart would not help (cli.py, transferd, conductor).
@@ -327,6 +328,11 @@ def run_serve(config: ServeConfig) -> int:
     Raises ConfigError for what cannot work, before anything is started.
     """
     config = config.derived()
+    try:
+        find_policy(config.policy)
+        find_admission(config.admission)
+    except UnknownName as error:
+        raise ConfigError(str(error)) from error
     if not config.state_dir:
         config = msgspec.structs.replace(config, state_dir=str(env.read().state_dir))
     with contextlib.closing(listen(config.host, config.port)) as listener:

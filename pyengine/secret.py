@@ -17,9 +17,22 @@ SECRET_BYTES = 32
 
 
 def secret_file(state_dir: Path) -> Path:
-    """Path of the secret under `state_dir`, made now if it does not exist yet."""
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Path of the secret under `state_dir`, made now if it does not exist yet. Raises ConfigError if it cannot be."""
     path = state_dir / "secret"
+    try:
+        _make(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep the cluster secret in {state_dir}: {error.strerror}; "
+            "name a directory that can be written (--state-dir or PYENGINE_STATE_DIR)"
+        ) from error
+    read_secret(path)
+    return path
+
+
+def _make(path: Path) -> None:
+    state_dir = path.parent
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
         # Written aside and linked: two launchers that start at once agree on one secret, and nobody reads half of it.
         draft = state_dir / f"secret.{os.getpid()}"
@@ -35,8 +48,6 @@ def secret_file(state_dir: Path) -> Path:
             pass
         finally:
             draft.unlink()
-    read_secret(path)
-    return path
 
 
 def read_secret(path: Path) -> bytes:

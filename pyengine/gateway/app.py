@@ -27,6 +27,8 @@ from pyengine.text import ChatError, Tokenizer
 JSON = "application/json"
 #: Text longer than this (characters) is tokenized off the loop: 10 ms of work that would hold up every stream.
 LONG_TEXT = 20_000
+#: Bodies larger than this (bytes) are parsed off the loop: the largest take most of a second, without a heartbeat.
+LONG_BODY = 256 << 10
 
 T = TypeVar("T")
 Endpoint = Literal["chat", "completion"]
@@ -92,7 +94,10 @@ def create_app(service: Service) -> FastAPI:
 async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> Response:
     """Both completion endpoints: parse, start, and answer whole or as a stream."""
     body = await _body(http, service.config.max_body_bytes)
-    request = openai.parse_chat(body) if endpoint == "chat" else openai.parse_completion(body)
+    parse: Callable[[bytes], ChatRequest | CompletionRequest]
+    parse = openai.parse_chat if endpoint == "chat" else openai.parse_completion
+    request: ChatRequest | CompletionRequest
+    request = await asyncio.to_thread(parse, body) if len(body) > LONG_BODY else parse(body)
     gone = asyncio.ensure_future(_gone(http.receive))
     exchange = Exchange(service, gone)
     try:

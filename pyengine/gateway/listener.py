@@ -4,6 +4,7 @@ finds the connections that came meanwhile.
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from pyengine.config import ConfigError
@@ -20,8 +21,14 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
+    except (socket.gaierror, UnicodeError) as error:
+        listener.close()
+        raise ConfigError(f"there is no host {host!r}: choose another --host (127.0.0.1: this machine only)") from error
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            text = f"this machine has no address {host}: choose another --host (0.0.0.0: all it has)"
+            raise ConfigError(text) from error
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or end what holds this one"
         ) from error

@@ -25,6 +25,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 MAX_PROMPTS = 256
+#: Token ids of one request: beyond any model's context, and few enough to be looked at in a blink.
+MAX_PROMPT_IDS = 1 << 20
 
 #: Fields that would change the answer, and the values that do not.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -34,8 +36,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -141,6 +146,10 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
             return [prompt]
         if not prompt:
             raise ApiError(400, "prompt: is empty; send at least one token or a string", param="prompt")
+        ids = max(len(prompt), sum(len(item) for item in prompt if isinstance(item, list)))
+        if ids > MAX_PROMPT_IDS:
+            text = f"prompt: {ids} token ids; send at most {MAX_PROMPT_IDS} in one request"
+            raise ApiError(400, text, param="prompt", code="context_length_exceeded")
         if all(_is_int(item) for item in prompt):
             return [list(prompt)]
         if len(prompt) > MAX_PROMPTS:
@@ -170,7 +179,8 @@ def _text(message: ChatMessage, at: int) -> str:
 
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
-_object = msgspec.json.Decoder(dict[str, Any])
+#: The unsupported fields alone: others are skipped, so a large body is not built twice.
+_unsupported = msgspec.json.Decoder(msgspec.defstruct("_Unsupported", [(name, Any, None) for name in _UNSUPPORTED]))
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -194,13 +204,15 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         request = decoder.decode(body)
-        fields = _object.decode(body)
+        fields = _unsupported.decode(body)
     except msgspec.ValidationError as error:
         raise _field_error(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply: send plain values", code="invalid_json") from error
     for name, neutral in _UNSUPPORTED.items():
-        value = fields.get(name)
+        value = getattr(fields, name)
         if value is not None and value not in neutral:
             raise ApiError(400, f"{name}: is not supported by this version; leave it out", param=name)
     return request

@@ -60,6 +60,7 @@ def run_gateway(
             create_app(service),
             log_level="warning",
             access_log=False,
+            ws="none",
             lifespan="on",
             timeout_graceful_shutdown=GRACE,
         )

@@ -85,6 +85,8 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"port": 70000}, "65535"),
         ({"admission": "at-arrival"}, "--slo-ttft"),
         ({"slo_tbt": -1.0}, "negative"),
+        ({"slo_ttft": float("nan")}, "seconds"),
+        ({"slo_ttft": float("inf")}, "seconds"),
         ({"dram_bytes": 1 << 60}, "ask for less"),
     ],
 )
@@ -161,6 +163,14 @@ def test_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="too short"):
         read_secret(path)
+
+
+def test_state_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for state in (file, file / "below"):
+        with pytest.raises(ConfigError, match="--state-dir"):
+            secret_file(state)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -344,6 +344,7 @@ async def test_bad_input(folder: Path, http: aiohttp.ClientSession) -> None:
         ("completion", {"model": "fake", "prompt": []}, 400, "prompt", "empty"),
         ("completion", {"model": "fake", "prompt": [1, "a"]}, 400, "prompt", "expected"),
         ("completion", {"model": "fake", "prompt": [1, 9999]}, 400, "prompt", "9999"),
+        ("completion", {"model": "fake", "prompt": [1] * 200_000}, 400, "prompt", "1024"),  # parsed off the loop
         ("completion", {"model": "fake", "prompt": ""}, 400, "prompt", "empty"),
     ]
     paths = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

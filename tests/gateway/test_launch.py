@@ -19,8 +19,9 @@ import msgspec
 import pytest
 
 from pyengine import launch
-from pyengine.config import ServeConfig, WorkerConfig
-from pyengine.launch import Part, StartError, Supervisor, plan_parts, run_directory
+from pyengine.config import ConfigError, ServeConfig, WorkerConfig
+from pyengine.gateway.listener import listen
+from pyengine.launch import Part, StartError, Supervisor, plan_parts, run_directory, run_serve
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,6 +196,19 @@ def test_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert "choose another --port" in ended.stderr
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "999.1.1.1", "203.0.113.7"])
+def test_host_that_is_not_here(host: str) -> None:
+    """203.0.113.0/24 is reserved for documentation: no machine has it."""
+    with pytest.raises(ConfigError, match="--host"):
+        listen(host, 0)
+
+
+@pytest.mark.parametrize("setting", [{"policy": "kvcache"}, {"admission": "at-arival"}])
+def test_unknown_names_are_said_before_anything_starts(setting: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        run_serve(ServeConfig(backend="fake", model="fake", **setting))  # type: ignore[arg-type]
 
 
 def test_run_directory_is_private_and_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,8 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
     [
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"min_p": 0.1}, "min_p"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": ["a"] * 99}, "stop"),
@@ -80,6 +82,29 @@ def test_bad_fields_are_named(fields: dict[str, object], param: str) -> None:
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert param in caught.value.message
+
+
+@pytest.mark.parametrize("field", ["unknown", "tools", "prompt", "messages"])
+@pytest.mark.parametrize("opening", [b"[", b'{"a":'])
+def test_deep_nesting_is_refused_in_the_api_s_way(field: str, opening: bytes) -> None:
+    closing = b"]" if opening == b"[" else b"}"
+    deep = opening * 100_000 + b"1" + closing * 100_000
+    body = b'{"messages": [{"role": "user", "content": "x"}], "prompt": "x", "%s": %s}' % (field.encode(), deep)
+    for parse in (openai.parse_chat, openai.parse_completion):
+        with pytest.raises(ApiError) as caught:
+            parse(body)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_too_many_token_ids_are_refused_before_they_are_looked_at(
+    one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai, "MAX_PROMPT_IDS", 10)
+    prompt = [[1] * 6, [1] * 5] if one_by_one else [1] * 11
+    with pytest.raises(ApiError, match="at most 10") as caught:
+        openai.parse_completion(json.dumps({"prompt": prompt}).encode())
+    assert caught.value.param == "prompt"
 
 
 @given(st.binary(max_size=200))
