@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Run
-from typing import Protocol
+from typing import ParamSpec, Protocol
 
 import msgspec
 import numpy as np
@@ -34,8 +35,17 @@ from pyengine.scheduler.types import KEY_BYTES, KvSpec, Node, Source, cacheable_
 COPY_BLOCKS = 32
 #: Blocks that may wait, copied out of their pages, for a free slot to be cached in; beyond it they are not cached.
 WRITE_THROUGH_BLOCKS = 256
+#: Blocks of one sequence on their way through the own pool at once; the others wait in their pages. A long prefix that
+#: comes from the pool would else fill the daemon's queues.
+STAGED_BLOCKS = 64
+#: Tags with this attempt never leave their worker; no request is tried so often.
+LOCAL_ATTEMPT = 2**32 - 1
+#: Longest wait for a decode worker's grant, seconds; what LLM and tests call "for ever" must fit a number of ms.
+LONGEST_WAIT = 86400.0
 
 NO_PARENT = bytes(KEY_BYTES)
+
+Arguments = ParamSpec("Arguments")
 
 
 class Pool(Protocol):
@@ -98,8 +108,12 @@ class Job:
     handoff: Holding | None = None
     #: Indices whose fetch has no outcome yet.
     fetching: set[int] = dataclasses.field(default_factory=set)
+    #: True while `local` is a grant to fetch into, False while it is a lookup.
+    reserving: bool = False
     #: Prefill: blocks on their way (or committed at the decode node before).
     delivered: set[int] = dataclasses.field(default_factory=set)
+    #: Prefill: blocks that wait in their pages until fewer are staged.
+    unstaged: deque[int] = dataclasses.field(default_factory=deque)
     #: Prefill: blocks that wait for a slot of the own pool, by the tag of their grant; their pages must stay.
     staging: dict[Tag, int] = dataclasses.field(default_factory=dict)
     #: Prefill: tags of slots being pushed, by block.
@@ -144,7 +158,9 @@ class WriteThrough:
 class KvMover:
     """Owned by one worker's loop; see the module's text. `connect` again after a daemon's death.
 
-    counters: cumulative counts by name, for the worker's heartbeat.
+    counters: cumulative counts by name, for the worker's heartbeat: blocks copied to and from the pool, blocks that
+    found no room there, copies out of the pool that were not intact.
+    lost: why the pool can take no more requests, though it has not said goodbye yet; the next `pump` lets go of it.
     """
 
     def __init__(
@@ -159,6 +175,7 @@ class KvMover:
         self.spec = spec
         self.incarnation = incarnation
         self.pool: Pool | None = None
+        self.lost: str | None = None
         self.jobs: dict[SequenceId, Job] = {}
         self.failures: deque[Failure] = deque()
         #: Prefill parts whose KV and note have arrived at the decode node: nothing is left to do for them.
@@ -176,8 +193,19 @@ class KvMover:
         """Takes a fresh link to the node's daemon. Requires that none is connected."""
         assert self.pool is None, "a mover has one pool at a time"
         self.pool = pool
+        self.lost = None
 
-    def _disconnected(self) -> None:
+    def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        """Makes a request of the pool. One that finds the daemon dead, or too far behind to take it, does nothing, and
+        neither do those after it: what was held is let go as a whole by `pump`.
+        """
+        if self.lost is None:
+            try:
+                request(*arguments, **named)
+            except _native.RetryError as error:
+                self.lost = str(error)
+
+    def _disconnected(self, reason: str) -> None:
         """The daemon died. What decodes goes on from its pages; what needed the pool is failed or goes on without."""
         if self.pool is not None:
             self.pool.close()
@@ -189,10 +217,11 @@ class KvMover:
             waiting = self._held(job)
             job.local = job.handoff = None
             job.fetching.clear()
+            job.unstaged.clear()
             job.staging.clear()
             job.staged.clear()
             if needs_pool:
-                self.failures.append(Failure(job.id, "retry", "the node's daemon died"))
+                self.failures.append(Failure(job.id, "retry", f"the node's daemon is lost: {reason}"))
             elif waiting:
                 self.batcher.ready(job.id, 0)
 
@@ -220,9 +249,10 @@ class KvMover:
         self._by_tag[job.handoff.tag] = job
         if work.part == "decode":
             private = len(sequence.tokens) % self.spec.block_tokens != 0
-            self.pool.grant(job.handoff.tag, work.keys, private, NO_PARENT, 0, "wait")
+            self._ask(self.pool.grant, job.handoff.tag, work.keys, private, NO_PARENT, 0, "wait")
         else:
-            self.pool.open(job.handoff.tag, address(work.decode_node), work.deadline)
+            within = min(work.deadline, LONGEST_WAIT)
+            self._ask(self.pool.open, job.handoff.tag, address(work.decode_node), within)
 
     def end(self, sequence_id: SequenceId) -> None:
         """The sequence is over (ended, failed or aborted): releases all it holds in pools. Idempotent."""
@@ -236,9 +266,11 @@ class KvMover:
     def resume(self, sequence_id: SequenceId) -> None:
         """The sequence was preempted (HELD): looks again for what the pool still has of it."""
         job = self.jobs[sequence_id]
-        for tag, index in job.staging.items():  # their pages are gone: they are delivered when computed again
+        # The pages of blocks not copied out yet are gone: they are delivered when computed again.
+        job.delivered.difference_update(job.unstaged, job.staging.values())
+        for tag in job.staging:
             self._release(tag)
-            job.delivered.discard(index)
+        job.unstaged.clear()
         job.staging.clear()
         if job.local is not None:
             self._release(job.local.tag)
@@ -259,9 +291,10 @@ class KvMover:
         limit = self._prefix_limit(job)
         wanted = min(max((source.last for source in self._sources(job)), default=0), limit)
         if wanted:
+            job.reserving = True
             job.local = Holding(self._local_tag(), 0)
             self._by_tag[job.local.tag] = job
-            self.pool.grant(job.local.tag, job.work.keys[: wanted * KEY_BYTES], False, NO_PARENT, 0, "now")
+            self._ask(self.pool.grant, job.local.tag, job.work.keys[: wanted * KEY_BYTES], False, NO_PARENT, 0, "now")
         else:
             self._lookup(job)
 
@@ -271,9 +304,10 @@ class KvMover:
         if not keys:
             self.batcher.ready(job.id, 0)
             return
+        job.reserving = False
         job.local = Holding(self._local_tag(), 0)
         self._by_tag[job.local.tag] = job
-        self.pool.lookup(job.local.tag, keys)
+        self._ask(self.pool.lookup, job.local.tag, keys)
 
     def _prefix_limit(self, job: Job) -> int:
         return min(cacheable_blocks(len(job.sequence.tokens), self.spec.block_tokens), len(job.sequence.keys))
@@ -283,13 +317,13 @@ class KvMover:
         return [source for source in job.work.sources if source.node.node != self.pool.node.node]
 
     def _local_tag(self) -> Tag:
-        """Attempts of requests count from 1, so attempt 0 marks tags that never leave this worker."""
+        """A tag that never leaves this worker."""
         self._next_local += 1
-        return Tag(self._next_local, 0, self.incarnation)
+        return Tag(self._next_local, LOCAL_ATTEMPT, self.incarnation)
 
     def _release(self, tag: Tag) -> None:
         if self._by_tag.pop(tag, None) is not None and self.pool is not None:
-            self.pool.end(tag)
+            self._ask(self.pool.end, tag)
 
     # -- events of the pool ---------------------------------------------------------------------------------------
 
@@ -297,11 +331,14 @@ class KvMover:
         """Takes the pool's events and moves every job on."""
         if self.pool is None:
             return
+        if self.lost is not None:
+            self._disconnected(self.lost)
+            return
         granted: dict[SequenceId, list[tuple[Tag, Slot]]] = {}
         for event in self.pool.events():
             match event:
-                case _native.Disconnected():
-                    self._disconnected()
+                case _native.Disconnected(reason):
+                    self._disconnected(reason)
                     return
                 case _native.Granted(tag, slots):
                     if tag in self._write_through:
@@ -353,7 +390,7 @@ class KvMover:
             wanted = [i for i in range(source.first, limit) if job.find(i) is None and i not in job.fetching]
             if wanted:
                 job.fetching.update(wanted)
-                self.pool.fetch(tag, wanted, address(source.node))
+                self._ask(self.pool.fetch, tag, wanted, address(source.node))
         if not job.fetching:
             self._ready(job)
 
@@ -377,25 +414,43 @@ class KvMover:
         """Decode: all KV of the prompt is here. `Complete` is the authority: a late `Arrived` adds nothing."""
         assert job.handoff is not None, "only decode waits for a hand-off"
         job.handoff.committed = [True] * len(job.handoff.slots)
-        self.batcher.first_token(job.id, msgspec.msgpack.decode(note, type=Note).first_token)
-        self.batcher.ready(job.id, job.sequence.prompt_tokens)
+        try:
+            token = msgspec.msgpack.decode(note, type=Note).first_token
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self.failures.append(Failure(job.id, "bug", f"the prefill worker's note cannot be read: {error}"))
+            return
+        if not 0 <= token < self.backend.vocab_size:
+            self.failures.append(
+                Failure(job.id, "bug", f"the prefill worker chose token {token}, which this model has not")
+            )
+        elif self.batcher.first_token(job.id, token) is not None:
+            reason = "the prefill worker handed on a request that its first token ends"
+            self.failures.append(Failure(job.id, "bug", reason))
+        else:
+            self.batcher.ready(job.id, job.sequence.prompt_tokens)
 
     def _ready(self, job: Job) -> None:
         if self._held(job):
             self.batcher.ready(job.id, job.leading(self._prefix_limit(job)) * self.spec.block_tokens)
 
     def _refused(self, tag: Tag, refusal: str) -> None:
-        if self._write_through.pop(tag, None) is not None:
-            self.counters["uncached_blocks"] += 1
+        if (entry := self._write_through.pop(tag, None)) is not None:
+            self.counters["uncached_blocks"] += len(entry.strips)
             if self.pool is not None:
-                self.pool.end(tag)
+                self._ask(self.pool.end, tag)
             return
         job = self._by_tag.get(tag)
         if job is None:
             return
-        if job.local is not None and job.local.tag == tag and refusal in ("full", "too_large"):
-            self._release(job.local.tag)
-            self._lookup(job)
+        if job.local is not None and job.local.tag == tag:
+            # What could be reused is a gift: without it the prompt is computed.
+            self._release(tag)
+            job.local = None
+            job.fetching.clear()
+            if job.reserving and self._held(job):
+                self._lookup(job)
+            else:
+                self._ready(job)
             return
         if refusal == "too_large":
             reason = (
@@ -416,7 +471,8 @@ class KvMover:
             pages = load.pages[begin : begin + COPY_BLOCKS]
             strips = np.empty((len(pages), self.spec.strips, self.spec.strip_bytes), np.uint8)
             verified = self._load_blocks(job, load.first_block + begin, strips)
-            self.backend.write_pages(pages[:verified], strips[:verified])
+            if verified:
+                self.backend.write_pages(pages[:verified], strips[:verified])
             good += verified
             if verified < len(pages):
                 break
@@ -436,7 +492,7 @@ class KvMover:
             holding, slot = found
             if not self.pool.load(slot.slot, slot.generation, strips[row]):
                 self.counters["checksum_failures"] += 1
-                self.pool.corrupt(holding.tag, first_block + row - holding.first)
+                self._ask(self.pool.corrupt, holding.tag, first_block + row - holding.first)
                 return row
         return len(strips)
 
@@ -475,15 +531,22 @@ class KvMover:
         if job.same_arena:
             self._store(job.sequence, {index: job.handoff.slots[index] for index in missing})
             if missing:
-                self.pool.push(job.handoff.tag, job.handoff.tag, missing)
+                self._ask(self.pool.push, job.handoff.tag, job.handoff.tag, missing)
             return
-        for index in missing:
+        job.unstaged.extend(missing)
+        self._stage(job)
+
+    def _stage(self, job: Job) -> None:
+        """Asks for slots of the own pool for blocks that wait in their pages, a bounded number at a time."""
+        assert self.pool is not None, "callers check"
+        while job.unstaged and len(job.staging) + len(job.staged) < STAGED_BLOCKS:
+            index = job.unstaged.popleft()
             tag = self._local_tag()
             job.staging[tag] = index
             self._by_tag[tag] = job
             key = job.work.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
             parent = job.work.keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else NO_PARENT
-            self.pool.grant(tag, key, not key, parent, index, "staging")
+            self._ask(self.pool.grant, tag, key, not key, parent, index, "staging")
 
     def _store_staged(self, job: Job, granted: list[tuple[Tag, Slot]]) -> None:
         """Slots for staged blocks have come: fills those that are not cached here, and pushes all."""
@@ -494,19 +557,23 @@ class KvMover:
         for tag, slot in granted:
             job.staged[index_of[tag]] = tag
             if not slot.committed:
-                self.pool.commit(tag, [0])
-            self.pool.push(tag, job.handoff.tag, [index_of[tag]], first=index_of[tag])
+                self._ask(self.pool.commit, tag, [0])
+            self._ask(self.pool.push, tag, job.handoff.tag, [index_of[tag]], first=index_of[tag])
         self._note_if_copied_out(job)
 
     def _note_if_copied_out(self, job: Job) -> None:
-        if self.pool is not None and job.handoff is not None and job.note is not None and not job.staging:
-            self.pool.push(job.handoff.tag, job.handoff.tag, [], note=job.note)
+        if self.pool is None or job.handoff is None:
+            return
+        if job.note is not None and not job.staging and not job.unstaged:
+            self._ask(self.pool.push, job.handoff.tag, job.handoff.tag, [], note=job.note)
             self.copied_out.append(job.id)
 
     def _pushed(self, job: Job, indices: list[int], note: bool) -> None:
         for index in indices:
             if tag := job.staged.pop(index, None):
                 self._release(tag)
+        if self.pool is not None:
+            self._stage(job)
         if note:
             self.handed_off.append(job.id)
 
@@ -517,8 +584,13 @@ class KvMover:
         for begin in range(0, len(blocks), COPY_BLOCKS):
             batch = blocks[begin : begin + COPY_BLOCKS]
             for index, strips in zip(batch, self._read_blocks(sequence, batch), strict=True):
-                self.pool.store(slots[index].slot, slots[index].generation, strips)
-        self.counters["stored_blocks"] += len(blocks)
+                self._put(slots[index], strips)
+
+    def _put(self, slot: Slot, strips: U8) -> None:
+        """Copies one block into its slot."""
+        assert self.pool is not None, "callers check"
+        self._ask(self.pool.store, slot.slot, slot.generation, strips)
+        self.counters["stored_blocks"] += self.lost is None
 
     def _read_blocks(self, sequence: Sequence, blocks: list[int]) -> U8:
         """Canonical strips of some blocks of a sequence; a partial one is zeroed beyond its tokens."""
@@ -535,24 +607,25 @@ class KvMover:
     def write_through(self, sequence: Sequence, filled: list[Filled]) -> None:
         """Caches blocks that this worker computed, if the pool has room at once; it never makes a step wait."""
         waiting = sum(len(entry.strips) for entry in self._write_through.values())
-        if not filled or self.pool is None or waiting + len(filled) > WRITE_THROUGH_BLOCKS:
-            self.counters["uncached_blocks"] += len(filled)
+        room = WRITE_THROUGH_BLOCKS - waiting if self.pool is not None else 0
+        self.counters["uncached_blocks"] += len(filled[room:])
+        filled = filled[:room]
+        if not filled or self.pool is None:
             return
         tag = self._local_tag()
         self._write_through[tag] = WriteThrough(tag, self._read_blocks(sequence, [block.index for block in filled]))
         keys = b"".join(block.key for block in filled)
         parent = filled[0].parent if filled[0].index else NO_PARENT
-        self.pool.grant(tag, keys, False, parent, filled[0].index, "now")
+        self._ask(self.pool.grant, tag, keys, False, parent, filled[0].index, "now")
 
     def _store_through(self, entry: WriteThrough, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"
         wanted = [index for index, slot in enumerate(slots) if not slot.committed]
         for index in wanted:
-            self.pool.store(slots[index].slot, slots[index].generation, entry.strips[index])
+            self._put(slots[index], entry.strips[index])
         if wanted:
-            self.pool.commit(entry.tag, wanted)
-        self.counters["stored_blocks"] += len(wanted)
-        self.pool.end(entry.tag)
+            self._ask(self.pool.commit, entry.tag, wanted)
+        self._ask(self.pool.end, entry.tag)
 
     def idle(self) -> bool:
         """Nothing held, nothing waited for."""

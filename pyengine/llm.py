@@ -20,11 +20,13 @@ from pyengine.worker.core import Worker
 
 Prompt = str | Sequence[int]
 
+NEVER = float("inf")
+
 
 class Completion(msgspec.Struct, frozen=True):
     """What one prompt led to. finish_reason: "stop" (end token or stop string) or "length".
 
-    cached_tokens: prompt tokens whose KV was reused. recomputed_tokens: positions computed a second time.
+    cached_tokens: prompt tokens whose KV was reused.
     """
 
     text: str
@@ -35,12 +37,13 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class LLM:
-    """A model in this process.
+    """A model in this process. One thread at a time may use it.
 
     Args:
         model: name ("smollm2"), Hugging Face folder, GGUF file or hub name.
         backend: "torch" or "fake".
-        dram_bytes: host memory for reusable KV; kv_bytes: device memory for the pages of running requests.
+        dram_bytes: host memory for reusable KV; kv_bytes: device memory for the pages of running requests; pages:
+            their number instead.
         state_dir: where converted checkpoints are kept (default: see pyengine/env.py).
         threads: of the backend; None: its own choice.
         max_tokens_per_step, max_sequences: see pyengine.config.WorkerConfig.
@@ -85,25 +88,35 @@ class LLM:
         count = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(count)
         self._hash_key = secrets.token_bytes(32)
-        incarnation = secrets.randbits(63)
+        self._pages = count
+        self._max_tokens = max_tokens_per_step
+        self._max_sequences = max_sequences
         self._daemon = _native.Daemon(
             node="llm", dram_bytes=dram_bytes or default_pool_bytes(), session_key=secrets.token_bytes(32)
         )
-        self._pool = self._daemon.attach(incarnation, spec.strips, spec.strip_bytes)
-        self._worker = Worker(
+        self._worker, self._pool = self._new_worker()
+        self._node = Node("llm", "", self._daemon.address.incarnation)
+        self._root = _native.root_key(self._worker.namespace, b"", b"", self._hash_key)
+        self._requests = 0
+        self._interrupted = False
+        self._closed = False
+
+    def _new_worker(self) -> tuple[Worker, _native.PoolClient]:
+        incarnation = secrets.randbits(63)
+        worker = Worker(
             "llm",
             self._backend,
-            pages=count,
-            max_tokens=max_tokens_per_step,
-            max_sequences=max_sequences,
+            pages=self._pages,
+            max_tokens=self._max_tokens,
+            max_sequences=self._max_sequences,
             max_queue=1 << 30,
             hash_key=self._hash_key,
             incarnation=incarnation,
         )
-        self._worker.attach(self._pool)
-        self._node = Node("llm", "", self._daemon.address.incarnation)
-        self._root = _native.root_key(self._worker.namespace, b"", b"", self._hash_key)
-        self._requests = 0
+        spec = self._backend.namespace.kv
+        pool = self._daemon.attach(incarnation, spec.strips, spec.strip_bytes)
+        worker.attach(pool)
+        return worker, pool
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -120,25 +133,43 @@ class LLM:
     ) -> list[Completion]:
         """Completes each prompt (text, or token ids); all run together. One SamplingParams for all, or one each.
 
+        Whatever it raises (Ctrl-C too), nothing of the call goes on, and the next call works.
+
         Raises:
             ValueError: an empty prompt, one longer than the model or its KV space, or a wrong number of params.
+            RuntimeError: it is closed, or the model failed.
         """
-        batch = _as_batch(prompts)
+        if self._closed:
+            raise RuntimeError("this LLM is closed: make a new one")
+        batch = [self._ids(prompt) for prompt in _as_batch(prompts)]
         params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
         if len(params) != len(batch):
             raise ValueError(
                 f"{len(batch)} prompts and {len(params)} sampling parameters: give one for all, or one each"
             )
-        running = {}
-        try:
-            for prompt, each in zip(batch, params, strict=True):
-                request = self._submit(self._ids(prompt), each)
-                running[request.number] = request
-            self._run(running)
-        finally:
-            for number in running:
-                self._worker.abort(Abort(request=number, attempt=1))
-        return [request.completion() for request in running.values()]
+        if self._interrupted or self._worker.mover.pool is None:
+            self._renew()
+        self._interrupted = True
+        requests = [self._submit(ids, each) for ids, each in zip(batch, params, strict=True)]
+        failure = self._run({request.number: request for request in requests})
+        for request in requests:
+            self._worker.abort(Abort(request=request.number, attempt=1))
+        self._worker.take_ended()
+        self._interrupted = False
+        if failure is not None:
+            raise failure
+        return [request.completion() for request in requests]
+
+    def _renew(self) -> None:
+        """Replaces the worker: the last call was broken off at a place where its books need not agree.
+
+        The pool survives, and what is cached there.
+        """
+        old = self._worker
+        old.mover.close()
+        fresh, pool = self._new_worker()
+        fresh.counters, fresh.mover.counters = old.counters, old.mover.counters
+        self._worker, self._pool = fresh, pool
 
     def chat(self, messages: Sequence[dict[str, str]], sampling: SamplingParams | None = None) -> Completion:
         """Completes one conversation through the model's chat template: [{"role": "user", "content": "..."}]."""
@@ -146,6 +177,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and the pool. Idempotent."""
+        self._closed = True
         self._worker.mover.close()
         self._daemon.stop()
         self._backend.close()
@@ -182,11 +214,13 @@ class LLM:
             namespace=self._worker.namespace,
             decode_node=self._node,
             decode_incarnation=0,
+            deadline=NEVER,
         )
         self._worker.accept(work)
         return _Request(self._requests, len(ids), Detokenizer(self._tokenizer, sampling.stop))
 
-    def _run(self, running: dict[int, _Request]) -> None:
+    def _run(self, running: dict[int, _Request]) -> Exception | None:
+        """Steps until all have finished, or one has failed: then why."""
         while any(request.finish is None for request in running.values()):
             for message in self._worker.step():
                 match message:
@@ -196,11 +230,12 @@ class LLM:
                     case PrefillReport() if message.request in running:
                         running[message.request].cached = message.cached
                     case Failed() if message.kind == "too_large":
-                        raise ValueError(message.reason)
+                        return ValueError(message.reason)
                     case Failed():
-                        raise RuntimeError(f"request {message.request} failed: {message.reason}")
-            if not self._worker.busy:
+                        return RuntimeError(f"a request failed: {message.reason}")
+            if not self._worker.busy and self._worker.mover.pool is not None:
                 self._pool.wait(1.0)
+        return None
 
 
 class _Request:
@@ -238,7 +273,8 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Several prompts, or one (a text, or a sequence of ids) as a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
-    ids = [prompt for prompt in prompts if isinstance(prompt, int)]
-    if ids:
-        return [ids]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    ids = [int(prompt) for prompt in prompts if isinstance(prompt, int | np.integer)]
+    many: list[Prompt] = [prompt for prompt in prompts if not isinstance(prompt, int | np.integer)]
+    if ids and many:
+        raise ValueError("token ids and prompts are mixed: give one prompt as ids, or a list of prompts")
+    return [ids] if ids else many

@@ -8,24 +8,38 @@ One round of `step`:
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
 
 from pyengine import _native
 from pyengine.backend import Backend, Slice
-from pyengine.kv_mover import KvMover, Pool
-from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Sequence, SequenceId, Step
+from pyengine.kv_mover import LOCAL_ATTEMPT, KvMover, Pool
+from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
 from pyengine.scheduler.messages import Abort, Failed, Message, Note, PrefillReport, StepSample, Tokens, Work
-from pyengine.scheduler.types import KEY_BYTES, FinishReason
+from pyengine.scheduler.types import KEY_BYTES, FinishReason, Role
+
+logger = logging.getLogger(__name__)
 
 #: Attempts that have ended are remembered, so that an Abort which overtakes its Work still counts.
 REMEMBERED_ENDS = 4096
 #: A hand-off that lost KV is recomputed at decode up to this many steps' worth of tokens, else it is sent back.
 RECOMPUTE_STEPS = 4
+#: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
+HOPELESS_STEPS = 3
+#: Step samples kept for the next heartbeat.
+SAMPLES = 256
+
+
+class WorkerBroken(RuntimeError):
+    """The backend computes nothing any more: the process must end, so that its requests are retried elsewhere and a
+    fresh one takes its place.
+    """
 
 
 class Load(NamedTuple):
@@ -42,8 +56,9 @@ class Worker:
     Args:
         backend: loaded model with its pages allocated.
         pages, max_tokens, max_sequences, max_queue: limits, see WorkerConfig.
-        hash_key: 32 bytes, for the keys of blocks that fill while decoding.
+        hash_key: 32 bytes, for the keys of blocks.
         incarnation: of this process; part of every tag.
+        role: parts of requests that it takes; others are answered "wrong_role".
     """
 
     def __init__(
@@ -57,8 +72,10 @@ class Worker:
         max_queue: int,
         hash_key: bytes,
         incarnation: int,
+        role: Role = Role.BOTH,
     ) -> None:
         self.name = name
+        self.role = role
         self.backend = backend
         self.namespace = backend.namespace.digest()
         spec = backend.namespace.kv
@@ -82,10 +99,14 @@ class Worker:
         self.busy = False
         self.load = Load(0, 0, 0)
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "cached": 0, "preempted": 0, "steps": 0}
+        self._hash_key = hash_key
+        self._hopeless = 0
         self._sequences: dict[SequenceId, Sequence] = {}
+        self._due: dict[SequenceId, float] = {}
+        self._next_due = float("inf")
         self._ended: OrderedDict[SequenceId, None] = OrderedDict()
         self._out: list[Message] = []
-        self._just_ended: deque[SequenceId] = deque(maxlen=REMEMBERED_ENDS)
+        self._just_ended: list[SequenceId] = []
 
     # -- requests come and go -------------------------------------------------------------------------------------
 
@@ -98,8 +119,7 @@ class Worker:
             self._remember(identity)
             return
         self.progress += 1
-        if work.namespace != self.namespace:
-            self._refuse(work, "retry", "the keys belong to another model or KV layout than this worker's")
+        if self._turned_away(work):
             return
         tokens = np.frombuffer(work.token_ids, np.uint32).tolist()
         sequence = Sequence(
@@ -118,12 +138,59 @@ class Worker:
         except Busy as error:
             self._refuse(work, "retry", str(error))
             return
-        except ValueError as error:
+        except TooLarge as error:
             self._refuse(work, "too_large", str(error))
+            return
+        except ValueError as error:
+            self._refuse(work, "bug", str(error))
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
+        self._due[identity] = due = time.monotonic() + work.deadline
+        self._next_due = min(self._next_due, due)
         self.mover.begin(sequence, work)
+
+    def _turned_away(self, work: Work) -> bool:
+        """Answers work that is not for this worker, or that nobody could do."""
+        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role is Role.BOTH}
+        if work.part in needs and not needs[work.part]:
+            self._refuse(work, "wrong_role", f"a {self.role.value} worker does not take the part {work.part!r}")
+        elif work.namespace != self.namespace:
+            self._refuse(work, "retry", "the keys belong to another model or KV layout than this worker's")
+        elif work.part not in needs:
+            self._refuse(work, "bug", f"no worker takes the part {work.part!r}")
+        elif (flaw := self._flaw(work)) is not None:
+            self._refuse(work, "bug", f"malformed work: {flaw}")
+        elif work.part == "decode" and work.decode_incarnation != self.mover.incarnation:
+            self._refuse(work, "retry", "the work is meant for an earlier life of this worker")
+        else:
+            return False
+        return True
+
+    def _flaw(self, work: Work) -> str | None:
+        """What makes this work impossible, if anything does. Everything is looked at before anything is begun."""
+        nodes = (work.decode_node, *(source.node for source in work.sources))
+        numbers = (work.decode_incarnation, *(node.incarnation for node in nodes))
+        if not (0 <= work.request < 2**63 and 0 <= work.attempt < LOCAL_ATTEMPT):
+            return "its number or attempt is out of range"
+        if not all(0 <= number < 2**64 for number in numbers):
+            return "an incarnation is out of range"
+        if not all(0 <= source.first <= source.last for source in work.sources):
+            return "a source has no range of blocks"
+        if not work.deadline >= 0.0:
+            return f"{work.deadline} is no number of seconds"
+        if not work.token_ids or len(work.token_ids) % 4:
+            return f"{len(work.token_ids)} bytes are no token ids"
+        tokens = np.frombuffer(work.token_ids, np.uint32)
+        if int(tokens.max()) >= self.backend.vocab_size:
+            return f"token id {tokens.max()} is not below {self.backend.vocab_size}, the size of the vocabulary"
+        if not 0 <= work.generated < len(tokens):
+            return f"{work.generated} of its {len(tokens)} tokens were generated"
+        if len(work.root) != KEY_BYTES:
+            return "the root key has a wrong length"
+        if work.keys != _native.block_keys(tokens, self.block_tokens, work.root, self._hash_key):
+            return "the block keys do not belong to the tokens"
+        return None
 
     def abort(self, abort: Abort) -> None:
         """Ends an attempt and releases all it holds. Idempotent."""
@@ -134,31 +201,36 @@ class Worker:
         self.mover.connect(pool)
 
     def step(self) -> list[Message]:
-        """One round; returns what gateways must be told, in order."""
+        """One round; returns what gateways must be told, in order.
+
+        Raises WorkerBroken if the backend fails whatever it is given. A request that alone makes it fail is answered
+        by Failed; the others go on.
+        """
         self.mover.pump()
         self._forget_copied_out()
         while self.mover.handed_off:
             self._end(self.mover.handed_off.popleft())
         self._report_failures()
+        self._end_late()
         step = self.batcher.plan()
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
             self.mover.resume(sequence_id)
         for load in step.loads:
             self.mover.load(load)
-            self._bound_recompute(load.id)
         if step.slices:
-            self._forward(step)
+            self._forward(self._within_recompute_limit(step))
             self._forget_copied_out()
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
-        self.busy = bool(out) or not step.empty
+        self.busy = bool(out) or not step.empty or self.mover.lost is not None
         self.load = Load(self.batcher.running, self.batcher.waiting, self.batcher.queued_tokens)
         return out
 
     def take_ended(self) -> list[SequenceId]:
         """Attempts that have ended since the last call: no message of theirs follows those that `step` has returned."""
-        return [self._just_ended.popleft() for _ in range(len(self._just_ended))]
+        ended, self._just_ended = self._just_ended, []
+        return ended
 
     @property
     def idle(self) -> bool:
@@ -174,19 +246,16 @@ class Worker:
     # -- one forward pass -----------------------------------------------------------------------------------------
 
     def _forward(self, step: Step) -> None:
-        slices = []
+        self.progress += 1
+        began = time.perf_counter()
+        tokens = self._execute(step.slices)
+        seconds = time.perf_counter() - began
         prefill = prefill_context = decode = decode_context = 0
         for planned in step.slices:
-            sequence = self._sequences[planned.id]
+            sequence = self._sequences.get(planned.id)
+            if sequence is None:  # the backend could not compute it
+                continue
             end = planned.start + planned.count
-            slices.append(
-                Slice(
-                    tokens=np.asarray(sequence.tokens[planned.start : end], np.uint32),
-                    start=planned.start,
-                    pages=np.asarray(planned.pages, np.int32),
-                    sampling=sequence.sampling if planned.sample else None,
-                )
-            )
             self.counters["recomputed"] += max(min(end, sequence.high_water) - planned.start, 0)
             if planned.start >= sequence.prompt_tokens:
                 decode += planned.count
@@ -194,17 +263,64 @@ class Worker:
             else:
                 prefill += planned.count
                 prefill_context += planned.count * planned.start + planned.count * (planned.count + 1) // 2
-        self.progress += 1
-        began = time.perf_counter()
-        tokens = self.backend.execute(slices)
-        seconds = time.perf_counter() - began
         self.counters["prefill"] += prefill
         self.counters["decode"] += decode
-        self.counters["steps"] += 1
-        if len(self.samples) < 256:
+        self.counters["steps"] += prefill + decode > 0
+        if prefill + decode and len(self.samples) < SAMPLES:
             self.samples.append(StepSample(prefill, prefill_context, decode, decode_context, seconds))
         for outcome in self.batcher.finish(step, tokens):
             self._outcome(outcome)
+
+    def _execute(self, planned: list[Planned]) -> list[int]:
+        """Tokens parallel to `planned`, -1 where none is sampled.
+
+        If the backend fails, every sequence of the step is tried alone (to write the same KV twice is harmless), and
+        those that fail again are ended.
+        """
+        slices = [self._slice(each) for each in planned]
+        if not slices:
+            return []
+        try:
+            tokens = self._compute(slices)
+        except Exception:
+            logger.exception("a step of %d sequences failed: computing each alone", len(slices))
+        else:
+            self._hopeless = 0
+            return tokens
+        tokens = []
+        failed: dict[SequenceId, Exception] = {}
+        for each, slice_ in zip(planned, slices, strict=True):
+            try:
+                tokens += self._compute([slice_])
+            except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
+                failed[each.id] = error
+                tokens.append(-1)
+        self._hopeless = self._hopeless + 1 if len(failed) == len(planned) else 0
+        if self._hopeless >= HOPELESS_STEPS:
+            raise WorkerBroken(f"the backend failed in {HOPELESS_STEPS} steps in a row") from failed[planned[0].id]
+        for sequence_id, failure in failed.items():
+            logger.error("request %d, attempt %d cannot be computed", *sequence_id, exc_info=failure)
+            self._fail(sequence_id, "bug", f"the model failed on this request: {failure}")
+        return tokens
+
+    def _slice(self, planned: Planned) -> Slice:
+        sequence = self._sequences[planned.id]
+        return Slice(
+            tokens=np.asarray(sequence.tokens[planned.start : planned.start + planned.count], np.uint32),
+            start=planned.start,
+            pages=np.asarray(planned.pages, np.int32),
+            sampling=sequence.sampling if planned.sample else None,
+        )
+
+    def _compute(self, slices: list[Slice]) -> list[int]:
+        """One forward pass. Raises what the backend raises, and ValueError for an answer that cannot be."""
+        tokens = self.backend.execute(slices)
+        if len(tokens) != len(slices):
+            raise ValueError(f"the backend gave {len(tokens)} tokens for {len(slices)} slices")
+        for token, slice_ in zip(tokens, slices, strict=True):
+            if not (token == -1 if slice_.sampling is None else 0 <= token < self.backend.vocab_size):
+                raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
+        return tokens
 
     def _outcome(self, outcome: Outcome) -> None:
         work = self.work[outcome.id]
@@ -247,12 +363,26 @@ class Worker:
 
     # -- endings --------------------------------------------------------------------------------------------------
 
-    def _bound_recompute(self, sequence_id: SequenceId) -> None:
+    def _within_recompute_limit(self, step: Step) -> Step:
         """A decode worker mends small losses itself; a prompt lost as a whole goes back for a new plan."""
-        sequence = self._sequences[sequence_id]
-        lost = sequence.high_water - sequence.computed
-        if sequence.handed_off and lost > self.recompute_limit:
-            self._fail(sequence_id, "need_prefill", f"{lost} tokens of handed-off KV were lost")
+        within = []
+        for planned in step.slices:
+            sequence = self._sequences[planned.id]
+            lost = sequence.high_water - planned.start
+            if sequence.handed_off and lost > self.recompute_limit:
+                self._fail(planned.id, "need_prefill", f"KV of {lost} tokens was lost")
+            else:
+                within.append(planned)
+        return dataclasses.replace(step, slices=within)
+
+    def _end_late(self) -> None:
+        """Ends attempts that are worthless by now, should their gateway have forgotten to."""
+        now = time.monotonic()
+        if now < self._next_due:
+            return
+        for sequence_id in [sequence_id for sequence_id, due in self._due.items() if due <= now]:
+            self._fail(sequence_id, "retry", "the attempt's deadline has passed")
+        self._next_due = min(self._due.values(), default=float("inf"))
 
     def _report_failures(self) -> None:
         while self.mover.failures:
@@ -275,6 +405,7 @@ class Worker:
         self.mover.end(sequence_id)
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
+        self._due.pop(sequence_id, None)
 
     def _remember(self, sequence_id: SequenceId) -> None:
         self._ended[sequence_id] = None

@@ -24,6 +24,7 @@ from pyengine.scheduler.messages import (
     HEARTBEAT_EVERY,
     Abort,
     Codec,
+    Failed,
     GatewayPing,
     GatewayToWorker,
     Message,
@@ -40,9 +41,14 @@ logger = logging.getLogger(__name__)
 
 Attempt = tuple[int, int]
 
+#: Work that may wait for the loop, which takes it between two steps; more is refused here.
+INBOX = 8192
+
 
 class WorkerLinks(threading.Thread):
     """Binds info.work for gateways and dials the conductor.
+
+    failed: what ended the thread, if it ended by an error; the worker is useless then.
 
     Args:
         info: sent to the conductor whenever the link to it stands anew.
@@ -61,6 +67,7 @@ class WorkerLinks(threading.Thread):
         self._over: deque[Attempt] = deque()
         self._hello = False
         self._stopping = False
+        self.failed: Exception | None = None
         self._gateways: dict[bytes, float] = {}
         self._owner: dict[Attempt, bytes] = {}
         self._codec = Codec(GatewayToWorker)
@@ -106,6 +113,20 @@ class WorkerLinks(threading.Thread):
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            logger.exception("the links of %s have failed", self.info.worker)
+            self.failed = error
+            self.wake()
+        finally:
+            for closing in (self._router, self._conductor):
+                closing.disable_monitor()
+                # The goodbye may still be in the socket's queue; a process that ends waits this long for it, at most.
+                closing.close(linger=200)
+            self._watch.close()
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         for socket in (self._router, self._conductor, self._watch, self._wake):
             poller.register(socket, select.POLLIN)
@@ -120,11 +141,6 @@ class WorkerLinks(threading.Thread):
                 due = time.monotonic() + HEARTBEAT_EVERY
                 self._beat()
         self._tell_conductor(WorkerLeaving(worker=self.info.worker))
-        for closing in (self._router, self._conductor):
-            closing.disable_monitor()
-            # The goodbye may still be in the socket's queue; a process that ends waits this long for it, at most.
-            closing.close(linger=200)
-        self._watch.close()
 
     def _watch_conductor(self) -> None:
         while self._watch.poll(0):
@@ -143,7 +159,7 @@ class WorkerLinks(threading.Thread):
             identity, frame = self._router.recv_multipart(zmq.NOBLOCK)[:2]
             try:
                 messages = self._codec.decode(frame)
-            except ProtocolError as error:
+            except (ProtocolError, RecursionError) as error:
                 logger.warning("a gateway sent what this worker cannot read: %s", error)
                 continue
             if identity not in self._gateways:
@@ -152,6 +168,16 @@ class WorkerLinks(threading.Thread):
             self._gateways[identity] = time.monotonic()
             for message in messages:
                 match message:
+                    case Work() if len(self._in) >= INBOX:
+                        reason = f"{INBOX} messages wait for the worker: try again later"
+                        refused = Failed(
+                            request=message.request,
+                            attempt=message.attempt,
+                            worker=self.info.worker,
+                            kind="retry",
+                            reason=reason,
+                        )
+                        self._tell_gateway(identity, [refused])
                     case Work():
                         self._owner[message.request, message.attempt] = identity
                         self._in.append(message)

@@ -40,7 +40,9 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
 
     Raises:
         ValueError: the model, the backend or a limit is impossible; the text says what to do.
-        RetryError, GiveUpError: the daemon is away or refuses.
+        RetryError, GiveUpError: the daemon is away or refuses, at the start or when it has come back.
+        WorkerBroken: the backend computes nothing any more.
+        RuntimeError: the links have failed.
     """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -81,6 +83,7 @@ class WorkerService:
             max_queue=config.max_queue,
             hash_key=_native.derive_key(secret, "hash"),
             incarnation=self._incarnation,
+            role=config.role,
         )
         self._worker.attach(self._pool)
         self.info = describe(config, self._backend, self._incarnation, self._pool, pages)
@@ -90,6 +93,7 @@ class WorkerService:
         self._pool_fd = self._watch(self._pool)
         self._redial: threading.Thread | None = None
         self._redialled: PoolClient | None = None
+        self._refused: _native.TransferError | None = None
         self._closing = False
         self._stopping = False
         self._links.start()
@@ -103,6 +107,8 @@ class WorkerService:
         """The loop. Everything that happens to this worker happens here, in this order."""
         rested = False
         while not self._stopping:
+            if self._links.failed is not None:
+                raise RuntimeError("the worker's links have failed") from self._links.failed
             for message in self._links.take():
                 match message:
                     case Work():
@@ -141,6 +147,8 @@ class WorkerService:
             logger.warning("the daemon of %s is gone: serving without its pool until it is back", self._config.node)
             self._redial = threading.Thread(target=self._dial_again, name="redial", daemon=True)
             self._redial.start()
+        if self._refused is not None:
+            raise self._refused
         if self._redialled is not None:
             self._pool, self._redialled = self._redialled, None
             self._worker.attach(self._pool)
@@ -155,8 +163,9 @@ class WorkerService:
                 return
             except _native.RetryError:
                 continue
-            except _native.TransferError:
-                logger.exception("the daemon of %s refuses this worker", self._config.node)
+            except _native.TransferError as error:
+                # A node's daemon that has another layout or secret now: this worker is of no use any more.
+                self._refused = error
                 return
 
     def _dial(self, timeout: float) -> PoolClient:

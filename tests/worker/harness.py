@@ -16,7 +16,7 @@ from pyengine import _native
 from pyengine.backend import Backend
 from pyengine.kv_mover import Pool
 from pyengine.scheduler.messages import Abort, Failed, Message, PrefillReport, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Node, SamplingParams, Source
+from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams, Source
 from pyengine.worker.core import Worker
 
 SESSION_KEY = bytes(range(32))
@@ -75,10 +75,10 @@ class Cluster:
         pages: int = 256,
         max_tokens: int = 64,
         max_sequences: int = 32,
+        role: Role = Role.BOTH,
         wrap: Callable[[_native.PoolClient], Pool] | None = None,
     ) -> Worker:
         backend.allocate(pages)
-        incarnation = secrets.randbits(63)
         worker = Worker(
             name,
             backend,
@@ -87,15 +87,30 @@ class Cluster:
             max_sequences=max_sequences,
             max_queue=1000,
             hash_key=HASH_KEY,
-            incarnation=incarnation,
+            incarnation=secrets.randbits(63),
+            role=role,
         )
-        spec = backend.namespace.kv
-        pool = self.daemons[node].attach(incarnation, spec.strips, spec.strip_bytes)
-        worker.attach(wrap(pool) if wrap else pool)
-        self._pools[name] = pool
         self.workers[name] = worker
         self.node_of[name] = node
+        self.attach(name, wrap)
         return worker
+
+    def attach(self, name: str, wrap: Callable[[_native.PoolClient], Pool] | None = None) -> None:
+        """Gives a worker that has no pool a link to its node's daemon."""
+        worker = self.workers[name]
+        spec = worker.backend.namespace.kv
+        pool = self.daemons[self.node_of[name]].attach(worker.mover.incarnation, spec.strips, spec.strip_bytes)
+        worker.attach(wrap(pool) if wrap else pool)
+        self._pools[name] = pool
+
+    def replace_daemon(self, node: str, slots: int) -> None:
+        """Kills a node's daemon and starts another, to which its workers attach when they have noticed."""
+        self.daemons[node].stop()
+        names = [name for name in self.workers if self.node_of[name] == node]
+        self.until(lambda: all(self.workers[name].mover.pool is None for name in names))
+        self.add_node(node, slots, self.workers[names[0]].backend)
+        for name in names:
+            self.attach(name)
 
     def node(self, name: str) -> Node:
         address = self.daemons[name].address
@@ -114,16 +129,18 @@ class Cluster:
         generated: int = 0,
         parts: tuple[str, ...] = ("prefill", "decode"),
         deadline: float = PATIENCE,
+        changes: dict[str, Any] | None = None,
     ) -> Request:
-        """Sends the work to both workers, or once if they are one."""
+        """Sends the work to both workers, or once if they are one. changes: fields that are other than they should."""
         sampling = sampling or SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         number = number if number is not None else secrets.randbits(62)
+        changes = changes or {}
         worker = self.workers[decode]
         root = _native.root_key(worker.namespace, b"", b"", HASH_KEY)
         tokens = np.asarray(prompt, np.uint32)
 
         def work(part: str) -> Work:
-            return Work(
+            work = Work(
                 request=number,
                 attempt=attempt,
                 part=part,
@@ -138,6 +155,7 @@ class Cluster:
                 sources=sources,
                 deadline=deadline,
             )
+            return msgspec.structs.replace(work, **changes)
 
         request = Request(number, attempt, (prefill, decode), {})
         self.requests[number, attempt] = request
@@ -184,8 +202,9 @@ class Cluster:
             assert time.monotonic() < deadline, "the event never came"
             if not condition() and not any(self.workers[name].busy for name in names or self.workers):
                 poll = select.poll()
-                for pool in self._pools.values():
-                    poll.register(pool.fileno(), select.POLLIN)
+                for name, pool in self._pools.items():
+                    if self.workers[name].mover.pool is not None:
+                        poll.register(pool.fileno(), select.POLLIN)
                 poll.poll(50)
 
     def run(self, *requests: Request) -> None:

@@ -79,7 +79,7 @@ class TorchBackend:
             step = self._step_input([slices[index] for index in order])
             logits = self._model.forward(step, self._pages)
             sampled = [index for index in order if slices[index].sampling is not None]
-            greedy = logits.argmax(dim=-1).tolist() if sampled else []
+            greedy = _likeliest(logits) if sampled else []
             for row, index in enumerate(sampled):
                 params = slices[index].sampling
                 assert params is not None  # by the choice of `sampled`
@@ -186,6 +186,16 @@ class TorchBackend:
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def _likeliest(logits: torch.Tensor) -> list[int]:
+    """Argmax of each row. Raises ArithmeticError if a row holds a NaN (which argmax takes for the largest) or infinity:
+    no token follows from it.
+    """
+    best = logits.argmax(dim=-1)
+    if not logits.gather(-1, best.unsqueeze(-1)).isfinite().all():
+        raise ArithmeticError("the model computed logits that are not finite")
+    return [int(index) for index in best.tolist()]
 
 
 def _cost(slice_: Slice) -> tuple[bool, int]:
