@@ -26,6 +26,9 @@ from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, Wo
 MAX_FAILURES = 8
 #: First retry at once (another worker may well be there), then a doubling wait.
 BACK_OFF = (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)
+#: Seconds a decode worker's failure waits for the first token: that token may have ended the request and its hand-off,
+#: and the two messages come over two links. Many heartbeats of the loop, and little beside a retry's prefill.
+FIRST_TOKEN_GRACE = 0.2
 #: Pause before a rejected route is asked again while workers are missing.
 REJECTED_PAUSE = 0.2
 
@@ -122,6 +125,7 @@ class Request:
         self._ends_at: int | None = None
         self._ends_as: FinishReason | None = None
         self._failing_since: float | None = None
+        self._doubt: messages.Failed | None = None
         self._excluded: tuple[str, ...] = ()
         self._base = 0
         self._ids = b""
@@ -150,6 +154,7 @@ class Request:
         self._base = len(self.tokens)
         self._early.clear()
         self._ends_at = self._ends_as = None
+        self._doubt = None
         self._ids = np.asarray(self.prompt + self.tokens, dtype="<u4").tobytes()
         self._keys = self._key_of(self._ids)
         length = len(self._ids) // 4
@@ -257,9 +262,23 @@ class Request:
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
         if message.kind == "bug":
             return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
+        if message.kind == "retry" and self._awaits_first_token_beside(message.worker):
+            if self._doubt is None:
+                self._doubt = message
+                self.wake_at = min(self._deadline, now + FIRST_TOKEN_GRACE)
+            return []
+        return self._retry_after(message, self.plan, now)
+
+    def _awaits_first_token_beside(self, worker: str) -> bool:
+        """The prefill worker has not spoken yet: its first token may end the request, which ends the hand-off too."""
+        plan = self.plan
+        apart = plan is not None and worker == plan.decode.worker != plan.prefill.worker
+        return apart and len(self.tokens) == self._base
+
+    def _retry_after(self, message: messages.Failed, plan: Plan, now: float) -> list[Action]:
         if message.kind == "retry":
             # Whoever reports it need not be the one at fault (its peer's daemon may be): try with neither.
-            exclude = {self.plan.prefill.worker, self.plan.decode.worker}
+            exclude = {plan.prefill.worker, plan.decode.worker}
         elif message.kind == "wrong_role":
             exclude = {message.worker}
         else:
@@ -284,6 +303,8 @@ class Request:
             return self._give_up(RequestError(ErrorKind.UNAVAILABLE, "the conductor does not answer", self._patience))
         if self.state is State.BACKING_OFF:
             return self.start(now)
+        if self._doubt is not None and self.plan is not None:
+            return self._retry_after(self._doubt, self.plan, now)
         return []
 
     def stop(self) -> list[Action]:

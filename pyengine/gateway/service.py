@@ -389,8 +389,9 @@ class Service:
             elif isinstance(message, PrefillReport):
                 request.on_prefill_report(message)
             elif isinstance(message, Failed):
-                log.info("request %d attempt %d: %s", message.request, message.attempt, message.reason)
                 actions = request.on_failed(message, now)
+                level = logging.INFO if actions else logging.DEBUG
+                log.log(level, "request %d attempt %d: %s", message.request, message.attempt, message.reason)
             self._act(generation, actions, before)
 
     def _on_incarnation(self, worker: str, incarnation: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.gateway.request import MAX_FAILURES, ErrorKind, Request, State, ToConductor, ToWorker
+from pyengine.gateway.request import FIRST_TOKEN_GRACE, MAX_FAILURES, ErrorKind, Request, State, ToConductor, ToWorker
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Rejected, Route, RouteEnded, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Node, Plan, Rejection, SamplingParams, WorkerRef
 
@@ -95,6 +95,31 @@ def test_first_token_that_ends_the_request_frees_the_decode_worker() -> None:
     assert request.done
     assert [type(action.message) for action in actions] == [RouteEnded, Abort]
     assert [action.worker.worker for action in actions if isinstance(action, ToWorker)] == ["d"]
+
+
+def test_hand_off_that_ended_with_the_first_token_is_no_failure() -> None:
+    """The decode worker says that its hand-off has ended before the prefill worker's token arrives, which ended it."""
+    request = running(max_tokens=1)
+    assert request.on_failed(failed(request, "retry", "d"), 1.0) == []
+    request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH))
+    assert request.done
+    assert (request.attempt, request.finish) == (0, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("first_token", [False, True])
+def test_decode_workers_failure_is_tried_again_after_a_moment(first_token: bool) -> None:
+    request = running()
+    assert request.on_failed(failed(request, "retry", "d"), 1.0) == []
+    assert request.on_failed(failed(request, "retry", "d"), 1.1) == []
+    if first_token:
+        request.on_tokens(tokens(request, 0, 1))
+    assert request.tick(1.1) == []
+    assert request.wake_at == pytest.approx(1.0 + FIRST_TOKEN_GRACE)
+    actions = request.tick(request.wake_at)
+    assert [type(action.message) for action in actions] == [Abort, RouteEnded, Route]
+    assert (request.attempt, request.failures) == (1, 1)
+    assert request.tick(request.wake_at - 1.0) == []
+    request.check()
 
 
 def test_whole_blocks_only_up_to_the_last_token() -> None:
@@ -237,7 +262,8 @@ def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> 
         elif event == "lost":
             request.on_lost(data.draw(st.sampled_from(["p", "d", "other"])), now, "gone")
         elif event == "failed":
-            request.on_failed(failed(request, data.draw(st.sampled_from(["retry", "need_prefill"]))), now)
+            kind = data.draw(st.sampled_from(["retry", "need_prefill"]))
+            request.on_failed(failed(request, kind, data.draw(st.sampled_from(["p", "d"]))), now)
         elif event == "report":
             request.on_prefill_report(PrefillReport(request=request.id, attempt=request.attempt, cached=99, computed=1))
         elif event == "again":
