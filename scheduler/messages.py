@@ -102,7 +102,8 @@ class StepSample(msgspec.Struct, frozen=True):
 class WorkerAlive(Message, frozen=True):
     """Heartbeat, on its own thread.
 
-    progress: steps begun and requests accepted; it stands still when the loop hangs with work queued.
+    progress: rounds of the worker's loop, which turns every second at least, also while all wait for KV from elsewhere;
+    it stands still when the loop hangs.
     queued_tokens: prompt tokens accepted and not computed yet. counters by Prometheus sample name.
     """
 

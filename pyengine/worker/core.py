@@ -118,7 +118,6 @@ class Worker:
         if identity in self._ended:
             self._remember(identity)
             return
-        self.progress += 1
         if self._turned_away(work):
             return
         tokens = np.frombuffer(work.token_ids, np.uint32).tolist()
@@ -206,6 +205,7 @@ class Worker:
         Raises WorkerBroken if the backend fails whatever it is given. A request that alone makes it fail is answered
         by Failed; the others go on.
         """
+        self.progress += 1
         self.mover.pump()
         self._forget_copied_out()
         while self.mover.handed_off:
@@ -246,7 +246,6 @@ class Worker:
     # -- one forward pass -----------------------------------------------------------------------------------------
 
     def _forward(self, step: Step) -> None:
-        self.progress += 1
         began = time.perf_counter()
         tokens = self._execute(step.slices)
         seconds = time.perf_counter() - began

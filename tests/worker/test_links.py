@@ -1,0 +1,159 @@
+"""Goal: nothing that a gateway sends stops a worker's heartbeats, and its links hold no more than they may.
+
+Method: `WorkerLinks` alone over ipc; the test is the gateway and the conductor, and takes the loop's place.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pyengine.backends.fake import FakeBackend
+from pyengine.scheduler.links import bind, dial
+from pyengine.scheduler.messages import (
+    Abort,
+    Codec,
+    Failed,
+    GatewayPing,
+    GatewayToWorker,
+    Message,
+    Work,
+    WorkerAlive,
+    WorkerPing,
+    WorkerToConductor,
+    WorkerToGateway,
+)
+from pyengine.scheduler.types import Node, Role, SamplingParams, WorkerInfo
+from pyengine.worker import links as module
+from pyengine.worker.links import WorkerLinks
+
+PATIENCE = 30_000  # ms
+NODE = Node("a", "", 1)
+WORK = Work(
+    request=1,
+    attempt=1,
+    part="both",
+    token_ids=bytes(4),
+    generated=0,
+    root=bytes(16),
+    keys=b"",
+    sampling=SamplingParams(),
+    namespace=b"",
+    decode_node=NODE,
+    decode_incarnation=1,
+)
+ALIVE = WorkerAlive(
+    worker="w", progress=0, queued_requests=0, queued_tokens=0, running=0, free_pages=0, samples=(), counters={}
+)
+
+
+class Ends:
+    """The links, and what stands at their other ends."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o700)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        backend = FakeBackend()
+        info = WorkerInfo(
+            worker="w",
+            incarnation=1,
+            role=Role.BOTH,
+            node=NODE,
+            work=f"ipc://{folder}/w",
+            model="fake",
+            tokenizer="bytes",
+            namespace=backend.namespace,
+            vocab_size=258,
+            max_positions=100,
+            pages=1,
+            pool_slots=1,
+            max_tokens_per_step=1,
+            max_sequences=1,
+        )
+        self.conductor = bind(context.socket(zmq.ROUTER), f"ipc://{folder}/c", bytes(32))
+        self.broken = False
+        self.links = WorkerLinks(info, f"ipc://{folder}/c", bytes(32), self._alive)
+        self.links.start()
+        self.gateway = dial(context.socket(zmq.DEALER), info.work, bytes(32))
+        self._codec = Codec(WorkerToGateway)
+        self._heartbeats = Codec(WorkerToConductor)
+
+    def _alive(self) -> WorkerAlive:
+        if self.broken:
+            raise ArithmeticError("broken")
+        return ALIVE
+
+    def say(self, *messages: Message) -> None:
+        self.gateway.send(Codec(GatewayToWorker).encode(list(messages)))
+
+    def heard(self) -> Iterator[Message]:
+        """What the gateway hears, but for pings."""
+        while self.gateway.poll(PATIENCE):
+            yield from (m for m in self._codec.decode(self.gateway.recv()) if not isinstance(m, WorkerPing))
+
+    def taken(self, count: int) -> list[Work | Abort]:
+        """What the loop takes, when there is so much."""
+        messages: list[Work | Abort] = []
+        while len(messages) < count:
+            ready, _, _ = select.select([self.links.arrived], [], [], PATIENCE / 1000)
+            assert ready, "nothing comes"
+            messages += self.links.take()
+        return messages
+
+    def heartbeat(self) -> None:
+        """Waits for a new one."""
+        while self.conductor.poll(0):
+            self.conductor.recv_multipart()
+        while True:
+            assert self.conductor.poll(PATIENCE), "no heartbeat"
+            _, frame = self.conductor.recv_multipart()
+            if ALIVE in self._heartbeats.decode(frame):
+                return
+
+    def close(self) -> None:
+        self.links.stop()
+        self.gateway.close(0)
+        self.conductor.close(0)
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[Ends]:
+    made = Ends(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xff", b"\x90", b"\x92\x07\x01", b"\x92\x01" + b"\x91" * 100_000 + b"\x01"])
+def test_a_frame_that_cannot_be_read_is_skipped(ends: Ends, frame: bytes) -> None:
+    ends.gateway.send(frame)
+    ends.say(GatewayPing(gateway="g"), WORK)
+    assert ends.taken(1) == [WORK]
+    ends.heartbeat()
+
+
+def test_work_beyond_the_limit_is_refused_and_aborts_are_not(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INBOX", 2)
+    many = [Work(**{f: getattr(WORK, f) for f in Work.__struct_fields__} | {"request": n}) for n in range(5)]
+    aborts = [Abort(request=n, attempt=1) for n in range(5)]
+    ends.say(*many, *aborts)
+    refused = []
+    for message in ends.heard():
+        assert isinstance(message, Failed)
+        assert message.kind == "retry"
+        refused.append(message.request)
+        if len(refused) == 3:
+            break
+    assert refused == [2, 3, 4]
+    assert ends.taken(7) == [*many[:2], *aborts]
+
+
+def test_links_that_fail_wake_the_loop_and_say_so(ends: Ends) -> None:
+    ends.broken = True
+    ends.links.join(PATIENCE / 1000)
+    assert isinstance(ends.links.failed, ArithmeticError)
+    ready, _, _ = select.select([ends.links.arrived], [], [], 0)
+    assert ready

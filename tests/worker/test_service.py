@@ -1,0 +1,166 @@
+"""Goal: a worker process whose daemon or model is of no use any more ends, loudly; one that merely waits is alive.
+
+Method: `WorkerService`, the process without the process, on a thread of the test, over a real daemon; the test is the
+gateway.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pyengine import _native
+from pyengine.backend import Slice
+from pyengine.backends.fake import FakeBackend
+from pyengine.config import WorkerConfig
+from pyengine.scheduler.links import bind, dial
+from pyengine.scheduler.messages import (
+    Codec,
+    Failed,
+    GatewayToWorker,
+    Work,
+    WorkerAlive,
+    WorkerToConductor,
+    WorkerToGateway,
+)
+from pyengine.scheduler.types import Role, SamplingParams
+from pyengine.secret import read_secret, secret_file
+from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
+from pyengine.worker.service import WorkerService
+
+PATIENCE = 60.0
+
+
+class Running:
+    """A service that serves on a thread, its daemon, and its conductor and gateway."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.chmod(0o700)
+        self._secret = secret_file(folder)
+        self._folder = folder
+        self.session_key = _native.derive_key(read_secret(self._secret), "session")
+        self.hash_key = _native.derive_key(read_secret(self._secret), "hash")
+        self.daemon = self.start_daemon()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.conductor = bind(context.socket(zmq.ROUTER), f"ipc://{folder}/conductor", self.session_key)
+        self.service = WorkerService(
+            WorkerConfig(
+                worker="w",
+                role=Role.DECODE,
+                node="a",
+                daemon_socket=f"{folder}/a.sock",
+                conductor=f"ipc://{folder}/conductor",
+                work_endpoint=f"ipc://{folder}/w",
+                secret_file=str(self._secret),
+                model="fake",
+                backend="fake",
+                state_dir=str(folder),
+                pages=8,
+            )
+        )
+        self.gateway = dial(context.socket(zmq.DEALER), f"ipc://{folder}/w", self.session_key)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def start_daemon(self) -> _native.Daemon:
+        return _native.Daemon(
+            node="a", dram_bytes=1 << 20, session_key=self.session_key, socket=f"{self._folder}/a.sock"
+        )
+
+    def _serve(self) -> None:
+        try:
+            self.service.serve()
+        except Exception as error:  # noqa: BLE001 (the test looks at it)
+            self.error = error
+
+    def ended(self) -> BaseException | None:
+        """Waits until `serve` has ended; what it raised."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "it serves on"
+        return self.error
+
+    def send(self, part: str, number: int) -> None:
+        info = self.service.info
+        root = _native.root_key(info.namespace.digest(), b"", b"", self.hash_key)
+        work = Work(
+            request=number,
+            attempt=1,
+            part=part,
+            token_ids=bytes(4),
+            generated=0,
+            root=root,
+            keys=b"",
+            sampling=SamplingParams(temperature=0.0),
+            namespace=info.namespace.digest(),
+            decode_node=info.node,
+            decode_incarnation=info.incarnation,
+        )
+        self.gateway.send(Codec(GatewayToWorker).encode([work]))
+
+    def failed(self) -> Failed:
+        """The next failure that the gateway hears of."""
+        codec = Codec(WorkerToGateway)
+        while self.gateway.poll(int(PATIENCE * 1000)):
+            for message in codec.decode(self.gateway.recv()):
+                if isinstance(message, Failed):
+                    return message
+        pytest.fail("no failure is told")
+
+    def heartbeats(self) -> Iterator[WorkerAlive]:
+        codec = Codec(WorkerToConductor)
+        while self.conductor.poll(int(PATIENCE * 1000)):
+            for message in codec.decode(self.conductor.recv_multipart()[1]):
+                if isinstance(message, WorkerAlive):
+                    yield message
+
+    def close(self) -> None:
+        self.service.stop()
+        self._thread.join(PATIENCE)
+        self.service.close()
+        self.daemon.stop()
+        self.gateway.close(0)
+        self.conductor.close(0)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_daemon_that_comes_back_with_another_secret_ends_the_worker(running: Running) -> None:
+    running.daemon.stop()
+    running.session_key = bytes(32)
+    running.daemon = running.start_daemon()
+    assert isinstance(running.ended(), _native.GiveUpError)
+
+
+def test_a_broken_model_ends_the_worker(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: FakeBackend, slices: list[Slice]) -> list[int]:
+        raise ArithmeticError("broken")
+
+    monkeypatch.setattr(FakeBackend, "execute", broken)
+    running.service._worker.role = Role.BOTH
+    for number in range(1, HOPELESS_STEPS + 1):
+        running.send("both", number)
+        if number < HOPELESS_STEPS:
+            assert running.failed().request == number
+    assert isinstance(running.ended(), WorkerBroken)
+
+
+def test_a_worker_whose_requests_all_wait_for_kv_is_alive(running: Running) -> None:
+    """Its progress moves on, or the conductor would take it for one that hangs."""
+    running.send("decode", 1)
+    seen: set[int] = set()
+    for beat in running.heartbeats():
+        if beat.queued_requests == 1:
+            seen.add(beat.progress)
+        if len(seen) == 3:
+            break
+    assert len(seen) == 3
