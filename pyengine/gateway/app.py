@@ -64,6 +64,11 @@ def create_app(service: Service) -> FastAPI:
         text = f"{error.detail}; known are {known}" if error.status_code in (404, 405) else str(error.detail)
         return _failure(ApiError(error.status_code, text), error.headers)
 
+    @app.exception_handler(Exception)
+    async def on_bug(_: HttpRequest, __: Exception) -> Response:
+        # The exception is raised again behind this answer, and logged.
+        return _failure(ApiError(500, "this server failed on the request; its log says why", code="internal_error"))
+
     @app.post("/v1/chat/completions")
     async def chat_completions(http: HttpRequest) -> Response:
         return await _complete(service, http, "chat")

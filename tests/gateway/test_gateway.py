@@ -360,6 +360,19 @@ async def test_bad_input(folder: Path, http: aiohttp.ClientSession) -> None:
             assert "/v1/models" in json.loads(await response.read())["error"]["message"]
 
 
+async def test_a_bug_is_an_error_of_the_api(
+    folder: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(path: str) -> Any:
+        raise ValueError(f"{path} cannot be read")
+
+    async with cluster(folder, *APART) as at:
+        monkeypatch.setattr(at.service, "tokenizer", broken)
+        status, body = await post(http, at, "/v1/chat/completions", CHAT)
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert at.service.active == 0
+
+
 async def test_completions_many_prompts(folder: Path, http: aiohttp.ClientSession) -> None:
     async with cluster(folder, *APART) as at:
         body = {"model": "fake", "prompt": ["one", "two and more"], "max_tokens": 4, "temperature": 0, "seed": 5}

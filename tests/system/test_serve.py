@@ -170,6 +170,28 @@ def test_a_killed_part_costs_nobody_an_answer(part: str, state_dir: Path) -> Non
         expect(complete(server, prompt(60), 10), prompt(60), 10)
 
 
+@pytest.mark.parametrize("part", ["prefill-0", "transferd-0"])
+def test_a_part_killed_in_the_middle_of_prefill_costs_nobody_an_answer(part: str, state_dir: Path) -> None:
+    """Before any token has gone out: prompts are computed anew elsewhere, and nothing stays held anywhere."""
+    flags = ("--prefill", "2", "--decode", "2", "--nodes", "2")
+    with fake_server(state_dir, *flags, model="fake:seconds_per_token=0.001") as server:
+        prompts = [prompt(1500, i) for i in range(6)]
+        with ThreadPoolExecutor(6) as threads:
+            answers = [threads.submit(complete, server, ids, 10) for ids in prompts]
+            until(
+                lambda: server.metric("pyengine_worker_tokens_total", worker="prefill-0", phase="prefill") > 0,
+                "the prefill worker is in the middle of its work",
+            )
+            server.kill(part)
+            for ids, answer in zip(prompts, answers, strict=True):
+                expect(answer.result(PATIENCE), ids, 10)
+        assert server.metric("pyengine_request_retries_total") > 0
+        until(lambda: server.metric("pyengine_worker_requests") == 0, "requests have ended")
+        until(lambda: server.metric("pyengine_worker_pages", state="referenced") == 0, "pages are released")
+        until(lambda: server.metric("pyengine_pool_grants") == 0, "grants are dropped")
+        until(lambda: server.metric("pyengine_pool_blocks", state="pinned") == 0, "pins are dropped")
+
+
 def test_only_worker_of_a_role_dies(state_dir: Path) -> None:
     """No twin: the client gets a typed error (or the answer, if the restart is quick), and the next one works."""
     with fake_server(state_dir, model=FAKE_SLOW) as server:
