@@ -93,14 +93,19 @@ def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path) -> None:
         shared = prompt(800)
         complete(server, shared, 2)
         until(lambda: server.metric("pyengine_index_blocks") >= 50, "the conductor has indexed the prefix")
-        before = server.metric("pyengine_worker_tokens_total", phase="prefill")
+        held = [server.metric("pyengine_index_blocks", node=f"node-{k}") for k in (0, 1)]
+        assert min(held) == 0, f"both nodes hold the prefix already: {held}"
+        until(
+            lambda: server.metric("pyengine_worker_tokens_total", phase="prefill") == 800,
+            "the worker's heartbeat has counted the prefix too",
+        )
         with ThreadPoolExecutor(12) as threads:
             prompts = [shared + prompt(40, i) for i in range(24)]
             for ids, answer in zip(prompts, threads.map(lambda ids: complete(server, ids, 4), prompts), strict=True):
                 expect(answer, ids, 4)
                 assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 800
         until(
-            lambda: server.metric("pyengine_worker_tokens_total", phase="prefill") - before == 24 * 40,
+            lambda: server.metric("pyengine_worker_tokens_total", phase="prefill") == 800 + 24 * 40,
             "only the rest was computed",
         )
         workers = [
