@@ -226,6 +226,8 @@ def test_conductor_restart_harms_no_running_request(state_dir: Path) -> None:
             if len(pieces) == 5:
                 server.kill("conductor")
         assert "".join(pieces) == text(fake_tokens(prompt(90, 1), 100))
+        # Until the new conductor, which has planned nothing yet, reports, the gateway shows the old one's counters.
+        until(lambda: server.metric("pyengine_conductor_plans_total") == 0, "the new conductor reports")
         until(lambda: server.metric("pyengine_index_blocks") >= 6, "the index is rebuilt")
         again = complete(server, prompt(100), 4)
         expect(again, prompt(100), 4)
