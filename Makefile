@@ -20,7 +20,7 @@ serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worke
 	$(BIN)/pyengine serve --nodes 2 --prefill 1 --decode 1 --transport tcp $(SERVE_FLAGS)
 
 test: check ## set up all and pass every check and test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
 
 # What needs no Python compiles while PyTorch is downloaded.
 check: ## set up all; formatters, linters, type checkers and the tests of the Rust crates

@@ -284,17 +284,15 @@ class FlippingProxy:
 
 def test_flipped_byte_on_the_wire_is_detected() -> None:
     with two_nodes() as cluster:
+        # Handshake, header and checksums take less, a body is 8 KiB: this is a byte of the first block.
         proxy = FlippingProxy(cluster.daemons["b"].address.address, after=6000)
         cluster.address_of["b"] = proxy.address
         request = cluster.submit(prompt(300), "prefill", "decode")
         cluster.run(request)
         assert proxy.flipped.is_set()
-        if request.failed is not None:  # a flip in a header ends the session: the gateway would ask for a new plan
-            assert request.failed.kind == "retry"
-        else:
-            assert request.ids == fake_tokens(prompt(300), 8)
-            failures = [cluster.counter(node, "pyengine_checksum_failures_total", where="wire") for node in "ab"]
-            assert sum(failures) == 1
+        assert request.ids == fake_tokens(prompt(300), 8)
+        failures = [cluster.counter(node, "pyengine_checksum_failures_total", where="wire") for node in "ab"]
+        assert sum(failures) == 1
         cluster.settle()
         proxy.close()
 
