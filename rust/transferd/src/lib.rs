@@ -11,6 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use serde::{Deserialize, Serialize};
+use tracing_subscriber::filter::LevelFilter;
 use transfer::config::{Config, parse_bytes, read_session_key};
 use transfer::daemon::Daemon;
 use transfer::error::Error;
@@ -49,9 +50,9 @@ struct Arguments {
     /// Stop when the process that started this one ends
     #[arg(long)]
     die_with_parent: bool,
-    /// What to log to stderr: error, warn, info, debug, or a tracing filter
-    #[arg(long, default_value = "info")]
-    log: String,
+    /// What to log to stderr: off, error, warn, info, debug or trace
+    #[arg(long, value_name = "LEVEL", default_value = "info")]
+    log: LevelFilter,
 }
 
 /// The file. Unknown keys are refused, naming the known ones.
@@ -107,10 +108,8 @@ fn serve(arguments: &Arguments) -> Result<(), Error> {
         nix::sys::prctl::set_pdeathsig(Signal::SIGTERM)
             .map_err(|errno| Error::give_up(format!("--die-with-parent: {errno}")))?;
     }
-    let filter = tracing_subscriber::EnvFilter::try_new(&arguments.log)
-        .map_err(|error| Error::give_up(format!("--log {:?}: {error}", arguments.log)))?;
     // Fails if this process logs already; then that log is used.
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(std::io::stderr().is_terminal());
+    let log = tracing_subscriber::fmt().with_max_level(arguments.log).with_ansi(std::io::stderr().is_terminal());
     let _ = log.with_writer(std::io::stderr).try_init();
     let config = configure(arguments)?;
 
