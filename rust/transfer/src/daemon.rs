@@ -48,6 +48,9 @@ const NODE_LIMIT: usize = 1 << 14;
 /// Between two attempts to reach the conductor: from, to.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
+/// How long the conductor may be away before the log says so.
+const OUTAGE: Duration = Duration::from_secs(5);
+
 /// What the actor is told.
 pub(crate) enum Happening {
     /// A client is here; its first request follows.
@@ -389,6 +392,7 @@ fn connect(shared: &Shared, address: &str, purpose: Purpose, link: &Link) -> Res
 fn report(shared: &Arc<Shared>, conductor: &str, until: &Link) {
     let mut pause = REDIAL.0;
     let mut told = false;
+    let mut met = now();
     while !until.is_closed() {
         // Each session has a link of its own, so that what was queued for a dead one is not told to the next.
         let outcome = session_with(shared, conductor, until, &mut pause);
@@ -397,8 +401,10 @@ fn report(shared: &Arc<Shared>, conductor: &str, until: &Link) {
         }
         if let Err(error) = outcome {
             // Processes that start side by side miss each other for moments: only a lasting outage is news, and once.
-            told &= pause != REDIAL.0;
-            if pause == REDIAL.1 && !told {
+            if pause == REDIAL.0 {
+                (told, met) = (false, now());
+            }
+            if !told && now() - met >= OUTAGE.as_nanos() as u64 {
                 told = true;
                 tracing::warn!("the conductor at {conductor}: {error}; trying on");
             } else {
