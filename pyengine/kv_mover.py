@@ -77,10 +77,9 @@ class Failure(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass
 class Holding:
-    """Blocks held in the pool under one tag: block `first + k` of the sequence lies in slots[k]."""
+    """Leading blocks held in the pool under one tag: block k of the sequence lies in slots[k]."""
 
     tag: Tag
-    first: int
     slots: list[Slot] = dataclasses.field(default_factory=list)
     committed: list[bool] = dataclasses.field(default_factory=list)
 
@@ -90,10 +89,7 @@ class Holding:
 
     def readable(self, block: int) -> Slot | None:
         """The slot of a block of the sequence, if it is held here and readable."""
-        index = block - self.first
-        if 0 <= index < len(self.slots) and self.committed[index]:
-            return self.slots[index]
-        return None
+        return self.slots[block] if block < len(self.slots) and self.committed[block] else None
 
 
 @dataclasses.dataclass
@@ -147,14 +143,6 @@ class Job:
         return next((block for block in range(limit) if self.find(block) is None), limit)
 
 
-@dataclasses.dataclass
-class WriteThrough:
-    """Blocks copied out of their pages that wait for the answer to their grant."""
-
-    tag: Tag
-    strips: U8
-
-
 class KvMover:
     """Owned by one worker's loop; see the module's text. `connect` again after a daemon's death.
 
@@ -184,7 +172,8 @@ class KvMover:
         self.copied_out: deque[SequenceId] = deque()
         self.counters = {"checksum_failures": 0, "stored_blocks": 0, "loaded_blocks": 0, "uncached_blocks": 0}
         self._by_tag: dict[Tag, Job] = {}
-        self._write_through: dict[Tag, WriteThrough] = {}
+        #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
+        self._write_through: dict[Tag, U8] = {}
         self._next_local = 0
 
     # -- the pool comes and goes ----------------------------------------------------------------------------------
@@ -245,7 +234,7 @@ class KvMover:
         if work.part == "both":
             self._seek_prefix(job)
             return
-        job.handoff = Holding(Tag(work.request, work.attempt, work.decode_incarnation), 0)
+        job.handoff = Holding(Tag(work.request, work.attempt, work.decode_incarnation))
         self._by_tag[job.handoff.tag] = job
         if work.part == "decode":
             private = len(sequence.tokens) % self.spec.block_tokens != 0
@@ -291,10 +280,8 @@ class KvMover:
         limit = self._prefix_limit(job)
         wanted = min(max((source.last for source in self._sources(job)), default=0), limit)
         if wanted:
-            job.reserving = True
-            job.local = Holding(self._local_tag(), 0)
-            self._by_tag[job.local.tag] = job
-            self._ask(self.pool.grant, job.local.tag, job.work.keys[: wanted * KEY_BYTES], False, NO_PARENT, 0, "now")
+            tag = self._reuse_tag(job, reserving=True)
+            self._ask(self.pool.grant, tag, job.work.keys[: wanted * KEY_BYTES], False, NO_PARENT, 0, "now")
         else:
             self._lookup(job)
 
@@ -304,10 +291,14 @@ class KvMover:
         if not keys:
             self.batcher.ready(job.id, 0)
             return
-        job.reserving = False
-        job.local = Holding(self._local_tag(), 0)
+        self._ask(self.pool.lookup, self._reuse_tag(job, reserving=False), keys)
+
+    def _reuse_tag(self, job: Job, *, reserving: bool) -> Tag:
+        """A fresh tag for what the job may reuse of this node's pool."""
+        job.reserving = reserving
+        job.local = Holding(self._local_tag())
         self._by_tag[job.local.tag] = job
-        self._ask(self.pool.lookup, job.local.tag, keys)
+        return job.local.tag
 
     def _prefix_limit(self, job: Job) -> int:
         return min(cacheable_blocks(len(job.sequence.tokens), self.spec.block_tokens), len(job.sequence.keys))
@@ -342,7 +333,7 @@ class KvMover:
                     return
                 case _native.Granted(tag, slots):
                     if tag in self._write_through:
-                        self._store_through(self._write_through.pop(tag), slots)
+                        self._store_through(tag, self._write_through.pop(tag), slots)
                     elif job := self._by_tag.get(tag):
                         if tag in job.staging:
                             granted.setdefault(job.id, []).append((tag, slots[0]))
@@ -434,8 +425,8 @@ class KvMover:
             self.batcher.ready(job.id, job.leading(self._prefix_limit(job)) * self.spec.block_tokens)
 
     def _refused(self, tag: Tag, refusal: str) -> None:
-        if (entry := self._write_through.pop(tag, None)) is not None:
-            self.counters["uncached_blocks"] += len(entry.strips)
+        if (strips := self._write_through.pop(tag, None)) is not None:
+            self.counters["uncached_blocks"] += len(strips)
             if self.pool is not None:
                 self._ask(self.pool.end, tag)
             return
@@ -492,7 +483,7 @@ class KvMover:
             holding, slot = found
             if not self.pool.load(slot.slot, slot.generation, strips[row]):
                 self.counters["checksum_failures"] += 1
-                self._ask(self.pool.corrupt, holding.tag, first_block + row - holding.first)
+                self._ask(self.pool.corrupt, holding.tag, first_block + row)
                 return row
         return len(strips)
 
@@ -606,26 +597,26 @@ class KvMover:
 
     def write_through(self, sequence: Sequence, filled: list[Filled]) -> None:
         """Caches blocks that this worker computed, if the pool has room at once; it never makes a step wait."""
-        waiting = sum(len(entry.strips) for entry in self._write_through.values())
+        waiting = sum(map(len, self._write_through.values()))
         room = WRITE_THROUGH_BLOCKS - waiting if self.pool is not None else 0
         self.counters["uncached_blocks"] += len(filled[room:])
         filled = filled[:room]
         if not filled or self.pool is None:
             return
         tag = self._local_tag()
-        self._write_through[tag] = WriteThrough(tag, self._read_blocks(sequence, [block.index for block in filled]))
+        self._write_through[tag] = self._read_blocks(sequence, [block.index for block in filled])
         keys = b"".join(block.key for block in filled)
         parent = filled[0].parent if filled[0].index else NO_PARENT
         self._ask(self.pool.grant, tag, keys, False, parent, filled[0].index, "now")
 
-    def _store_through(self, entry: WriteThrough, slots: list[Slot]) -> None:
+    def _store_through(self, tag: Tag, strips: U8, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"
         wanted = [index for index, slot in enumerate(slots) if not slot.committed]
         for index in wanted:
-            self._put(slots[index], entry.strips[index])
+            self._put(slots[index], strips[index])
         if wanted:
-            self._ask(self.pool.commit, entry.tag, wanted)
-        self._ask(self.pool.end, entry.tag)
+            self._ask(self.pool.commit, tag, wanted)
+        self._ask(self.pool.end, tag)
 
     def idle(self) -> bool:
         """Nothing held, nothing waited for."""

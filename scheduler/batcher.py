@@ -138,6 +138,7 @@ class Outcome:
     token: the sampled one, of number `index` since the request's start; None if the prompt goes on.
     finish: the request has ended with it. A `first_only` sequence that is to be handed off is FINISHED without one.
     prefilled: the prompt was complete with this step, for the first time.
+    recomputed: positions computed by it whose KV had existed before.
     """
 
     id: SequenceId
@@ -146,6 +147,7 @@ class Outcome:
     finish: FinishReason | None
     prefilled: bool
     filled: list[Filled]
+    recomputed: int
 
 
 class Batcher:
@@ -397,7 +399,8 @@ class Batcher:
     def _computed(self, sequence: Sequence, planned: Planned, token: int) -> Outcome:
         block_tokens = self.pool.block_tokens
         end = planned.start + planned.count
-        sequence.recomputed += max(min(end, sequence.high_water) - planned.start, 0)
+        recomputed = max(min(end, sequence.high_water) - planned.start, 0)
+        sequence.recomputed += recomputed
         sequence.computed = end
         sequence.high_water = max(sequence.high_water, end)
         prefilled = not sequence.prefilled and end >= sequence.prompt_tokens
@@ -405,11 +408,11 @@ class Batcher:
         filled = [self._fill(sequence, i) for i in range(planned.start // block_tokens, end // block_tokens)]
         index = sequence.generated
         if not planned.sample:
-            return Outcome(sequence.id, None, index, None, prefilled, filled)
+            return Outcome(sequence.id, None, index, None, prefilled, filled, recomputed)
         finish = self._append(sequence, token)
         if sequence.first_only:
             self._move(sequence, State.FINISHED)
-        return Outcome(sequence.id, token, index, finish, prefilled, filled)
+        return Outcome(sequence.id, token, index, finish, prefilled, filled, recomputed)
 
     def _fill(self, sequence: Sequence, index: int) -> Filled:
         """Block `index` is full: names it, and lets later prompts reuse its page."""

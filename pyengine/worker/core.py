@@ -255,7 +255,6 @@ class Worker:
             if sequence is None:  # the backend could not compute it
                 continue
             end = planned.start + planned.count
-            self.counters["recomputed"] += max(min(end, sequence.high_water) - planned.start, 0)
             if planned.start >= sequence.prompt_tokens:
                 decode += planned.count
                 decode_context += end
@@ -324,6 +323,7 @@ class Worker:
     def _outcome(self, outcome: Outcome) -> None:
         work = self.work[outcome.id]
         sequence = self._sequences[outcome.id]
+        self.counters["recomputed"] += outcome.recomputed
         if outcome.prefilled and work.part != "decode":
             self.counters["cached"] += sequence.cached
             self._out.append(

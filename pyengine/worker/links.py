@@ -187,7 +187,7 @@ class WorkerLinks(threading.Thread):
                     case GatewayPing():
                         pass
         if self._in:
-            os.eventfd_write(self.arrived, 1)
+            self.wake()
 
     def _send_out(self) -> None:
         batches: dict[bytes, list[Message]] = {}
@@ -231,7 +231,7 @@ class WorkerLinks(threading.Thread):
         for request, attempt in lost:
             del self._owner[request, attempt]
             self._in.append(Abort(request=request, attempt=attempt))
-        os.eventfd_write(self.arrived, 1)
+        self.wake()
 
     def _tell_conductor(self, message: Message) -> None:
         if not self._conductor_up:
