@@ -15,6 +15,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -63,6 +64,10 @@ def create_app(service: Service) -> FastAPI:
         known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
         text = f"{error.detail}; known are {known}" if error.status_code in (404, 405) else str(error.detail)
         return _failure(ApiError(error.status_code, text), error.headers)
+
+    @app.exception_handler(ClientGone)
+    async def on_client_gone(_: HttpRequest, __: Exception) -> Response:
+        return Response(status_code=499)
 
     @app.exception_handler(Exception)
     async def on_bug(_: HttpRequest, __: Exception) -> Response:
@@ -115,9 +120,6 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
             return Response(await exchange.whole(answer), media_type=JSON)
         # The status line waits for the first token: what fails before it is an HTTP error and no broken stream.
         stream = EventStream(exchange, answer, await exchange.next())
-    except ClientGone:
-        exchange.close()
-        return Response(status_code=499)
     except RequestError as error:
         exchange.close()
         raise openai.api_error(error) from error
@@ -291,12 +293,15 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _body(http: HttpRequest, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 beyond `limit` bytes."""
+    """The request's body. Raises ApiError 413 beyond `limit` bytes, ClientGone."""
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > limit:
-            raise ApiError(413, f"the body is larger than {limit} bytes: send less")
+    try:
+        async for part in http.stream():
+            body += part
+            if len(body) > limit:
+                raise ApiError(413, f"the body is larger than {limit} bytes: send less")
+    except ClientDisconnect:
+        raise ClientGone from None
     return bytes(body)
 
 

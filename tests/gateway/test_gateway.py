@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from pyengine.gateway import links as gateway_links
+from pyengine.gateway.app import create_app
 from pyengine.scheduler.messages import Route, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Rejection, Role
 from tests.gateway.cluster import (
@@ -370,6 +371,24 @@ async def test_a_bug_is_an_error_of_the_api(
         monkeypatch.setattr(at.service, "tokenizer", broken)
         status, body = await post(http, at, "/v1/chat/completions", CHAT)
         assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert at.service.active == 0
+
+
+async def test_a_client_gone_while_it_sends_is_no_bug(folder: Path) -> None:
+    """The application itself, fed half a body and a disconnect: nothing is raised, nothing is begun."""
+    sent: list[Any] = []
+    received = [{"type": "http.request", "body": b'{"model":', "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return received.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with cluster(folder, *APART) as at:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        await create_app(at.service)(scope, receive, send)
+        assert sent[0]["status"] == 499
         assert at.service.active == 0
 
 
