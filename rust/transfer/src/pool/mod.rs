@@ -304,7 +304,9 @@ impl<M: Lives> Pool<M> {
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
         let kept = present.iter().flatten().filter(|&&slot| self.evict.contains(slot)).count();
-        if need + spare(mode) > self.free.len() + self.evict.len() - kept {
+        // What takes no room may be had even when there is none.
+        let takes_room = need + kept > 0;
+        if takes_room && need + spare(mode) > self.free.len() + self.evict.len() - kept {
             return None;
         }
         // Pinned first, so that making room cannot take what is already here.
@@ -352,9 +354,12 @@ impl<M: Lives> Pool<M> {
     /// Pins the longest leading run of keys that is published, but never the last slot that could be had for staging.
     pub fn lookup(&mut self, holder: Holder, keys: &[BlockKey]) -> Vec<SlotRef> {
         let mut available = self.free.len() + self.evict.len();
+        // Pinning once more what is pinned takes no room.
         let may_pin = |slot: &u32| {
-            available -= usize::from(self.evict.contains(*slot));
-            available >= 1
+            let takes = usize::from(self.evict.contains(*slot));
+            let may = takes == 0 || available > 1;
+            available -= if may { takes } else { 0 };
+            may
         };
         let published = keys.iter().map_while(|key| self.index.get(key).copied());
         let found: Vec<u32> = published.take_while(may_pin).collect();
