@@ -28,6 +28,7 @@ use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
+use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
@@ -610,7 +611,7 @@ impl Actor {
                 && let Some(arena) = self.engine.arena()
             {
                 self.registered = true;
-                self.transport.register(arena);
+                self.transport.register(Regions::of(arena));
             }
             for output in outputs.drain(..) {
                 self.carry_out(output);

@@ -15,6 +15,7 @@ pub mod mailbox;
 pub mod memory;
 pub mod messages;
 pub mod pool;
+pub mod region;
 pub mod report;
 pub mod server;
 pub mod session;

@@ -72,9 +72,29 @@ struct SlotState {
     generation: u32,
     phase: Phase,
     readers: u32,
-    writing: bool,
+    /// Write holds that are out.
+    writers: u32,
+    /// One bit per strip that a write hold claims.
+    claimed: Vec<u64>,
     /// One bit per strip whose checksum was set by a `WriteHold` in this life.
     arrived: Vec<u64>,
+}
+
+impl SlotState {
+    /// Claims strips for one writer. False if another one has any of them.
+    fn claim(&mut self, strips: Range<u32>) -> bool {
+        let free = strips.clone().all(|strip| self.claimed[strip as usize / 64] & (1 << (strip % 64)) == 0);
+        if free {
+            strips.for_each(|strip| self.claimed[strip as usize / 64] |= 1 << (strip % 64));
+            self.writers += 1;
+        }
+        free
+    }
+
+    fn unclaim(&mut self, strips: Range<u32>) {
+        strips.for_each(|strip| self.claimed[strip as usize / 64] &= !(1 << (strip % 64)));
+        self.writers -= 1;
+    }
 }
 
 /// One node's block memory. See the module's head for the byte table.
@@ -135,8 +155,8 @@ impl Arena {
         let words = (layout.strips as usize).div_ceil(64);
         let states = (0..slots)
             .map(|_| {
-                let arrived = vec![0; words];
-                Mutex::new(SlotState { generation: 0, phase: Phase::Over, readers: 0, writing: false, arrived })
+                let (claimed, arrived) = (vec![0; words], vec![0; words]);
+                Mutex::new(SlotState { generation: 0, phase: Phase::Over, readers: 0, writers: 0, claimed, arrived })
             })
             .collect();
         let arena = Self {
@@ -209,12 +229,28 @@ impl Arena {
         self.slots
     }
 
+    /// Where a strip lies within the mapping: slots are `stride` apart.
+    pub fn offset_of(&self, slot: u32, strip: u32) -> u64 {
+        PAGE + u64::from(slot) * self.stride + u64::from(strip) * u64::from(self.layout.strip_bytes)
+    }
+
+    /// The slot and the strips that lie at these bytes of the mapping; `None` if they are not whole strips of one slot.
+    pub fn strips_at(&self, offset: u64, bytes: u64) -> Option<(u32, Range<u32>)> {
+        let strip_bytes = u64::from(self.layout.strip_bytes);
+        let within = offset.checked_sub(PAGE)?;
+        let (slot, inside) = (within / self.stride, within % self.stride);
+        let (first, count) = (inside / strip_bytes, bytes / strip_bytes);
+        let whole = inside.is_multiple_of(strip_bytes) && bytes.is_multiple_of(strip_bytes) && bytes > 0;
+        let fits = slot < u64::from(self.slots) && first.checked_add(count)? <= u64::from(self.layout.strips);
+        (whole && fits).then_some((slot as u32, first as u32..(first + count) as u32))
+    }
+
     // -- the owner's side --------------------------------------------------------------------------------------------
 
     /// Begins a new life of a quiet slot: open for writing, nothing has arrived.
     pub fn issue(&self, slot: u32) -> SlotRef {
         let mut state = self.state(slot);
-        debug_assert!(state.phase == Phase::Over && state.readers == 0 && !state.writing, "slot {slot} is in use");
+        debug_assert!(state.phase == Phase::Over && state.readers == 0 && state.writers == 0, "slot {slot} is in use");
         // 0 says "no life" in the shared table.
         state.generation = state.generation.checked_add(1).unwrap_or(1);
         state.phase = Phase::Open;
@@ -226,7 +262,7 @@ impl Arena {
     /// Committed: it may be read from now on, and is written no more. False if that life is not open or being written.
     pub fn seal(&self, slot: SlotRef) -> bool {
         let mut state = self.state(slot.slot);
-        if state.generation != slot.generation || state.phase != Phase::Open || state.writing {
+        if state.generation != slot.generation || state.phase != Phase::Open || state.writers > 0 {
             return false;
         }
         state.phase = Phase::Sealed;
@@ -245,7 +281,7 @@ impl Arena {
     /// True if no hold of this process is out on the slot.
     pub fn quiet(&self, slot: u32) -> bool {
         let state = self.state(slot);
-        state.readers == 0 && !state.writing
+        state.readers == 0 && state.writers == 0
     }
 
     /// True if every strip was written through a [`WriteHold`] in this life.
@@ -255,23 +291,21 @@ impl Arena {
         state.generation == slot.generation && state.phase != Phase::Over && count == self.layout.strips
     }
 
-    /// Takes the slot for writing.
+    /// Takes strips of a slot for writing; others may write other strips of it meanwhile.
     ///
     /// # Errors
-    /// `Fenced` if that life is not open, or another `WriteHold` is out on it.
-    pub fn begin_write(self: &Arc<Self>, slot: SlotRef) -> Result<WriteHold, Fenced> {
-        let mut state = (slot.slot < self.slots).then(|| self.state(slot.slot));
-        match &mut state {
-            Some(state) if state.generation == slot.generation && state.phase == Phase::Open && !state.writing => {
-                state.writing = true;
-            }
-            _ => {
-                self.fenced.fetch_add(1, Ordering::Relaxed);
-                return Err(Fenced);
-            }
+    /// `Fenced` if that life is not open, the slot has no such strips, or another `WriteHold` has some of them.
+    pub fn begin_write(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Result<WriteHold, Fenced> {
+        let inside = slot.slot < self.slots && strips.start < strips.end && strips.end <= self.layout.strips;
+        let claimed = inside && {
+            let mut state = self.state(slot.slot);
+            state.generation == slot.generation && state.phase == Phase::Open && state.claim(strips.clone())
+        };
+        if !claimed {
+            self.fenced.fetch_add(1, Ordering::Relaxed);
+            return Err(Fenced);
         }
-        drop(state);
-        Ok(WriteHold { arena: self.clone(), slot })
+        Ok(WriteHold { arena: self.clone(), slot, strips })
     }
 
     /// How many writes were refused by [`Arena::begin_write`] so far.
@@ -391,7 +425,7 @@ impl Arena {
 
     fn strip_pointer(&self, slot: u32, strip: u32) -> *mut u8 {
         debug_assert!(slot < self.slots && strip < self.layout.strips);
-        let offset = PAGE + u64::from(slot) * self.stride + u64::from(strip) * u64::from(self.layout.strip_bytes);
+        let offset = self.offset_of(slot, strip);
         // SAFETY: slot and strip are in range (checked by every caller), so the offset is inside the mapping.
         unsafe { self.base.as_ptr().add(offset as usize) }
     }
@@ -424,11 +458,12 @@ impl Drop for Arena {
     }
 }
 
-/// The right to write one open slot: at most one per slot. Dropping it gives the right back.
+/// The right to write some strips of one open slot: no two hold the same strip. Dropping it gives the right back.
 #[derive(Debug)]
 pub struct WriteHold {
     arena: Arc<Arena>,
     slot: SlotRef,
+    strips: Range<u32>,
 }
 
 impl WriteHold {
@@ -437,25 +472,38 @@ impl WriteHold {
         self.slot
     }
 
+    /// Bytes of a strip.
+    pub fn strip_bytes(&self) -> usize {
+        self.arena.layout.strip_bytes as usize
+    }
+
+    /// Which strips.
+    pub fn strips(&self) -> Range<u32> {
+        self.strips.clone()
+    }
+
     /// The bytes of these strips, which count as not arrived until their checksums are set (again).
     ///
     /// # Panics
-    /// If the range is outside the block.
+    /// If the range is not within the strips that are held.
     pub fn strips_mut(&mut self, strips: Range<u32>) -> &mut [u8] {
-        let layout = self.arena.layout;
-        assert!(strips.start < strips.end && strips.end <= layout.strips, "strips {strips:?} outside the block");
+        let held = &self.strips;
+        assert!(
+            strips.start < strips.end && held.start <= strips.start && strips.end <= held.end,
+            "strips {strips:?} are outside {held:?}"
+        );
         let mut state = self.arena.state(self.slot.slot);
         strips.clone().for_each(|strip| state.arrived[strip as usize / 64] &= !(1 << (strip % 64)));
         drop(state);
-        let length = (strips.end - strips.start) as usize * layout.strip_bytes as usize;
-        // SAFETY: in range; this hold is the only one on the slot, no read hold exists before it is sealed, and sealing
-        // waits for this hold to end. Clients write this slot only by breaking the protocol (module's head).
+        let length = (strips.end - strips.start) as usize * self.arena.layout.strip_bytes as usize;
+        // SAFETY: in range; this hold is the only one on these strips, no read hold exists before the slot is sealed,
+        // and sealing waits for this hold to end. Clients write it only by breaking the protocol (module's head).
         unsafe { std::slice::from_raw_parts_mut(self.arena.strip_pointer(self.slot.slot, strips.start), length) }
     }
 
     /// Stores a strip's checksum, which marks it as arrived. The caller has verified it on the bytes that lie there.
     pub fn set_checksum(&mut self, strip: u32, sum: u32) {
-        assert!(strip < self.arena.layout.strips, "strip {strip} outside the block");
+        assert!(self.strips.contains(&strip), "strip {strip} is outside {:?}", self.strips);
         self.arena.checksum_word(self.slot.slot, strip).store(sum ^ mix(self.slot.generation), Ordering::Release);
         self.arena.state(self.slot.slot).arrived[strip as usize / 64] |= 1 << (strip % 64);
     }
@@ -463,7 +511,7 @@ impl WriteHold {
 
 impl Drop for WriteHold {
     fn drop(&mut self) {
-        self.arena.state(self.slot.slot).writing = false;
+        self.arena.state(self.slot.slot).unclaim(self.strips.clone());
     }
 }
 
@@ -480,6 +528,11 @@ impl ReadHold {
         self.slot
     }
 
+    /// Bytes of a strip.
+    pub fn strip_bytes(&self) -> usize {
+        self.arena.layout.strip_bytes as usize
+    }
+
     /// All strips of the block.
     pub fn bytes(&self) -> &[u8] {
         let pointer = self.arena.strip_pointer(self.slot.slot, 0);
@@ -489,9 +542,16 @@ impl ReadHold {
 
     /// The stored checksum of every strip, as their maker computed them (not verified here).
     pub fn checksums(&self) -> Vec<u32> {
-        let mix = mix(self.slot.generation);
-        let stored = |strip| self.arena.checksum_word(self.slot.slot, strip).load(Ordering::Acquire);
-        (0..self.arena.layout.strips).map(|strip| stored(strip) ^ mix).collect()
+        (0..self.arena.layout.strips).map(|strip| self.checksum(strip)).collect()
+    }
+
+    /// The stored checksum of one strip.
+    ///
+    /// # Panics
+    /// If the block has no such strip.
+    pub fn checksum(&self, strip: u32) -> u32 {
+        assert!(strip < self.arena.layout.strips, "strip {strip} is outside the block");
+        self.arena.checksum_word(self.slot.slot, strip).load(Ordering::Acquire) ^ mix(self.slot.generation)
     }
 }
 
@@ -593,8 +653,8 @@ mod tests {
         let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
         let slot = arena.issue(1);
         assert!(arena.begin_read(slot).is_none());
-        let mut hold = arena.begin_write(slot).expect("open");
-        assert_eq!(arena.begin_write(slot).map(|_| ()), Err(Fenced));
+        let mut hold = arena.begin_write(slot, 0..3).expect("open");
+        assert_eq!(arena.begin_write(slot, 0..3).map(|_| ()), Err(Fenced));
         assert!(!arena.seal(slot), "it is being written");
         for strip in 0..3 {
             assert!(!arena.arrived_all(slot));
@@ -607,7 +667,7 @@ mod tests {
         hold.set_checksum(1, checksum(&[1; 64]));
         drop(hold);
         assert!(arena.quiet(1) && arena.seal(slot));
-        assert_eq!(arena.begin_write(slot).map(|_| ()), Err(Fenced));
+        assert_eq!(arena.begin_write(slot, 0..3).map(|_| ()), Err(Fenced));
         let read = arena.begin_read(slot).expect("sealed");
         assert_eq!(read.checksums()[2], checksum(&[2; 64]));
         arena.retire(slot);
@@ -616,6 +676,24 @@ mod tests {
         assert!(arena.quiet(1));
         let next = arena.issue(1);
         assert!(next.generation == slot.generation + 1 && !arena.arrived_all(next));
+    }
+
+    // Goal: writers of different strips do not meet, writers of the same one do. Method: claims that touch and overlap.
+    #[test]
+    fn strips_have_one_writer_each() {
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let slot = arena.issue(0);
+        let first = arena.begin_write(slot, 0..1).expect("open");
+        let rest = arena.begin_write(slot, 1..3).expect("other strips");
+        assert!(arena.begin_write(slot, 2..3).is_err() && arena.begin_write(slot, 0..1).is_err());
+        drop(rest);
+        let last = arena.begin_write(slot, 2..3).expect("given back");
+        drop(first);
+        assert!(!arena.seal(slot) && !arena.quiet(0), "the last strip is being written");
+        assert!(arena.begin_write(slot, 0..4).is_err() && arena.begin_write(slot, 1..1).is_err(), "no such strips");
+        drop(last);
+        assert!(arena.quiet(0) && arena.seal(slot));
+        assert_eq!(arena.fenced(), 4);
     }
 
     // Goal: impossible arenas are refused with a sentence. Method: the cases.

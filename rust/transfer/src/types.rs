@@ -75,3 +75,23 @@ pub type ClientId = u64;
 
 /// Nanoseconds on the caller's monotonic clock. Sans-IO code gets time as an argument and never asks for it.
 pub type Nanos = u64;
+
+/// Memory that was registered with an engine, by a number that is never used twice in an incarnation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct RegionId(pub u32);
+
+impl RegionId {
+    /// A daemon's arena.
+    pub const ARENA: Self = Self(0);
+}
+
+/// Where bytes begin: in which region, in which life, how far from its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Span {
+    /// Which region.
+    pub region: RegionId,
+    /// In an arena: the generation of the slot that is meant. In a buffer, which has one life: 0.
+    pub life: u32,
+    /// Bytes from the region's start.
+    pub offset: u64,
+}

@@ -242,6 +242,7 @@ impl Ack {
             Outcome::Fenced => 2,
             Outcome::Corrupt => 3,
             Outcome::Lost => 4,
+            Outcome::Denied => 5,
         };
         let crc = checksum(&bytes[8..]);
         bytes[4..8].copy_from_slice(&crc.to_le_bytes());
@@ -260,6 +261,7 @@ impl Ack {
             1 => Outcome::Done,
             2 => Outcome::Fenced,
             3 => Outcome::Corrupt,
+            5 => Outcome::Denied,
             other => return Err(WireError::Kind(other)),
         };
         Ok(Self { id: u64_at(bytes, 8), outcome })

@@ -601,7 +601,7 @@ fn a_byte_flipped_on_the_wire_is_found_wherever_it_is() {
         let destination = sink.arena.issue(slot);
         proxy.flip.store(flip, Ordering::SeqCst);
         source.transport.connect(&peer);
-        source.transport.submit(&peer.node, &[Copy { id, source: block, destination }]).expect("room");
+        source.transport.submit(&peer.node, &[Copy::block(&source.arena, id, block, destination)]).expect("room");
         let outcome = source.outcomes(1)[0].outcome;
         assert_eq!(sink.arena.arrived_all(destination), outcome == Outcome::Done);
         source.arena.retire(block);

@@ -41,13 +41,14 @@ impl Job {
 impl Engine {
     /// Submits as many waiting copies as each link may have under way.
     pub(super) fn pump(&mut self) {
+        let Some(Store { arena, .. }) = &self.store else { return };
         for link in self.links.values_mut().filter(|link| link.up) {
             let room = self.settings.copies_in_flight - link.in_flight;
             let mut copies = Vec::new();
             for job in link.waiting.drain(..link.waiting.len().min(room)) {
                 let id = self.next_number;
                 self.next_number += 1;
-                copies.push(Copy { id, source: job.source, destination: job.destination });
+                copies.push(Copy::block(arena, id, job.source, job.destination));
                 self.copies.insert(id, job);
             }
             link.in_flight += copies.len();
@@ -90,7 +91,7 @@ impl Engine {
                 again = true;
             }
             Outcome::Lost => again = true,
-            Outcome::Fenced => {}
+            Outcome::Fenced | Outcome::Denied => {}
         }
         let wanted = self.wanted(&job);
         let mut links = self.links.values_mut();

@@ -289,6 +289,7 @@ pub(super) fn refusal_of(outcome: Outcome) -> Option<Refusal> {
     match outcome {
         Outcome::Done => None,
         Outcome::Fenced => Some(Refusal::Ended),
+        Outcome::Denied => Some(Refusal::Protocol),
         Outcome::Corrupt => Some(Refusal::Corrupt),
         Outcome::Lost => Some(Refusal::Unreachable),
     }

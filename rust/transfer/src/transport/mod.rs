@@ -1,38 +1,77 @@
-//! How block bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
+//! How bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
 
 pub mod sim;
 pub mod tcp;
 
-use crate::types::{NodeAddress, NodeId, SlotRef};
+use std::sync::Arc;
 
-/// Number the engine gives to a copy it submits; the completion repeats it.
+use crate::memory::Arena;
+use crate::region::Regions;
+use crate::types::{Layout, NodeAddress, NodeId, RegionId, SlotRef, Span};
+
+/// Number that whoever submits gives to a copy; the completion repeats it.
 pub type CopyId = u64;
 
-/// One block on its way: all strips of a local slot into a slot of a peer's arena.
+/// Most bytes of one copy, but for a single strip that is larger: at 2.5 GB/s a piece takes 0.1 ms, so small urgent
+/// copies wait no longer than a few of those, and it stays in the second-level cache between its checksum and the kernel.
+pub const PIECE_BYTES: u32 = 256 << 10;
+
+/// Which way the bytes go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Op {
+    /// From the local span into the remote one.
+    Write,
+    /// From the remote span into the local one.
+    Read,
+}
+
+/// Bytes on their way between a local region and a peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Copy {
     /// Repeated by the completion.
     pub id: CopyId,
-    /// Read from here. The engine holds a pin on it until the completion.
-    pub source: SlotRef,
-    /// Written there, if that life of the slot is still open for writing.
-    pub destination: SlotRef,
+    /// Which way.
+    pub op: Op,
+    /// At this side.
+    pub local: Span,
+    /// At the peer's side.
+    pub remote: Span,
+    /// How many; at most [`PIECE_BYTES`] or one `grain`, whichever is more. May be 0.
+    pub bytes: u32,
+    /// Bytes per checksum; 0: one for the whole copy. With an arena at either end: its strips' size.
+    pub grain: u32,
+}
+
+impl Copy {
+    /// A whole block of a local arena into a slot of a peer's, which has the same layout and so the same geometry.
+    pub fn block(arena: &Arena, id: CopyId, source: SlotRef, destination: SlotRef) -> Self {
+        let span = |slot: SlotRef| Span {
+            region: RegionId::ARENA,
+            life: slot.generation,
+            offset: arena.offset_of(slot.slot, 0),
+        };
+        let Layout { strips, strip_bytes } = arena.layout();
+        let (local, remote) = (span(source), span(destination));
+        Self { id, op: Op::Write, local, remote, bytes: strips * strip_bytes, grain: strip_bytes }
+    }
 }
 
 /// What became of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Applied at the destination, every strip's checksum verified there; its checksums are stored beside it.
+    /// Applied at the destination, every checksum verified there (and, in an arena, stored beside the strips).
     Done,
-    /// Refused by the destination: that life of the slot is over. Nothing was written.
+    /// Refused by the side whose memory it is: that life of the region or slot is over. Nothing was touched.
     Fenced,
-    /// A strip's checksum did not hold at the destination. The slot is still reserved; the copy may be sent again.
+    /// Refused there: outside the region, not whole strips, or not permitted. Nothing was touched.
+    Denied,
+    /// A checksum did not hold at the destination. The bytes there are garbage; the copy may be sent again.
     Corrupt,
-    /// The lane broke before an acknowledgement. It may or may not have been applied; the source is quiet.
+    /// The path broke before the outcome was known. A write may or may not have been applied; this side is quiet.
     Lost,
 }
 
-/// A completion: the source is read no more, whatever the outcome.
+/// A completion: this side's memory is touched no more, whatever the outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
     /// The copy's number.
@@ -41,17 +80,20 @@ pub struct Completion {
     pub outcome: Outcome,
 }
 
-/// Moves blocks to peers.
+/// Moves bytes to and from peers.
 ///
 /// Contract, for every implementation (`tests/conformance.rs`):
-/// * Every submitted copy completes exactly once, also after `close`; then its source is quiescent.
-/// * `Done` means applied and verified; a copy to an old life of a slot completes `Fenced` and changes no byte.
-/// * `submit` never blocks. `Err(Busy)` hands the copies back when the peer's queue is full (bounded); try again after a completion.
-/// * No order is promised between copies.
-/// * The receiving side applies through [`crate::memory::Arena::begin_write`] and so obeys its quarantine.
-pub trait Transport {
-    /// Makes the local arena the source and the destination of copies. Called once, before `connect`.
-    fn register(&mut self, arena: std::sync::Arc<crate::memory::Arena>);
+/// * Every submitted copy completes exactly once, also after `close`; then this side's memory is quiescent.
+/// * `Done` means applied and verified; a copy that names an old life completes `Fenced` and changes no byte.
+/// * Both sides take their memory through [`Regions`] and so obey lives, bounds, permissions and quarantine.
+/// * `submit` never blocks. `Err(Busy)` hands all copies back when the peer's queue is full (bounded, and never when it is
+///   empty); try again after a completion.
+/// * Copies begin in the order of submission; no order is promised between their ends.
+/// * A path on which something is due and nothing moves for 3 s counts as broken: its copies are `Lost`. The next
+///   `connect` makes a new one.
+pub trait Transport: Send {
+    /// Makes this memory (what is registered now, and what will be) the local end of copies. Called once, first.
+    fn register(&mut self, regions: Arc<Regions>);
     /// Prepares a path to a peer. Idempotent; failures show as `Lost` copies.
     fn connect(&mut self, peer: &NodeAddress);
     /// Starts copies to a connected peer.

@@ -14,8 +14,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::engine::{Engine, Input, Output, Settings};
-use crate::memory::{Arena, ReadHold, WriteHold, checksum};
+use crate::memory::checksum;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
+use crate::region::{By, Denied, Reading, Regions, Writing, pieces};
 use crate::types::{ClientId, Nanos, NodeAddress, NodeId};
 
 use super::{Busy, Completion, Copy, CopyId, Outcome, Transport};
@@ -78,7 +79,7 @@ struct Flight {
     payload: Payload,
     sums: Vec<u32>,
     /// Held while the bytes are applied.
-    hold: Option<WriteHold>,
+    hold: Option<Writing>,
     sabotage: Option<Sabotage>,
     /// The source has been told `Lost`; nobody waits for the outcome.
     orphan: bool,
@@ -86,7 +87,7 @@ struct Flight {
 
 enum Payload {
     /// Still read from the source.
-    Held(ReadHold),
+    Held(Reading),
     /// In the network's buffers.
     Sent(Vec<u8>),
 }
@@ -132,7 +133,7 @@ enum Control {
 #[derive(Default)]
 struct Life {
     incarnation: u64,
-    arena: Option<Arc<Arena>>,
+    regions: Option<Arc<Regions>>,
     /// Connected peers.
     peers: BTreeMap<NodeId, NodeAddress>,
     completions: Vec<Completion>,
@@ -183,7 +184,8 @@ impl Inner {
         }
         for copy in copies {
             let life = &self.lives[from];
-            let held = life.arena.as_ref().and_then(|arena| arena.begin_read(copy.source));
+            let held = life.regions.as_ref();
+            let held = held.and_then(|regions| regions.begin_read(copy.local, copy.bytes.into(), By::Owner).ok());
             let (Some(held), Some(to)) = (held, life.peers.get(peer).cloned()) else {
                 let at = self.soon();
                 self.schedule(at, Event::Ack(from.clone(), copy.id, Outcome::Lost));
@@ -195,7 +197,8 @@ impl Inner {
                 let lost = (dice < corrupt + lose).then_some(Sabotage::Lose);
                 if dice < corrupt { Some(Sabotage::Corrupt) } else { lost }
             });
-            let sums = held.checksums();
+            let mut sums = Vec::new();
+            held.checksums(copy.grain, &mut sums);
             let id = self.number();
             let payload = Payload::Held(held);
             let from = from.clone();
@@ -217,10 +220,11 @@ impl Inner {
             return;
         }
         let lost = matches!(flight.sabotage, Some(Sabotage::Lose)) || !self.alive(&flight.to);
-        let arena = self.lives.get(&flight.to.node).and_then(|life| life.arena.clone());
-        let (false, Some(arena)) = (lost, arena) else { return self.finish(id, Outcome::Lost) };
-        match arena.begin_write(flight.copy.destination) {
-            Err(_) => self.finish(id, Outcome::Fenced),
+        let regions = self.lives.get(&flight.to.node).and_then(|life| life.regions.clone());
+        let (false, Some(regions)) = (lost, regions) else { return self.finish(id, Outcome::Lost) };
+        match regions.begin_write(flight.copy.remote, flight.copy.bytes.into(), By::Peer) {
+            Err(Denied::Fenced) => self.finish(id, Outcome::Fenced),
+            Err(Denied::Bounds | Denied::Permission) => self.finish(id, Outcome::Denied),
             Ok(hold) => {
                 if let Some(flight) = self.flights.get_mut(&id) {
                     flight.hold = Some(hold);
@@ -239,25 +243,28 @@ impl Inner {
             Payload::Held(held) => held.bytes(),
             Payload::Sent(bytes) => bytes,
         };
-        let strip_bytes = bytes.len() / flight.sums.len();
-        let victim = self.random.below(flight.sums.len() as u64) as u32;
+        let victim = self.random.below(flight.sums.len() as u64) as usize;
+        let grain = flight.copy.grain;
+        let drops = matches!(flight.sabotage, Some(Sabotage::DropStrip));
         let mut outcome = Outcome::Done;
-        for (strip, (bytes, sum)) in (0..).zip(bytes.chunks_exact(strip_bytes).zip(&flight.sums)) {
-            if strip == victim && matches!(flight.sabotage, Some(Sabotage::DropStrip)) {
+        let mut rest = hold.bytes_mut();
+        for (index, (bytes, sum)) in pieces(bytes, grain).zip(&flight.sums).enumerate() {
+            let (into, behind) = std::mem::take(&mut rest).split_at_mut(bytes.len());
+            rest = behind;
+            if index == victim && drops {
                 continue;
             }
-            let into = hold.strips_mut(strip..strip + 1);
             into.copy_from_slice(bytes);
-            if strip == victim && matches!(flight.sabotage, Some(Sabotage::Corrupt)) {
+            if index == victim && matches!(flight.sabotage, Some(Sabotage::Corrupt)) {
                 into[0] ^= 1;
             }
-            if checksum(into) == *sum {
-                hold.set_checksum(strip, *sum);
-            } else {
+            if checksum(into) != *sum {
                 outcome = Outcome::Corrupt;
             }
         }
-        drop(hold);
+        if outcome == Outcome::Done && !drops {
+            hold.finish(grain, &flight.sums);
+        }
         self.finish(id, outcome)
     }
 
@@ -398,9 +405,9 @@ pub struct SimTransport {
 }
 
 impl Transport for SimTransport {
-    fn register(&mut self, arena: Arc<Arena>) {
+    fn register(&mut self, regions: Arc<Regions>) {
         if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
-            life.arena = Some(arena);
+            life.regions = Some(regions);
         }
     }
 
@@ -685,7 +692,7 @@ impl World {
         if !node.registered
             && let Some(arena) = node.engine.arena()
         {
-            node.transport.register(arena);
+            node.transport.register(Regions::of(arena));
             node.registered = true;
         }
         let here = node.engine.node().clone();

@@ -26,9 +26,10 @@ use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now, r
 use crate::mailbox::poll_timeout;
 use crate::memory::{Arena, ReadHold, WriteHold, checksum};
 use crate::messages::Purpose;
+use crate::region::Regions;
 use crate::session::{Event, Session};
 use crate::transport::{Busy, Completion, Copy, CopyId, Outcome, Transport};
-use crate::types::{NodeAddress, NodeId};
+use crate::types::{NodeAddress, NodeId, SlotRef, Span};
 use crate::wire::{ACK_BYTES, Ack, BLOCK_HEADER_BYTES, BlockHeader};
 
 /// A lane on which a frame or an acknowledgement is due and nothing moves for so long is closed.
@@ -48,12 +49,22 @@ const DISCARD_BYTES: usize = 64 << 10;
 pub struct Shared {
     key: Key,
     me: NodeAddress,
-    arena: OnceLock<Arc<Arena>>,
+    regions: OnceLock<Arc<Regions>>,
     completions: Mutex<Vec<Completion>>,
     notify: Box<dyn Fn() + Send + Sync>,
 }
 
+/// The slot that a span of a whole block names.
+fn slot_of(arena: &Arena, span: Span) -> Option<SlotRef> {
+    let (slot, _) = arena.strips_at(span.offset, arena.layout().block_bytes() as u64)?;
+    Some(SlotRef { slot, generation: span.life })
+}
+
 impl Shared {
+    fn arena(&self) -> Option<Arc<Arena>> {
+        self.regions.get()?.arena()
+    }
+
     fn complete(&self, completions: impl IntoIterator<Item = Completion>) {
         self.completions.lock().unwrap_or_else(PoisonError::into_inner).extend(completions);
         (self.notify)();
@@ -97,7 +108,7 @@ impl LaneQueue {
 impl TcpTransport {
     /// `me` is told to peers; `notify` is called (from lanes' threads) when completions wait for `poll`.
     pub fn new(key: Key, me: NodeAddress, notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        let shared = Shared { key, me, arena: OnceLock::new(), completions: Mutex::default(), notify };
+        let shared = Shared { key, me, regions: OnceLock::new(), completions: Mutex::default(), notify };
         Self { shared: Arc::new(shared), lanes: HashMap::new(), ending: Vec::new() }
     }
 
@@ -117,9 +128,9 @@ impl TcpTransport {
 }
 
 impl Transport for TcpTransport {
-    fn register(&mut self, arena: Arc<Arena>) {
-        // Called once by contract; a second arena would not be the one that copies name.
-        let _ = self.shared.arena.set(arena);
+    fn register(&mut self, regions: Arc<Regions>) {
+        // Called once by contract; other regions would not be the ones that copies name.
+        let _ = self.shared.regions.set(regions);
     }
 
     fn connect(&mut self, peer: &NodeAddress) {
@@ -240,9 +251,10 @@ impl Taken<'_> {
                 next
             };
             let Some(copy) = next else { return };
-            match arena.begin_read(copy.source) {
-                Some(hold) => {
-                    let header = BlockHeader { id: copy.id, destination: copy.destination, layout: arena.layout() };
+            let hold = slot_of(arena, copy.local).and_then(|source| arena.begin_read(source));
+            match hold.zip(slot_of(arena, copy.remote)) {
+                Some((hold, destination)) => {
+                    let header = BlockHeader { id: copy.id, destination, layout: arena.layout() };
                     let head = header.encode(&hold.checksums());
                     self.writing.push_back(Sending { id: copy.id, head, hold, sent: 0 });
                 }
@@ -320,7 +332,7 @@ impl Drop for Taken<'_> {
 /// The sending side's thread.
 fn run_lane(shared: &Shared, queue: &LaneQueue, peer: &NodeAddress) -> Result<(), crate::error::Error> {
     let stream = dial_lane(shared, queue, peer)?;
-    let arena = shared.arena.get().ok_or_else(|| crate::error::Error::bug("a lane before the arena"))?;
+    let arena = &shared.arena().ok_or_else(|| crate::error::Error::bug("a lane before the arena"))?;
     let mut taken = Taken { shared, queue, writing: VecDeque::new(), unacknowledged: VecDeque::new() };
     send_all(&stream, arena, &mut taken)
         .map_err(|error| crate::error::Error::retry(format!("lane to {}: {error}", peer.address)))
@@ -426,7 +438,7 @@ struct Receiving<'a> {
 impl Receiving<'_> {
     fn block(&mut self, front: &[u8; BLOCK_HEADER_BYTES]) -> io::Result<Ack> {
         let header = BlockHeader::peek(front).map_err(damaged)?;
-        let arena = self.shared.arena.get().ok_or_else(|| io::Error::other("a block before the arena exists"))?;
+        let arena = &self.shared.arena().ok_or_else(|| io::Error::other("a block before the arena exists"))?;
         if header.layout != arena.layout() {
             // Also what a damaged header most likely shows; either way nothing behind it can be trusted.
             return Err(damaged(format!("blocks of {:?}, this pool has {:?}", header.layout, arena.layout())));
@@ -438,11 +450,11 @@ impl Receiving<'_> {
         self.fill(&mut table[BLOCK_HEADER_BYTES..], false)?;
         let sums = BlockHeader::verify(&table).map_err(damaged)?;
         self.table = table;
-        let outcome = match arena.begin_write(header.destination) {
+        let outcome = match arena.begin_write(header.destination, 0..arena.layout().strips) {
             Ok(mut hold) => self.apply(&mut hold, &sums, arena)?,
             Err(_) => {
                 self.skip(arena.layout().block_bytes())?;
-                Outcome::Fenced
+                if header.destination.slot < arena.slots() { Outcome::Fenced } else { Outcome::Denied }
             }
         };
         Ok(Ack { id: header.id, outcome })

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
 use pyengine_transfer::memory::Arena;
+use pyengine_transfer::region::Regions;
 use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::Session;
 use pyengine_transfer::transport::Transport;
@@ -28,7 +29,7 @@ impl Receiver {
         let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation: 1 };
         let mut transport = TcpTransport::new(KEY, address.clone(), Box::new(|| {}));
-        transport.register(arena);
+        transport.register(Regions::of(arena));
         let shared = transport.shared();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
         let (all, until, me) = (threads.clone(), accepting.clone(), address.clone());
@@ -79,7 +80,7 @@ pub fn sender(arena: Arc<Arena>) -> (TcpTransport, mpsc::Receiver<()>) {
         let _ = wake.lock().expect("whole").send(());
     });
     let mut transport = TcpTransport::new(KEY, me, notify);
-    transport.register(arena);
+    transport.register(Regions::of(arena));
     (transport, woken)
 }
 
