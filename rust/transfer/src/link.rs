@@ -577,6 +577,8 @@ mod tests {
     #[test]
     fn a_full_link_says_so_and_a_cut_one_listens_to_the_end() {
         let (client, daemon) = pair();
+        client.link.send(b"the session stands".to_vec()).expect("room");
+        daemon.messages.recv_timeout(PATIENCE).expect("comes");
         assert_eq!(daemon.link.send(vec![0; MESSAGE_LIMIT + 1]), Err(Full));
         let fills = (0..).take_while(|_| daemon.link.send(vec![0; MESSAGE_LIMIT]).is_ok()).take(10_000).count();
         assert!(fills < 10_000, "a link that takes everything");

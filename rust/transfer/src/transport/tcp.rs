@@ -252,8 +252,12 @@ impl Taken<'_> {
             };
             let Some(copy) = next else { return };
             let hold = slot_of(arena, copy.local).and_then(|source| arena.begin_read(source));
-            match hold.zip(slot_of(arena, copy.remote)) {
-                Some((hold, destination)) => {
+            let Some(destination) = slot_of(arena, copy.remote) else {
+                self.complete(copy.id, Outcome::Denied);
+                continue;
+            };
+            match hold {
+                Some(hold) => {
                     let header = BlockHeader { id: copy.id, destination, layout: arena.layout() };
                     let head = header.encode(&hold.checksums());
                     self.writing.push_back(Sending { id: copy.id, head, hold, sent: 0 });
