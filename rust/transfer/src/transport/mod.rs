@@ -16,6 +16,44 @@ pub type CopyId = u64;
 /// copies wait no longer than a few of those, and it stays in the second-level cache between its checksum and the kernel.
 pub const PIECE_BYTES: u32 = 256 << 10;
 
+/// How bytes move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// Between processes of one host: one copy from memory to memory.
+    Shm,
+    /// By a network card, from and into registered memory.
+    Rdma,
+    /// Over sockets.
+    Tcp,
+    /// In virtual time.
+    Sim,
+}
+
+impl Kind {
+    /// As users and metrics spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Shm => "shm",
+            Self::Rdma => "rdma",
+            Self::Tcp => "tcp",
+            Self::Sim => "sim",
+        }
+    }
+}
+
+/// Whether copies to a peer would get through.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Path {
+    /// Nobody asked for it, or it was closed.
+    None,
+    /// On its way; ends within 3 s.
+    Connecting,
+    /// It stands.
+    Up,
+    /// It could not be made, or it broke: why, for a person. `connect` tries again.
+    Down(String),
+}
+
 /// Which way the bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
@@ -91,11 +129,15 @@ pub struct Completion {
 /// * Copies begin in the order of submission; no order is promised between their ends.
 /// * A path on which something is due and nothing moves for 3 s counts as broken: its copies are `Lost`. The next
 ///   `connect` makes a new one.
+/// * The owner gave a `notify` at construction. It is called, from any thread but never from within a method, when
+///   there is something to poll or a path has changed.
 pub trait Transport: Send {
     /// Makes this memory (what is registered now, and what will be) the local end of copies. Called once, first.
     fn register(&mut self, regions: Arc<Regions>);
-    /// Prepares a path to a peer. Idempotent; failures show as `Lost` copies.
+    /// Prepares a path to a peer, if none stands or is on its way. Failures show in `path`, and as `Lost` copies.
     fn connect(&mut self, peer: &NodeAddress);
+    /// How the path to a peer is.
+    fn path(&self, peer: &NodeId) -> Path;
     /// Starts copies to a connected peer.
     fn submit(&mut self, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy>;
     /// Takes the completions that have come since the last call.

@@ -19,7 +19,7 @@ use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerM
 use crate::region::{By, Denied, Reading, Regions, Writing, pieces};
 use crate::types::{ClientId, Nanos, NodeAddress, NodeId};
 
-use super::{Busy, Completion, Copy, CopyId, Outcome, Transport};
+use super::{Busy, Completion, Copy, CopyId, Outcome, Path, Transport};
 
 const MILLISECOND: Nanos = 1_000_000;
 /// The engine's shell ticks this often.
@@ -415,6 +415,12 @@ impl Transport for SimTransport {
         if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
             life.peers.insert(peer.node.clone(), peer.clone());
         }
+    }
+
+    fn path(&self, peer: &NodeId) -> Path {
+        let inner = self.network.inner();
+        let known = inner.lives.get(&self.node).is_some_and(|life| life.peers.contains_key(peer));
+        if known { Path::Up } else { Path::None }
     }
 
     fn submit(&mut self, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy> {

@@ -28,7 +28,7 @@ use crate::memory::{Arena, ReadHold, WriteHold, checksum};
 use crate::messages::Purpose;
 use crate::region::Regions;
 use crate::session::{Event, Session};
-use crate::transport::{Busy, Completion, Copy, CopyId, Outcome, Transport};
+use crate::transport::{Busy, Completion, Copy, CopyId, Outcome, Path, Transport};
 use crate::types::{NodeAddress, NodeId, SlotRef, Span};
 use crate::wire::{ACK_BYTES, Ack, BLOCK_HEADER_BYTES, BlockHeader};
 
@@ -155,6 +155,14 @@ impl Transport for TcpTransport {
         });
         if let Ok(thread) = thread {
             self.lanes.insert(peer.node.clone(), Lane { peer: peer.clone(), queue, thread });
+        }
+    }
+
+    fn path(&self, peer: &NodeId) -> Path {
+        match self.lanes.get(peer) {
+            None => Path::None,
+            Some(lane) if lane.queue.lock().over => Path::Down("the lane has ended".into()),
+            Some(_) => Path::Up,
         }
     }
 
