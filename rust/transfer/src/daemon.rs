@@ -33,7 +33,7 @@ use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
 use crate::transport::{Completion, Copy, Outcome, Transport};
-use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
+use crate::types::{ClientId, Incarnation, Kind, Layout, NodeAddress, NodeId};
 use crate::wire;
 
 /// Happenings that may wait for the actor.
@@ -582,7 +582,7 @@ impl Actor {
         self.transport.close(node);
         self.shared.close_lanes(node);
         if let Some((_, copies)) = self.backlog.remove(node) {
-            self.feed(Input::Completed(lost(copies)));
+            self.feed(Input::Completed { via: Kind::Tcp, completions: lost(copies) });
         }
         self.feed(Input::PeerDown { peer: peer.address });
     }
@@ -591,7 +591,7 @@ impl Actor {
         let mut completions = Vec::new();
         self.transport.poll(&mut completions);
         if !completions.is_empty() {
-            self.feed(Input::Completed(completions));
+            self.feed(Input::Completed { via: Kind::Tcp, completions });
         }
         let waiting: Vec<NodeId> = self.backlog.keys().cloned().collect();
         waiting.iter().for_each(|node| self.pump(node));
@@ -710,7 +710,7 @@ impl Actor {
         if !self.peers.get(node).is_some_and(|known| known.address == *peer) {
             // Without a session nobody would commit them.
             if let Some((_, copies)) = self.backlog.remove(node) {
-                self.inputs.push_back(Input::Completed(lost(copies)));
+                self.inputs.push_back(Input::Completed { via: Kind::Tcp, completions: lost(copies) });
             }
             return;
         }

@@ -29,7 +29,7 @@ use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerM
 use crate::pool::{Change, Holder, Pool, Remembered};
 use crate::stats::{Snapshot, Stats};
 use crate::transport::{Completion, Copy, CopyId};
-use crate::types::{BlockKey, ClientId, Layout, Nanos, NodeAddress, NodeId, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Layout, Nanos, NodeAddress, NodeId, Tag};
 
 use copies::Job;
 use fetch::{Fetch, Serving};
@@ -51,7 +51,12 @@ pub enum Input {
     /// A peer said something.
     Peer { peer: NodeId, message: PeerMessage },
     /// Copies have completed.
-    Completed(Vec<Completion>),
+    Completed {
+        /// The transport that carried them.
+        via: Kind,
+        /// One per copy.
+        completions: Vec<Completion>,
+    },
     /// The conductor ordered something.
     Order(DaemonOrder),
     /// Time has passed. The shell calls at least every 100 ms.
@@ -85,8 +90,8 @@ const DUMP_PART: usize = 1024;
 pub struct Settings {
     /// Bytes of the arena.
     pub dram_bytes: u64,
-    /// Label of the transport that carries copies to peers.
-    pub transport: &'static str,
+    /// Transports that may carry copies to peers: what counters show from the start.
+    pub transports: Vec<Kind>,
     /// Grants that may wait for room; beyond: `Full`.
     pub waiting_grants: usize,
     /// Opens that may wait for a grant, or be open, here and towards peers each; beyond: `Full`.
@@ -110,7 +115,7 @@ impl Settings {
     pub fn new(dram_bytes: u64) -> Self {
         Self {
             dram_bytes,
-            transport: "tcp",
+            transports: vec![Kind::Tcp],
             waiting_grants: 4096,
             opens: 4096,
             fetches: 4096,
@@ -210,7 +215,7 @@ impl Engine {
                     self.peer(&peer, message);
                 }
             }
-            Input::Completed(completions) => self.completed(completions),
+            Input::Completed { via, completions } => self.completed(via, completions),
             Input::Order(DaemonOrder::Dump) => self.dump(),
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
@@ -245,7 +250,7 @@ impl Engine {
             snapshot.grants = pool.grants();
             snapshot.fenced = arena.fenced();
         }
-        snapshot.samples(&self.node.node, self.settings.transport)
+        snapshot.samples(&self.node.node, &self.settings.transports)
     }
 
     // -- local clients -----------------------------------------------------------------------------------------------
@@ -409,7 +414,7 @@ impl Engine {
                     self.fail_open(tag, refusal, false);
                 }
             }
-            PeerMessage::Commit { tag, indices, note } => self.peer_commit(peer, tag, &indices, note),
+            PeerMessage::Commit { tag, indices, via, note } => self.peer_commit(peer, tag, &indices, via, note),
             PeerMessage::Committed { tag, indices, note, refusal } => {
                 self.peer_committed(peer, tag, indices, note, refusal);
             }
@@ -420,7 +425,7 @@ impl Engine {
                 }
             }
             PeerMessage::Fetch { ticket, layout, blocks } => self.serve(peer, ticket, layout, blocks),
-            PeerMessage::Fetched { ticket, place, refusal } => self.peer_fetched(peer, ticket, place, refusal),
+            PeerMessage::Fetched { ticket, place, copied } => self.peer_fetched(peer, ticket, place, copied),
             PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
             PeerMessage::FetchEnded { ticket } => {
                 if self.fetches.get(&ticket).is_some_and(|fetch| fetch.cancelled && fetch.from.node == *peer) {

@@ -9,7 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::{BlockKey, Incarnation, Layout, NodeAddress, SlotRef, Tag};
+use crate::types::{BlockKey, Incarnation, Kind, Layout, NodeAddress, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
 pub type Ticket = u64;
@@ -126,16 +126,17 @@ pub enum PeerMessage {
     Opened { tag: Tag, slots: Vec<GrantedSlot> },
     /// No grant: why.
     OpenRefused { tag: Tag, refusal: Refusal },
-    /// All strips of these blocks were submitted and completed; make them readable. `note` closes the push.
-    Commit { tag: Tag, indices: Vec<u32>, note: Option<Vec<u8>> },
+    /// All strips of these blocks were copied, `via` this transport (none: no blocks); make them readable. `note` closes
+    /// the push.
+    Commit { tag: Tag, indices: Vec<u32>, via: Option<Kind>, note: Option<Vec<u8>> },
     /// These blocks are readable at the receiver now (`refusal` none), or not.
     Committed { tag: Tag, indices: Vec<u32>, note: bool, refusal: Option<Refusal> },
     /// The grant or the push under this tag is over at the sender's side; it will write no more and accepts no more.
     End { tag: Tag },
     /// Write your blocks with these keys into my reserved slots. Answers come as they finish.
     Fetch { ticket: Ticket, layout: Layout, blocks: Vec<(BlockKey, SlotRef)> },
-    /// One block of a `Fetch`, by its place in the list: written and verified, or why not.
-    Fetched { ticket: Ticket, place: u32, refusal: Option<Refusal> },
+    /// One block of a `Fetch`, by its place in the list: written and verified by that transport, or why not.
+    Fetched { ticket: Ticket, place: u32, copied: Result<Kind, Refusal> },
     /// The asker has lost interest; write no more. Answered by `FetchEnded` when quiet.
     FetchCancel { ticket: Ticket },
     /// Nothing of this fetch will be written any more.

@@ -1,18 +1,32 @@
 //! Counters of one daemon, named as Prometheus samples.
 
 use crate::pool::{Occupancy, Tally};
+use crate::types::Kind;
+
+/// Blocks that crossed between nodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Whole blocks.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+impl Moved {
+    /// Counts blocks of one size.
+    pub fn add(&mut self, blocks: u64, block_bytes: u64) {
+        self.blocks += blocks;
+        self.bytes += blocks * block_bytes;
+    }
+}
 
 /// What the engine counts itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Bytes and blocks sent to peers: applied and verified there.
-    pub bytes_out: u64,
-    /// Bytes received from peers and committed here.
-    pub bytes_in: u64,
-    /// Blocks sent to peers.
-    pub blocks_out: u64,
-    /// Blocks received from peers.
-    pub blocks_in: u64,
+    /// Sent to peers, by transport: applied and verified there.
+    pub sent: [Moved; Kind::ALL.len()],
+    /// Received from peers and committed here, by transport.
+    pub received: [Moved; Kind::ALL.len()],
     /// Blocks handed over within this arena.
     pub blocks_arena: u64,
     /// Checksums that did not hold after crossing a network, the arena being innocent.
@@ -39,8 +53,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Samples as (name with labels, value). `transport` names how bytes travel to peers.
-    pub fn samples(&self, node: &str, transport: &str) -> Vec<(String, u64)> {
+    /// Samples as (name with labels, value); the given transports show even if nothing has gone over them yet.
+    pub fn samples(&self, node: &str, transports: &[Kind]) -> Vec<(String, u64)> {
         let Self { stats, occupancy, tally, grants, fenced } = self;
         let bytes = "pyengine_transfer_bytes_total";
         let blocks = "pyengine_transfer_blocks_total";
@@ -50,11 +64,19 @@ impl Snapshot {
         };
         let label = |name: &str, key: &str, value: &str| format!(r#"{name}{{node="{node}",{key}="{value}"}}"#);
         let plain = |name: &str| format!(r#"{name}{{node="{node}"}}"#);
-        vec![
-            (way(bytes, transport, "out"), stats.bytes_out),
-            (way(bytes, transport, "in"), stats.bytes_in),
-            (way(blocks, transport, "out"), stats.blocks_out),
-            (way(blocks, transport, "in"), stats.blocks_in),
+        let mut samples = Vec::new();
+        for kind in Kind::ALL {
+            let (sent, received) = (stats.sent[kind as usize], stats.received[kind as usize]);
+            if transports.contains(&kind) || sent.blocks + received.blocks > 0 {
+                samples.extend([
+                    (way(bytes, kind.name(), "out"), sent.bytes),
+                    (way(bytes, kind.name(), "in"), received.bytes),
+                    (way(blocks, kind.name(), "out"), sent.blocks),
+                    (way(blocks, kind.name(), "in"), received.blocks),
+                ]);
+            }
+        }
+        samples.extend([
             (way(blocks, "arena", "out"), stats.blocks_arena),
             (way(blocks, "arena", "in"), stats.blocks_arena),
             (pool("free"), occupancy.free.into()),
@@ -71,6 +93,7 @@ impl Snapshot {
             (plain("pyengine_pool_evictions_total"), tally.evictions),
             (plain("pyengine_pool_hits_total"), tally.hits),
             (plain("pyengine_pool_misses_total"), tally.misses),
-        ]
+        ]);
+        samples
     }
 }

@@ -95,3 +95,31 @@ pub struct Span {
     /// Bytes from the region's start.
     pub offset: u64,
 }
+
+/// How bytes move: a transport. In the order of preference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Kind {
+    /// Between processes of one host: one copy from memory to memory.
+    Shm,
+    /// By a network card, from and into registered memory.
+    Rdma,
+    /// Over sockets.
+    Tcp,
+    /// In virtual time.
+    Sim,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Shm, Self::Rdma, Self::Tcp, Self::Sim];
+
+    /// As users and metrics spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Shm => "shm",
+            Self::Rdma => "rdma",
+            Self::Tcp => "tcp",
+            Self::Sim => "sim",
+        }
+    }
+}

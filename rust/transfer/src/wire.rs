@@ -339,8 +339,8 @@ mod tests {
                                                number: u64, place: u32) {
             for message in [
                 PeerMessage::Opened { tag, slots },
-                PeerMessage::Fetched { ticket: number, place, refusal: Some(Refusal::Missing) },
-                PeerMessage::Commit { tag, indices: vec![place], note: Some(vec![1, 2]) },
+                PeerMessage::Fetched { ticket: number, place, copied: Err(Refusal::Missing) },
+                PeerMessage::Commit { tag, indices: vec![place], via: Some(crate::types::Kind::Tcp), note: Some(vec![1, 2]) },
             ] {
                 prop_assert_eq!(decode::<PeerMessage>(&encode(&message)).expect("own encoding"), message);
             }

@@ -188,7 +188,7 @@ fn push_over_two_nodes() {
             2
         );
     }
-    let bytes = r#"pyengine_transfer_bytes_total{transport="tcp",direction="in",node="b"}"#;
+    let bytes = r#"pyengine_transfer_bytes_total{transport="sim",direction="in",node="b"}"#;
     assert_eq!(stage.counter("b", bytes), 3 * 48);
     let stored: Vec<_> = stage
         .reports

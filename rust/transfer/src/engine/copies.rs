@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 
 use crate::messages::{Refusal, Ticket};
 use crate::transport::{Completion, Copy, Outcome};
-use crate::types::{NodeId, SlotRef, Tag};
+use crate::types::{Kind, NodeId, SlotRef, Tag};
 
-use super::push::refusal_of;
+use super::push::result_of;
 use super::{Engine, Output, Store};
 
 /// What a copy is for.
@@ -58,28 +58,27 @@ impl Engine {
         }
     }
 
-    pub(super) fn completed(&mut self, completions: Vec<Completion>) {
+    pub(super) fn completed(&mut self, via: Kind, completions: Vec<Completion>) {
         let mut pushes = BTreeSet::new();
         for Completion { id, outcome } in completions {
             let Some(job) = self.copies.remove(&id) else { continue };
             if let Why::Push { tag, .. } = job.why {
                 pushes.insert(tag);
             }
-            self.job_completed(job, outcome);
+            self.job_completed(job, outcome, via);
         }
         for tag in pushes {
             self.send_commit(tag);
         }
     }
 
-    fn job_completed(&mut self, mut job: Job, outcome: Outcome) {
+    fn job_completed(&mut self, mut job: Job, outcome: Outcome, via: Kind) {
         let Some(Store { arena, pool }) = &mut self.store else { return };
         let mut outcome = outcome;
         let mut again = false;
         match outcome {
             Outcome::Done => {
-                self.stats.blocks_out += 1;
-                self.stats.bytes_out += arena.layout().block_bytes() as u64;
+                self.stats.sent[via as usize].add(1, arena.layout().block_bytes() as u64);
             }
             // The source itself may be what is broken: then nobody shall find it any more.
             Outcome::Corrupt if !arena.intact(job.source) => {
@@ -108,7 +107,7 @@ impl Engine {
             // The session has ended, whatever the copy says.
             None => outcome = Outcome::Lost,
         }
-        self.job_over(job, refusal_of(outcome));
+        self.job_over(job, result_of(outcome, via));
     }
 
     /// True if somebody still waits for this copy.
@@ -122,11 +121,11 @@ impl Engine {
         }
     }
 
-    fn job_over(&mut self, job: Job, refusal: Option<Refusal>) {
+    fn job_over(&mut self, job: Job, copied: Result<Kind, Refusal>) {
         self.drop_job_source(&job);
         match job.why {
-            Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, refusal),
-            Why::Serve { peer, ticket, place } => self.served(&peer, ticket, place, job.link, refusal),
+            Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, copied),
+            Why::Serve { peer, ticket, place } => self.served(&peer, ticket, place, job.link, copied),
         }
     }
 

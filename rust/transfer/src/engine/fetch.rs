@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use crate::messages::{DaemonReport, GrantMode, LocalEvent, PeerMessage, Refusal, Ticket};
 use crate::pool::Holder;
-use crate::types::{BlockKey, ClientId, Layout, NodeAddress, NodeId, SlotRef, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Layout, NodeAddress, NodeId, SlotRef, Tag};
 
 use super::copies::{Job, Why};
 use super::{Engine, Output, Store};
@@ -91,12 +91,12 @@ impl Engine {
     }
 
     /// The holder says that one block is written, or why not.
-    pub(super) fn peer_fetched(&mut self, peer: &NodeId, ticket: Ticket, place: u32, refusal: Option<Refusal>) {
+    pub(super) fn peer_fetched(&mut self, peer: &NodeId, ticket: Ticket, place: u32, copied: Result<Kind, Refusal>) {
         let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
         let Some(index) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
         let (holder, cancelled) = (fetch.holder, fetch.cancelled);
         if !cancelled {
-            let refusal = self.settle_fetched(holder, index, refusal);
+            let refusal = self.settle_fetched(holder, index, copied);
             self.tell_fetched(holder, index, refusal);
             self.check_complete(holder.tag);
         }
@@ -114,12 +114,12 @@ impl Engine {
     }
 
     /// Makes a fetched block readable if all its strips are here.
-    fn settle_fetched(&mut self, holder: Holder, index: u32, refusal: Option<Refusal>) -> Option<Refusal> {
-        let Some(Store { pool, arena }) = &mut self.store else { return refusal };
+    fn settle_fetched(&mut self, holder: Holder, index: u32, copied: Result<Kind, Refusal>) -> Option<Refusal> {
+        let Some(Store { pool, arena }) = &mut self.store else { return copied.err() };
         match pool.granted_at(holder, index) {
             None => return Some(Refusal::Ended),
             Some(slot) if slot.committed => return None,
-            Some(_) if refusal.is_some() => return refusal,
+            Some(_) if copied.is_err() => return copied.err(),
             Some(slot) if !arena.arrived_all(slot.slot) => {
                 self.stats.corrupt_wire += 1;
                 return Some(Refusal::Corrupt);
@@ -127,9 +127,8 @@ impl Engine {
             Some(_) => {}
         }
         let outcome = pool.commit(holder, index, None);
-        if outcome.is_ok() {
-            self.stats.blocks_in += 1;
-            self.stats.bytes_in += arena.layout().block_bytes() as u64;
+        if let (Ok(()), Ok(via)) = (outcome, copied) {
+            self.stats.received[via as usize].add(1, arena.layout().block_bytes() as u64);
         }
         outcome.err()
     }
@@ -172,7 +171,7 @@ impl Engine {
     }
 
     fn settle_lost(&mut self, holder: Holder, index: u32) -> Option<Refusal> {
-        self.settle_fetched(holder, index, Some(Refusal::Unreachable))
+        self.settle_fetched(holder, index, Err(Refusal::Unreachable))
     }
 
     // -- the holder's side -------------------------------------------------------------------------------------------
@@ -204,12 +203,19 @@ impl Engine {
             self.serving.insert(key, Serving { left, cancelled: false, link: link.serial });
         }
         for (place, refusal) in refused {
-            self.say(peer, PeerMessage::Fetched { ticket, place, refusal: Some(refusal) });
+            self.say(peer, PeerMessage::Fetched { ticket, place, copied: Err(refusal) });
         }
     }
 
     /// A copy of a served fetch has ended for good.
-    pub(super) fn served(&mut self, peer: &NodeId, ticket: Ticket, place: u32, link: u64, refusal: Option<Refusal>) {
+    pub(super) fn served(
+        &mut self,
+        peer: &NodeId,
+        ticket: Ticket,
+        place: u32,
+        link: u64,
+        copied: Result<Kind, Refusal>,
+    ) {
         let key = (peer.clone(), ticket);
         let Some(serving) = self.serving.get_mut(&key).filter(|serving| serving.link == link) else { return };
         serving.left -= 1;
@@ -218,7 +224,7 @@ impl Engine {
             self.serving.remove(&key);
         }
         if !cancelled {
-            self.say(peer, PeerMessage::Fetched { ticket, place, refusal });
+            self.say(peer, PeerMessage::Fetched { ticket, place, copied });
         } else if over {
             self.say(peer, PeerMessage::FetchEnded { ticket });
         }

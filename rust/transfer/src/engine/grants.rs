@@ -2,7 +2,7 @@
 
 use crate::messages::{GrantMode, GrantedSlot, LocalEvent, NOTE_LIMIT, PeerMessage, Refusal};
 use crate::pool::{Granting, Holder, Wish};
-use crate::types::{BlockKey, ClientId, Layout, Nanos, NodeId, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Layout, Nanos, NodeId, Tag};
 
 use super::Engine;
 use super::push::Opened;
@@ -263,8 +263,15 @@ impl Engine {
         }
     }
 
-    /// A peer says that these blocks have been copied here.
-    pub(super) fn peer_commit(&mut self, peer: &NodeId, tag: Tag, indices: &[u32], note: Option<Vec<u8>>) {
+    /// A peer says that these blocks have been copied here, by which transport.
+    pub(super) fn peer_commit(
+        &mut self,
+        peer: &NodeId,
+        tag: Tag,
+        indices: &[u32],
+        via: Option<Kind>,
+        note: Option<Vec<u8>>,
+    ) {
         let visiting = self.visits.get(&tag).is_some_and(|visit| {
             visit.opener.as_ref() == Some(&Opener::Peer(peer.clone())) && visit.deadline.is_none()
         });
@@ -289,8 +296,9 @@ impl Engine {
                 failed = Some(refusal);
             }
         }
-        self.stats.blocks_in += arrived.len() as u64;
-        self.stats.bytes_in += (arrived.len() * store.arena.layout().block_bytes()) as u64;
+        if let Some(via) = via {
+            self.stats.received[via as usize].add(arrived.len() as u64, store.arena.layout().block_bytes() as u64);
+        }
         if !arrived.is_empty() {
             self.tell(client, LocalEvent::Arrived { tag, indices: arrived });
         }

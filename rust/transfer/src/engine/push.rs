@@ -1,9 +1,11 @@
 //! The pushing side: opening a grant elsewhere and filling it.
 
+use std::collections::BTreeMap;
+
 use crate::messages::{GrantedSlot, LocalEvent, NOTE_LIMIT, PeerMessage, Refusal};
 use crate::pool::Holder;
 use crate::transport::Outcome;
-use crate::types::{ClientId, Nanos, NodeAddress, NodeId, Tag};
+use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId, Tag};
 
 use super::copies::{Job, Why};
 use super::grants::Opener;
@@ -31,7 +33,7 @@ pub(super) struct Filling {
     /// Copies not completed.
     copying: usize,
     /// Copied, to be named in the next `Commit`.
-    done: Vec<u32>,
+    done: BTreeMap<Kind, Vec<u32>>,
     /// To be sent with the last `Commit`.
     note: Option<Vec<u8>>,
     noted: bool,
@@ -108,7 +110,7 @@ impl Engine {
             pushed: vec![false; slots.len()],
             slots,
             copying: 0,
-            done: Vec::new(),
+            done: BTreeMap::new(),
             note: None,
             noted: false,
             finished: false,
@@ -194,18 +196,18 @@ impl Engine {
         open.is_some_and(|open| matches!(open.state, Opened::Remote(_)))
     }
 
-    /// A copy of a push has ended for good; `refusal` says why it failed.
-    pub(super) fn push_copied(&mut self, tag: Tag, serial: u64, index: u32, refusal: Option<Refusal>) {
+    /// A copy of a push has ended for good: what carried it, or why it failed.
+    pub(super) fn push_copied(&mut self, tag: Tag, serial: u64, index: u32, copied: Result<Kind, Refusal>) {
         let Some(open) = self.opens.get_mut(&tag).filter(|open| open.serial == serial) else { return };
         let Opened::Remote(filling) = &mut open.state else { return };
         filling.copying -= 1;
-        match refusal {
-            None => filling.done.push(index),
-            Some(refusal) => self.fail_open(tag, refusal, true),
+        match copied {
+            Ok(via) => filling.done.entry(via).or_default().push(index),
+            Err(refusal) => self.fail_open(tag, refusal, true),
         }
     }
 
-    /// Names what has been copied in one `Commit`; the last one carries the note.
+    /// Names what has been copied, in one `Commit` for each transport that carried some; the last one has the note.
     pub(super) fn send_commit(&mut self, tag: Tag) {
         let Some(open) = self.opens.get_mut(&tag) else { return };
         let Opened::Remote(filling) = &mut open.state else { return };
@@ -213,9 +215,14 @@ impl Engine {
         if filling.done.is_empty() && note.is_none() {
             return;
         }
-        let indices = std::mem::take(&mut filling.done);
+        let mut done = std::mem::take(&mut filling.done);
+        let last = done.pop_last();
         let peer = open.to.node.clone();
-        self.say(&peer, PeerMessage::Commit { tag, indices, note });
+        for (via, indices) in done {
+            self.say(&peer, PeerMessage::Commit { tag, indices, via: Some(via), note: None });
+        }
+        let (via, indices) = last.map_or((None, Vec::new()), |(via, indices)| (Some(via), indices));
+        self.say(&peer, PeerMessage::Commit { tag, indices, via, note });
     }
 
     pub(super) fn peer_committed(
@@ -285,12 +292,12 @@ impl Engine {
 }
 
 /// What a failed outcome means to whoever wanted the copy.
-pub(super) fn refusal_of(outcome: Outcome) -> Option<Refusal> {
+pub(super) fn result_of(outcome: Outcome, via: Kind) -> Result<Kind, Refusal> {
     match outcome {
-        Outcome::Done => None,
-        Outcome::Fenced => Some(Refusal::Ended),
-        Outcome::Denied => Some(Refusal::Protocol),
-        Outcome::Corrupt => Some(Refusal::Corrupt),
-        Outcome::Lost => Some(Refusal::Unreachable),
+        Outcome::Done => Ok(via),
+        Outcome::Fenced => Err(Refusal::Ended),
+        Outcome::Denied => Err(Refusal::Protocol),
+        Outcome::Corrupt => Err(Refusal::Corrupt),
+        Outcome::Lost => Err(Refusal::Unreachable),
     }
 }

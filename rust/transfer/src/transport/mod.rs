@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::memory::Arena;
 use crate::region::Regions;
+pub use crate::types::Kind;
 use crate::types::{Layout, NodeAddress, NodeId, RegionId, SlotRef, Span};
 
 /// Number that whoever submits gives to a copy; the completion repeats it.
@@ -15,31 +16,6 @@ pub type CopyId = u64;
 /// Most bytes of one copy, but for a single strip that is larger: at 2.5 GB/s a piece takes 0.1 ms, so small urgent
 /// copies wait no longer than a few of those, and it stays in the second-level cache between its checksum and the kernel.
 pub const PIECE_BYTES: u32 = 256 << 10;
-
-/// How bytes move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
-    /// Between processes of one host: one copy from memory to memory.
-    Shm,
-    /// By a network card, from and into registered memory.
-    Rdma,
-    /// Over sockets.
-    Tcp,
-    /// In virtual time.
-    Sim,
-}
-
-impl Kind {
-    /// As users and metrics spell it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Shm => "shm",
-            Self::Rdma => "rdma",
-            Self::Tcp => "tcp",
-            Self::Sim => "sim",
-        }
-    }
-}
 
 /// Whether copies to a peer would get through.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -17,7 +17,7 @@ use crate::engine::{Engine, Input, Output, Settings};
 use crate::memory::checksum;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
 use crate::region::{By, Denied, Reading, Regions, Writing, pieces};
-use crate::types::{ClientId, Nanos, NodeAddress, NodeId};
+use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId};
 
 use super::{Busy, Completion, Copy, CopyId, Outcome, Path, Transport};
 
@@ -621,7 +621,7 @@ impl World {
                     let waiting = node.waiting.remove(&peer.node).unwrap_or_default();
                     let lost = waiting.iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect();
                     self.feed(&at, Input::PeerDown { peer });
-                    self.feed(&at, Input::Completed(lost));
+                    self.feed(&at, Input::Completed { via: Kind::Sim, completions: lost });
                     self.poll(&at);
                 }
             }
@@ -674,7 +674,7 @@ impl World {
             node.transport.poll(&mut completions);
         }
         if !completions.is_empty() {
-            self.feed(node, Input::Completed(completions));
+            self.feed(node, Input::Completed { via: Kind::Sim, completions });
         }
         // A completion may have made room in a lane.
         if let Some(node) = self.nodes.get_mut(node) {
