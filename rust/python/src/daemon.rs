@@ -24,7 +24,7 @@ pub struct Daemon {
 #[pymethods]
 impl Daemon {
     #[new]
-    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None))]
+    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None, transport = "auto"))]
     fn new(
         py: Python<'_>,
         node: String,
@@ -33,9 +33,11 @@ impl Daemon {
         listen: Option<String>,
         socket: Option<PathBuf>,
         conductor: Option<String>,
+        transport: &str,
     ) -> PyResult<Self> {
         let session_key = self::session_key(session_key.bytes()).map_err(exception)?;
-        let config = Config { node, dram_bytes, listen, advertise: None, socket, conductor, session_key };
+        let transport = transport.parse().map_err(exception)?;
+        let config = Config { node, dram_bytes, listen, advertise: None, transport, socket, conductor, session_key };
         let daemon = py.detach(|| daemon::Daemon::start(&config)).map_err(exception)?;
         let address = NodeAddress(daemon.address().clone());
         Ok(Self { living: Living::new(daemon), address })

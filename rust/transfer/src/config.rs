@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::error::Error;
 use crate::keys::{Key, derive_key};
 use crate::memory::available_memory;
+use crate::mover::Via;
 
 /// Longest path of a unix socket: `sun_path` less its final zero.
 const SOCKET_PATH_LIMIT: usize = 107;
@@ -28,6 +29,8 @@ pub struct Config {
     pub listen: Option<String>,
     /// `host:port` that peers dial, where it is not what `listen` says.
     pub advertise: Option<String>,
+    /// How blocks travel to peers.
+    pub transport: Via,
     /// Unix socket for local workers. None: only clients within the process.
     pub socket: Option<PathBuf>,
     /// `host:port` of the conductor's endpoint.
@@ -195,6 +198,7 @@ mod tests {
             dram_bytes: 1 << 20,
             listen: Some("127.0.0.1:0".into()),
             advertise: None,
+            transport: Via::Auto,
             socket: None,
             conductor: None,
             session_key: None,

@@ -20,6 +20,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
+use crate::carrier::Carrier;
 use crate::client::{ClientEvent, PoolClient};
 use crate::config::Config;
 use crate::engine::{Engine, Input, Output, Settings};
@@ -28,11 +29,11 @@ use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
+use crate::mover::{self, Mover, Via};
 use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
-use crate::transport::{Completion, Copy, Outcome, Transport};
 use crate::types::{ClientId, Incarnation, Kind, Layout, NodeAddress, NodeId};
 use crate::wire;
 
@@ -42,8 +43,6 @@ const HAPPENINGS: usize = 4096;
 const BATCH: usize = 256;
 /// How often the engine learns the time, at least.
 const TICK: Duration = Duration::from_millis(50);
-/// Copies handed to the transport at once; what it refuses waits here, behind the engine's own limits.
-const SUBMIT: usize = 128;
 /// Nodes whose lives are remembered.
 const NODE_LIMIT: usize = 1 << 14;
 /// Between two attempts to reach the conductor: from, to.
@@ -147,7 +146,8 @@ impl Daemon {
             lanes: Mutex::default(),
         });
         let engine = Engine::new(me, Settings::new(config.dram_bytes));
-        let actor = Actor::new(shared.clone(), engine, transport, config.socket.as_ref());
+        let mover = Mover::new(vec![(Kind::Tcp, Box::new(transport))], mover::Settings::default());
+        let actor = Actor::new(shared.clone(), engine, mover, config);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
         let end = EndActor { threads: threads.clone(), accepting: accepting.clone(), ended: ended.clone() };
         let thread = std::thread::Builder::new()
@@ -441,15 +441,14 @@ fn session_with(shared: &Arc<Shared>, conductor: &str, until: &Link, pause: &mut
 struct Actor {
     shared: Arc<Shared>,
     engine: Engine,
-    transport: TcpTransport,
-    registered: bool,
+    carrier: Carrier,
+    regions: Arc<Regions>,
+    via: Via,
     socket: String,
     clients: HashMap<ClientId, Port>,
     peers: HashMap<NodeId, Peer>,
     dialling: HashSet<NodeAddress>,
     conductor: Option<Link>,
-    /// Copies that the transport had no room for, in order, by peer.
-    backlog: HashMap<NodeId, (NodeAddress, VecDeque<Copy>)>,
     inputs: VecDeque<Input>,
 }
 
@@ -467,18 +466,20 @@ struct PeerSession {
 }
 
 impl Actor {
-    fn new(shared: Arc<Shared>, engine: Engine, transport: TcpTransport, socket: Option<&PathBuf>) -> Self {
+    fn new(shared: Arc<Shared>, engine: Engine, mut mover: Mover, config: &Config) -> Self {
+        let regions = Regions::new();
+        mover.register(regions.clone());
         Self {
             shared,
             engine,
-            transport,
-            registered: false,
-            socket: socket.map(|path| path.display().to_string()).unwrap_or_default(),
+            carrier: Carrier::new(mover),
+            regions,
+            via: config.transport,
+            socket: config.socket.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
             clients: HashMap::new(),
             peers: HashMap::new(),
             dialling: HashSet::new(),
             conductor: None,
-            backlog: HashMap::new(),
             inputs: VecDeque::new(),
         }
     }
@@ -486,7 +487,8 @@ impl Actor {
     fn run(mut self, inbox: &Receiver<Happening>) {
         let mut ticked = now();
         loop {
-            let next = ticked + TICK.as_nanos() as u64;
+            let tick = ticked + TICK.as_nanos() as u64;
+            let next = self.carrier.mover.next_tick().map_or(tick, |at| at.min(tick));
             let first = match inbox.recv_timeout(Duration::from_nanos(next.saturating_sub(now()))) {
                 Ok(happening) => Some(happening),
                 Err(RecvTimeoutError::Timeout) => None,
@@ -498,8 +500,8 @@ impl Actor {
                 }
                 self.on(happening);
             }
-            self.look_at_transport();
-            if now() >= next {
+            self.look_at_carrier();
+            if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
             }
@@ -573,29 +575,23 @@ impl Actor {
             return;
         }
         self.peers.insert(peer.node.clone(), Peer { address: peer.clone(), sessions: vec![session] });
+        self.carrier.mover.connect(&peer, self.via, now());
         self.feed(Input::PeerUp { peer });
     }
 
     fn peer_down(&mut self, node: &NodeId) {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
-        self.transport.close(node);
+        self.carrier.mover.disconnect(node, now());
         self.shared.close_lanes(node);
-        if let Some((_, copies)) = self.backlog.remove(node) {
-            self.feed(Input::Completed { via: Kind::Tcp, completions: lost(copies) });
-        }
         self.feed(Input::PeerDown { peer: peer.address });
     }
 
-    fn look_at_transport(&mut self) {
-        let mut completions = Vec::new();
-        self.transport.poll(&mut completions);
-        if !completions.is_empty() {
-            self.feed(Input::Completed { via: Kind::Tcp, completions });
+    fn look_at_carrier(&mut self) {
+        let copied = self.carrier.poll(now());
+        if !copied.is_empty() {
+            self.feed(Input::Completed(copied));
         }
-        let waiting: Vec<NodeId> = self.backlog.keys().cloned().collect();
-        waiting.iter().for_each(|node| self.pump(node));
-        self.work_off();
     }
 
     fn feed(&mut self, input: Input) {
@@ -607,11 +603,10 @@ impl Actor {
         let mut outputs = Vec::new();
         while let Some(input) = self.inputs.pop_front() {
             self.engine.handle(input, now(), &mut outputs);
-            if !self.registered
+            if self.regions.arena().is_none()
                 && let Some(arena) = self.engine.arena()
             {
-                self.registered = true;
-                self.transport.register(Regions::of(arena));
+                self.regions.set_arena(arena);
             }
             for output in outputs.drain(..) {
                 self.carry_out(output);
@@ -630,11 +625,8 @@ impl Actor {
                     session.link.close("the peer does not keep up");
                 }
             }
-            Output::Submit { peer, copies } => {
-                let node = peer.node.clone();
-                self.backlog.entry(node.clone()).or_insert((peer, VecDeque::new())).1.extend(copies);
-                self.pump(&node);
-            }
+            // Without a session the mover does not know the peer, and nobody would commit the blocks.
+            Output::Submit { peer, copies } => self.carrier.submit(&peer.node, &copies, now()),
             Output::Report(report) => self.to_conductor(&report),
         }
     }
@@ -703,27 +695,6 @@ impl Actor {
             self.inputs.push_back(Input::PeerDown { peer });
         }
     }
-
-    /// Hands waiting copies to the transport, as many as it takes.
-    fn pump(&mut self, node: &NodeId) {
-        let Some((peer, copies)) = self.backlog.get_mut(node) else { return };
-        if !self.peers.get(node).is_some_and(|known| known.address == *peer) {
-            // Without a session nobody would commit them.
-            if let Some((_, copies)) = self.backlog.remove(node) {
-                self.inputs.push_back(Input::Completed { via: Kind::Tcp, completions: lost(copies) });
-            }
-            return;
-        }
-        self.transport.connect(peer);
-        while !copies.is_empty() {
-            let batch: Vec<Copy> = copies.iter().take(SUBMIT).copied().collect();
-            if self.transport.submit(node, &batch).is_err() {
-                return;
-            }
-            copies.drain(..batch.len());
-        }
-        self.backlog.remove(node);
-    }
 }
 
 impl Drop for Actor {
@@ -735,8 +706,4 @@ impl Drop for Actor {
             }
         }
     }
-}
-
-fn lost(copies: VecDeque<Copy>) -> Vec<Completion> {
-    copies.into_iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect()
 }

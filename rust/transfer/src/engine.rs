@@ -28,8 +28,10 @@ use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
 use crate::pool::{Change, Holder, Pool, Remembered};
 use crate::stats::{Snapshot, Stats};
-use crate::transport::{Completion, Copy, CopyId};
+use crate::transport::{Copy, CopyId};
 use crate::types::{BlockKey, ClientId, Kind, Layout, Nanos, NodeAddress, NodeId, Tag};
+
+pub use copies::Copied;
 
 use copies::Job;
 use fetch::{Fetch, Serving};
@@ -51,12 +53,7 @@ pub enum Input {
     /// A peer said something.
     Peer { peer: NodeId, message: PeerMessage },
     /// Copies have completed.
-    Completed {
-        /// The transport that carried them.
-        via: Kind,
-        /// One per copy.
-        completions: Vec<Completion>,
-    },
+    Completed(Vec<Copied>),
     /// The conductor ordered something.
     Order(DaemonOrder),
     /// Time has passed. The shell calls at least every 100 ms.
@@ -73,7 +70,7 @@ pub enum Output {
     Dial { peer: NodeAddress },
     /// Tell a peer (a session stands).
     Peer { peer: NodeId, message: PeerMessage },
-    /// Submit copies to the transport towards this peer (connect first; on `Busy` queue and retry in order).
+    /// Start copies to this peer, whose session stands; each completes once.
     Submit { peer: NodeAddress, copies: Vec<Copy> },
     /// Tell the conductor, if one is connected (the shell bounds the queue and marks a gap by dropping).
     Report(DaemonReport),
@@ -215,7 +212,7 @@ impl Engine {
                     self.peer(&peer, message);
                 }
             }
-            Input::Completed { via, completions } => self.completed(via, completions),
+            Input::Completed(copied) => self.completed(copied),
             Input::Order(DaemonOrder::Dump) => self.dump(),
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);

@@ -4,6 +4,7 @@
 //! [`engine`], then `session`, [`transport`] and [`pool`], then `wire` and [`memory`], then [`types`] and [`error`].
 //! Everything below the shells is sans-IO: bytes and time come in as arguments.
 
+pub mod carrier;
 pub mod client;
 pub mod config;
 pub mod daemon;

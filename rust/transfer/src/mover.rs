@@ -36,11 +36,13 @@ mod stats;
 mod transfer;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::str::FromStr;
 use std::sync::Arc;
 
 pub use breaker::State as BreakerState;
 pub use stats::{Histogram, PathStats, PeerStats};
 
+use crate::error::Error;
 use crate::random::Random;
 use crate::region::Regions;
 use crate::transport::{Busy, Completion, Copy, CopyId, Kind, Op, Outcome, Path, Transport};
@@ -111,6 +113,20 @@ pub enum Via {
     Auto,
     /// This one or none.
     Only(Kind),
+}
+
+impl FromStr for Via {
+    type Err = Error;
+
+    /// `auto`, or the name of a transport.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let known = [Kind::Shm, Kind::Rdma, Kind::Tcp].into_iter().find(|kind| kind.name() == text);
+        match (text, known) {
+            ("auto", _) => Ok(Self::Auto),
+            (_, Some(kind)) => Ok(Self::Only(kind)),
+            _ => Err(Error::give_up(format!("transport {text:?} is unknown: use auto, shm, rdma or tcp"))),
+        }
+    }
 }
 
 /// How a transfer ended. This side's memory is touched no more.

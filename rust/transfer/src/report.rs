@@ -11,6 +11,7 @@ use crate::keys::Key;
 use crate::link::{Connection, Link, Stream, nonce, now};
 use crate::mailbox::Mailbox;
 use crate::messages::{DaemonOrder, DaemonReport, Purpose};
+use crate::mover::Via;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::types::{Incarnation, NodeAddress};
@@ -62,6 +63,7 @@ impl ReportEndpoint {
             listen: Some(listen.into()),
             // Daemons are told where the conductor is, so any address may be listened at.
             advertise: Some(listen.into()),
+            transport: Via::Auto,
             socket: None,
             conductor: None,
             session_key: key,

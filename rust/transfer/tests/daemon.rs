@@ -21,6 +21,7 @@ use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Purpose, Refusal,
 };
+use pyengine_transfer::mover::Via;
 use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
 use pyengine_transfer::session::Session;
 use pyengine_transfer::transport::tcp::TcpTransport;
@@ -39,6 +40,7 @@ fn config(node: &str) -> Config {
         dram_bytes: 256 << 10,
         listen: Some("127.0.0.1:0".into()),
         advertise: None,
+        transport: Via::Auto,
         socket: None,
         conductor: None,
         session_key: Some(KEY),

@@ -20,7 +20,7 @@ use transfer::error::Error;
 #[derive(Parser, Debug)]
 #[command(name = "transferd", version)]
 struct Arguments {
-    /// TOML file with node, dram_bytes, listen, advertise, socket, conductor, secret_file
+    /// TOML file with node, dram_bytes, listen, advertise, transport, socket, conductor, secret_file
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Id of this node, unique in the cluster
@@ -35,6 +35,9 @@ struct Arguments {
     /// What peers dial, where it is not the same as --listen
     #[arg(long, value_name = "HOST:PORT")]
     advertise: Option<String>,
+    /// How blocks travel to peers: auto, shm, rdma or tcp
+    #[arg(long, value_name = "NAME")]
+    transport: Option<String>,
     /// Unix socket for local workers
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -63,6 +66,7 @@ struct File {
     dram_bytes: Option<Size>,
     listen: Option<String>,
     advertise: Option<String>,
+    transport: Option<String>,
     socket: Option<PathBuf>,
     conductor: Option<String>,
     secret_file: Option<PathBuf>,
@@ -193,6 +197,7 @@ fn configure(arguments: &Arguments) -> Result<Config, Error> {
         dram_bytes,
         listen: arguments.listen.clone().or(file.listen),
         advertise: arguments.advertise.clone().or(file.advertise),
+        transport: arguments.transport.as_deref().or(file.transport.as_deref()).unwrap_or("auto").parse()?,
         socket: arguments.socket.clone().or(file.socket),
         conductor: arguments.conductor.clone().or(file.conductor),
         session_key: secret.as_deref().map(read_session_key).transpose()?,

@@ -3,11 +3,21 @@
 use std::collections::BTreeSet;
 
 use crate::messages::{Refusal, Ticket};
-use crate::transport::{Completion, Copy, Outcome};
+use crate::mover::Failure;
+use crate::transport::{Copy, CopyId};
 use crate::types::{Kind, NodeId, SlotRef, Tag};
 
-use super::push::result_of;
+use super::push::refusal_of;
 use super::{Engine, Output, Store};
+
+/// How a copy that was submitted has ended; its source is read no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Copied {
+    /// Its number.
+    pub id: CopyId,
+    /// The transport that carried it: applied and verified there. Or why it failed.
+    pub result: Result<Kind, Failure>,
+}
 
 /// What a copy is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,39 +68,39 @@ impl Engine {
         }
     }
 
-    pub(super) fn completed(&mut self, via: Kind, completions: Vec<Completion>) {
+    pub(super) fn completed(&mut self, copied: Vec<Copied>) {
         let mut pushes = BTreeSet::new();
-        for Completion { id, outcome } in completions {
+        for Copied { id, result } in copied {
             let Some(job) = self.copies.remove(&id) else { continue };
             if let Why::Push { tag, .. } = job.why {
                 pushes.insert(tag);
             }
-            self.job_completed(job, outcome, via);
+            self.job_completed(job, result);
         }
         for tag in pushes {
             self.send_commit(tag);
         }
     }
 
-    fn job_completed(&mut self, mut job: Job, outcome: Outcome, via: Kind) {
+    fn job_completed(&mut self, mut job: Job, result: Result<Kind, Failure>) {
         let Some(Store { arena, pool }) = &mut self.store else { return };
-        let mut outcome = outcome;
+        let mut result = result;
         let mut again = false;
-        match outcome {
-            Outcome::Done => {
+        match result {
+            Ok(via) => {
                 self.stats.sent[via as usize].add(1, arena.layout().block_bytes() as u64);
             }
             // The source itself may be what is broken: then nobody shall find it any more.
-            Outcome::Corrupt if !arena.intact(job.source) => {
+            Err(Failure::Corrupt) if !arena.intact(job.source) => {
                 self.stats.corrupt_arena += 1;
                 pool.unpublish(job.source);
             }
-            Outcome::Corrupt => {
+            Err(Failure::Corrupt) => {
                 self.stats.corrupt_wire += 1;
                 again = true;
             }
-            Outcome::Lost => again = true,
-            Outcome::Fenced | Outcome::Denied => {}
+            Err(Failure::Unreachable) => again = true,
+            Err(Failure::Fenced | Failure::Denied) => {}
         }
         let wanted = self.wanted(&job);
         let mut links = self.links.values_mut();
@@ -105,9 +115,9 @@ impl Engine {
                 }
             }
             // The session has ended, whatever the copy says.
-            None => outcome = Outcome::Lost,
+            None => result = Err(Failure::Unreachable),
         }
-        self.job_over(job, result_of(outcome, via));
+        self.job_over(job, result.map_err(refusal_of));
     }
 
     /// True if somebody still waits for this copy.

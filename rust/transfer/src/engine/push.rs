@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use crate::messages::{GrantedSlot, LocalEvent, NOTE_LIMIT, PeerMessage, Refusal};
+use crate::mover::Failure;
 use crate::pool::Holder;
-use crate::transport::Outcome;
 use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId, Tag};
 
 use super::copies::{Job, Why};
@@ -291,13 +291,12 @@ impl Engine {
     }
 }
 
-/// What a failed outcome means to whoever wanted the copy.
-pub(super) fn result_of(outcome: Outcome, via: Kind) -> Result<Kind, Refusal> {
-    match outcome {
-        Outcome::Done => Ok(via),
-        Outcome::Fenced => Err(Refusal::Ended),
-        Outcome::Denied => Err(Refusal::Protocol),
-        Outcome::Corrupt => Err(Refusal::Corrupt),
-        Outcome::Lost => Err(Refusal::Unreachable),
+/// What a failed copy means to whoever wanted it.
+pub(super) fn refusal_of(failure: Failure) -> Refusal {
+    match failure {
+        Failure::Fenced => Refusal::Ended,
+        Failure::Denied => Refusal::Protocol,
+        Failure::Corrupt => Refusal::Corrupt,
+        Failure::Unreachable => Refusal::Unreachable,
     }
 }

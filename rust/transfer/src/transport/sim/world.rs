@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, SimTransport, Step, pair};
-use crate::engine::{Engine, Input, Output, Settings};
+use crate::engine::{Copied, Engine, Input, Output, Settings};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest};
+use crate::mover::Failure;
 use crate::region::Regions;
 use crate::transport::{Completion, Copy, Outcome, Transport};
 use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId};
@@ -193,9 +194,10 @@ impl World {
                 if let Some(node) = self.nodes.get_mut(&at) {
                     node.transport.close(&peer.node);
                     let waiting = node.waiting.remove(&peer.node).unwrap_or_default();
-                    let lost = waiting.iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect();
+                    let lost = |copy: &Copy| Copied { id: copy.id, result: Err(Failure::Unreachable) };
+                    let lost = waiting.iter().map(lost).collect();
                     self.feed(&at, Input::PeerDown { peer });
-                    self.feed(&at, Input::Completed { via: Kind::Sim, completions: lost });
+                    self.feed(&at, Input::Completed(lost));
                     self.poll(&at);
                 }
             }
@@ -248,7 +250,7 @@ impl World {
             node.transport.poll(&mut completions);
         }
         if !completions.is_empty() {
-            self.feed(node, Input::Completed { via: Kind::Sim, completions });
+            self.feed(node, Input::Completed(completions.into_iter().map(copied).collect()));
         }
         // A completion may have made room in a lane.
         if let Some(node) = self.nodes.get_mut(node) {
@@ -305,4 +307,15 @@ impl World {
             }
         }
     }
+}
+
+fn copied(completion: Completion) -> Copied {
+    let result = match completion.outcome {
+        Outcome::Done => Ok(Kind::Sim),
+        Outcome::Fenced => Err(Failure::Fenced),
+        Outcome::Denied => Err(Failure::Denied),
+        Outcome::Corrupt => Err(Failure::Corrupt),
+        Outcome::Lost => Err(Failure::Unreachable),
+    };
+    Copied { id: completion.id, result }
 }
