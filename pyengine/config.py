@@ -21,7 +21,7 @@ from pyengine.scheduler.types import Role
 
 GIB = 1 << 30
 BACKENDS = ("torch", "fake")
-TRANSPORTS = ("auto", "tcp")
+TRANSPORTS = ("auto", "shm", "tcp", "rdma")
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -68,7 +68,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill, decode, both: numbers of workers of each role. None named at all: one prefill and one decode worker.
     nodes: daemons (each with its own pool); worker k sits on node k mod nodes, prefill workers first. One: hand-off
     through a shared arena, the fastest on one machine.
-    transport: how blocks cross between nodes. auto takes the best that exists (tcp in this version).
+    transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma, then tcp.
     dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory.
     kv_bytes: device pages per worker, bytes; 0: as dram_bytes.
     pages: device pages per worker; 0: derived from kv_bytes.
@@ -107,8 +107,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.backend == "jax":
             raise ConfigError("backend jax is not in this version: use --backend torch")
         _one_of("backend", self.backend, BACKENDS)
-        if self.transport in ("shm", "rdma"):
-            raise ConfigError(f"transport {self.transport} is not in this version: use --transport tcp (or auto)")
         _one_of("transport", self.transport, TRANSPORTS)
         for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads", "slo_ttft", "slo_tbt"):
             if getattr(self, name) < 0:
@@ -151,7 +149,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         workers = len(self.roles())
         return msgspec.structs.replace(
             self,
-            transport="tcp",
             dram_bytes=self.dram_bytes or default_pool_bytes(),
             kv_bytes=self.kv_bytes or default_pool_bytes(),
             threads=self.threads or max(1, (os.cpu_count() or 1) // workers),
@@ -202,13 +199,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What `transferd --config` reads (TOML).
 
-    listen: "host:port" for peers (port 0: any). socket: path for local workers. conductor: "host:port" of its endpoint
-    for daemons. dram_bytes: size of the arena.
+    listen: "host:port" for peers (port 0: any). transport: how blocks travel to them. socket: path for local workers.
+    conductor: "host:port" of its endpoint for daemons. dram_bytes: size of the arena.
     """
 
     node: str
     dram_bytes: int
     listen: str
+    transport: str = "auto"
     socket: str
     conductor: str
     secret_file: str

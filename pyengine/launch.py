@@ -254,6 +254,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             node=node,
             dram_bytes=config.dram_bytes,
             listen="127.0.0.1:0",
+            transport=config.transport,
             socket=f"{run}/{node}.sock",
             conductor=daemons,
             secret_file=str(secret),

@@ -296,7 +296,7 @@ def test_bad_requests_are_told_what_to_do(state_dir: Path) -> None:
     [
         (("--model", "/no/such/path", "--backend", "torch"), "no such"),
         (("--backend", "jax"), "torch"),
-        (("--transport", "rdma"), "tcp"),
+        (("--transport", "tpc"), "tcp"),
         (("--prefill", "1"), "--decode"),
         (("--dram-bytes", "900TiB"), "memory"),
         (("--host", "0.0.0.0", "--policy", "nonsense", "--backend", "fake", "--model", "fake"), "kvcache-centric"),
