@@ -652,12 +652,12 @@ fn run_seeds(test: &str, calm: bool, usual: u64) {
 
 #[test]
 fn gentle_network() {
-    run_seeds("gentle_network", true, 100);
+    run_seeds("gentle_network", true, 30);
 }
 
 #[test]
 fn rough_network() {
-    run_seeds("rough_network", false, 200);
+    run_seeds("rough_network", false, 100);
 }
 
 // Goal: the same seed does the same. Method: run twice, compare how all transfers ended.
