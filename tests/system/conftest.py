@@ -57,7 +57,7 @@ def text(ids: list[int]) -> str:
 
 def complete(server: Server, ids: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
     """One completion, not streamed; the test fails on any status but 200."""
-    response = httpx2.post(f"{server.base}/v1/completions", json=body(ids, tokens, **fields), timeout=120)
+    response = httpx2.post(f"{server.base}/v1/completions", json=body(ids, tokens, **fields), timeout=600)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -77,7 +77,7 @@ def body(ids: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
 def stream(server: Server, ids: list[int], tokens: int, **fields: Any) -> Iterator[str]:
     """Pieces of text of a streamed completion, as they come; raises StreamFailed on an error event."""
     payload = body(ids, tokens, stream=True, **fields)
-    with httpx2.stream("POST", f"{server.base}/v1/completions", json=payload, timeout=120) as response:
+    with httpx2.stream("POST", f"{server.base}/v1/completions", json=payload, timeout=600) as response:
         if response.status_code != 200:
             response.read()
             raise StreamFailed(response.text)

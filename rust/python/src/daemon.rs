@@ -24,6 +24,7 @@ pub struct Daemon {
 #[pymethods]
 impl Daemon {
     #[new]
+    #[expect(clippy::too_many_arguments, reason = "Python gives them by name")]
     #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None, transport = "auto"))]
     fn new(
         py: Python<'_>,

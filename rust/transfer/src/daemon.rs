@@ -33,7 +33,8 @@ use crate::mover::{self, Mover, Via};
 use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
-use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
+use crate::transport::lanes::{Acceptor, Settings as LaneSettings};
+use crate::transport::tcp;
 use crate::types::{ClientId, Incarnation, Kind, Layout, NodeAddress, NodeId};
 use crate::wire;
 
@@ -105,11 +106,9 @@ struct Shared {
     me: NodeAddress,
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
-    tcp: Arc<TcpShared>,
+    lanes: Acceptor,
     /// The latest life of each node that has proven itself.
     lives: Mutex<HashMap<NodeId, Incarnation>>,
-    /// Incoming lanes: number, peer's node, link.
-    lanes: Mutex<HashMap<u64, (NodeId, Link)>>,
 }
 
 impl Daemon {
@@ -134,16 +133,15 @@ impl Daemon {
         let notify = happenings.clone();
         // If the channel is full the actor is awake and looks at the transport anyway.
         let notify = Box::new(move || drop(notify.try_send(Happening::Completions)));
-        let transport = TcpTransport::new(config.key(), me.clone(), notify);
+        let transport = tcp::transport(config.key(), me.clone(), LaneSettings::default(), notify)?;
         let threads = Arc::new(Threads::default());
         let shared = Arc::new(Shared {
             key: config.key(),
             me: me.clone(),
             happenings,
             threads: threads.clone(),
-            tcp: transport.shared(),
+            lanes: transport.acceptor(),
             lives: Mutex::default(),
-            lanes: Mutex::default(),
         });
         let engine = Engine::new(me, Settings::new(config.dram_bytes));
         let mover = Mover::new(vec![(Kind::Tcp, Box::new(transport))], mover::Settings::default());
@@ -271,11 +269,6 @@ impl Shared {
         // It fails only when the actor has ended; then all links are being closed.
         let _ = self.happenings.send(happening);
     }
-
-    fn close_lanes(&self, node: &NodeId) {
-        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.values().filter(|(peer, _)| peer == node).for_each(|(_, link)| link.close("the peer is gone"));
-    }
 }
 
 // -- incoming connections ------------------------------------------------------------------------------------------
@@ -315,13 +308,8 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
         }
         Purpose::Lane { node } if !local => {
             connection.welcome();
-            let stream = connection.into_lane()?;
-            let entry = (node.node.clone(), link.clone());
-            shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).insert(number, entry);
-            if let Err(error) = serve_lane(&shared.tcp, &stream, link) {
-                tracing::info!(peer = %node.node, "an incoming lane ended: {error}");
-            }
-            shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
+            // An I/O thread serves it from now on.
+            shared.lanes.adopt(connection.into_lane()?, &node)?;
         }
         Purpose::Local { incarnation } if local => {
             tracing::debug!(client = number, incarnation, "a local client attaches");
@@ -583,7 +571,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
-        self.shared.close_lanes(node);
+        self.shared.lanes.close(node, "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }
 

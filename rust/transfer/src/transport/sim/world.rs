@@ -45,7 +45,8 @@ pub struct World {
 impl World {
     /// A world with no nodes.
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let network = Network::new(seed, faults);
+        // Pools fence late bytes themselves, slot by slot, so they get some.
+        let network = Network::new(seed, Faults { late: true, ..faults });
         network.inner().schedule(TICK, Event::Control(Control::Tick));
         Self {
             network,
@@ -101,8 +102,8 @@ impl World {
     /// Nothing comes through between two nodes any more; their session dies of silence.
     pub fn cut(&mut self, a: &str, b: &str) {
         let key = pair(&a.to_owned(), &b.to_owned());
+        self.network.cut(a, b, None);
         let mut inner = self.network.inner();
-        inner.cut.insert(key.clone());
         if let Some(session) = self.sessions.get(&key) {
             let at = inner.now + SILENCE;
             inner.schedule(at, Event::Control(Control::Silent { session: session.id }));
@@ -112,7 +113,7 @@ impl World {
     /// What was cut is whole again; a session that has lost something meanwhile ends.
     pub fn heal(&mut self, a: &str, b: &str) {
         let key = pair(&a.to_owned(), &b.to_owned());
-        self.network.inner().cut.remove(&key);
+        self.network.heal(a, b, None);
         if self.sessions.get(&key).is_some_and(|session| session.torn) {
             self.break_session(a, b);
         }
@@ -180,7 +181,7 @@ impl World {
             }
             Control::Silent { session } => {
                 let dead = self.sessions.iter().find(|(_, held)| held.id == session).map(|(key, _)| key.clone());
-                if let Some((a, b)) = dead.filter(|(a, b)| self.network.inner().is_cut(a, b)) {
+                if let Some((a, b)) = dead.filter(|(a, b)| self.network.inner().is_cut(a, b, None)) {
                     self.break_session(&a, &b);
                 }
             }
@@ -202,7 +203,7 @@ impl World {
                 }
             }
             Control::Message { at, from, session, message } => {
-                let cut = self.network.inner().is_cut(&at, &from);
+                let cut = self.network.inner().is_cut(&at, &from, None);
                 match self.sessions.get_mut(&pair(&at, &from)).filter(|held| held.id == session) {
                     Some(held) if cut || held.torn => held.torn = true,
                     Some(_) => self.feed(&at, Input::Peer { peer: from, message }),
@@ -214,7 +215,7 @@ impl World {
 
     fn dialled(&mut self, by: NodeAddress, peer: NodeAddress) {
         let inner = self.network.inner();
-        let possible = inner.alive(&by) && inner.alive(&peer) && !inner.is_cut(&by.node, &peer.node);
+        let possible = inner.alive(&by) && inner.alive(&peer) && !inner.is_cut(&by.node, &peer.node, None);
         drop(inner);
         if !possible {
             self.arrive(&peer.node, &by.node, Control::Down { at: by.node.clone(), peer: peer.clone() });
