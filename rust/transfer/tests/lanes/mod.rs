@@ -12,7 +12,7 @@ use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
 use pyengine_transfer::transport::tcp;
-use pyengine_transfer::types::NodeAddress;
+use pyengine_transfer::types::{Incarnation, NodeAddress};
 
 /// The key of both sides.
 pub const KEY: [u8; 32] = [7; 32];
@@ -28,12 +28,17 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    /// Listens on a free port.
+    /// Listens on a free port, for an arena.
     pub fn new(arena: Arc<Arena>) -> Self {
+        Self::over(Regions::of(arena), 1)
+    }
+
+    /// Listens on a free port, for regions, as this life of the node "destination".
+    pub fn over(regions: Arc<Regions>, incarnation: Incarnation) -> Self {
         let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
-        let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation: 1 };
+        let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation };
         let mut transport = transport(&address, Box::new(|| {}));
-        transport.register(Regions::of(arena));
+        transport.register(regions);
         let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
         let (all, until, me) = (threads.clone(), accepting.clone(), address.clone());
@@ -81,8 +86,8 @@ fn transport(me: &NodeAddress, notify: Box<dyn Fn() + Send + Sync>) -> LaneTrans
     tcp::transport(KEY, me.clone(), settings, notify).expect("threads and descriptors")
 }
 
-/// A sending transport, and what tells that completions wait.
-pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
+/// A sending transport over regions, and what tells that completions wait.
+pub fn sender(regions: Arc<Regions>) -> (LaneTransport, mpsc::Receiver<()>) {
     let (wake, woken) = mpsc::channel();
     let wake = Mutex::new(wake);
     let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
@@ -91,7 +96,7 @@ pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
         let _ = wake.lock().expect("whole").send(());
     });
     let mut transport = transport(&me, notify);
-    transport.register(Regions::of(arena));
+    transport.register(regions);
     (transport, woken)
 }
 
