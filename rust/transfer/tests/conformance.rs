@@ -12,6 +12,7 @@ use std::sync::{Arc, mpsc};
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::region::{Access, Buffer, By, Regions};
 use pyengine_transfer::transport::lanes::LaneTransport;
+use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::sim::{Faults, Network, SimTransport};
 use pyengine_transfer::transport::{Busy, Completion, Copy, CopyId, Op, Outcome, PIECE_BYTES, Path, Transport};
 use pyengine_transfer::types::{Layout, NodeAddress, RegionId, SlotRef, Span};
@@ -98,8 +99,8 @@ impl Harness for Tcp {
     type Transport = LaneTransport;
 
     fn new(here: Arc<Regions>, there: Arc<Regions>) -> Self {
-        let (transport, woken) = lanes::sender(here);
-        Self { transport, woken, receiver: lanes::Receiver::over(there, 1) }
+        let (transport, woken) = lanes::sender_with(here, lanes::short_queue());
+        Self { transport, woken, receiver: lanes::Receiver::with(there) }
     }
 
     fn transport(&mut self) -> &mut LaneTransport {
@@ -119,7 +120,47 @@ impl Harness for Tcp {
     }
 
     fn revive_peer(&mut self, there: Arc<Regions>) {
-        self.receiver = lanes::Receiver::over(there, self.receiver.address.incarnation + 1);
+        self.receiver = lanes::Receiver::life(there, self.receiver.address.incarnation + 1);
+    }
+}
+
+/// Memory of one host, read by the side that writes.
+struct Shm {
+    transport: ShmTransport,
+    woken: mpsc::Receiver<()>,
+    peer: NodeAddress,
+    /// The other end lives as long as this.
+    receiver: Option<ShmTransport>,
+}
+
+impl Harness for Shm {
+    type Transport = ShmTransport;
+
+    fn new(here: Arc<Regions>, there: Arc<Regions>) -> Self {
+        let (_, transport, woken) = lanes::shm_with("source", here, lanes::short_queue());
+        let (peer, receiver, _) = lanes::shm_with("destination", there, lanes::short_queue());
+        Self { transport, woken, peer, receiver: Some(receiver) }
+    }
+
+    fn transport(&mut self) -> &mut ShmTransport {
+        &mut self.transport
+    }
+
+    fn peer(&self) -> NodeAddress {
+        self.peer.clone()
+    }
+
+    fn progress(&mut self) {
+        self.woken.recv_timeout(lanes::PATIENCE).expect("every copy completes");
+    }
+
+    fn kill_peer(&mut self) {
+        self.receiver = None;
+    }
+
+    fn revive_peer(&mut self, there: Arc<Regions>) {
+        let (peer, receiver, _) = lanes::shm_with("destination", there, lanes::short_queue());
+        (self.peer, self.receiver) = (peer, Some(receiver));
     }
 }
 
@@ -593,10 +634,11 @@ fn removal_waits_for_what_is_under_way<H: Harness>() {
         bench.submit_all(&copies);
         let gone = if remote_goes { bench.there.remove(remote) } else { bench.here.remove(local) };
         let gone = gone.expect("registered");
-        while !gone.is_quiet() {
+        while !gone.is_quiet() && bench.outcomes.len() < before + copies.len() {
             bench.harness.progress();
             bench.poll();
         }
+        assert!(gone.wait_quiet(lanes::PATIENCE), "all copies have completed");
         let then = content(&gone);
         bench.wait(before + copies.len());
         let outcomes: Vec<Outcome> = copies.iter().map(|copy| bench.outcomes[&copy.id]).collect();
@@ -702,4 +744,4 @@ suites!([
     removal_waits_for_what_is_under_way,
     paths_tell,
     a_dead_peer_comes_back,
-]; sim: Sim, tcp: Tcp);
+]; sim: Sim, tcp: Tcp, shm: Shm);

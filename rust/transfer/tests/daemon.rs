@@ -514,7 +514,7 @@ struct Source {
 
 fn source() -> Source {
     let arena = Arena::create(256 << 10, LAYOUT).expect("fits");
-    let (transport, woken) = lanes::sender(pyengine_transfer::region::Regions::of(arena.clone()));
+    let (transport, woken) = lanes::sender(arena.clone());
     Source { arena, transport, woken }
 }
 

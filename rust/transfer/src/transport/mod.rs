@@ -1,6 +1,7 @@
 //! How bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
 
 pub mod lanes;
+pub mod shm;
 pub mod sim;
 pub mod tcp;
 

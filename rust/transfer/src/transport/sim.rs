@@ -244,7 +244,7 @@ impl Inner {
 
     /// The end of a copy, as far as the network is concerned.
     fn remove(&mut self, id: u64) -> Option<Flight> {
-        let flight = self.remove(id)?;
+        let flight = self.flights.remove(&id)?;
         self.orphans.remove(&id);
         if let Some(waited_for) = self.waited_for.get_mut(&flight.link) {
             waited_for.remove(&id);
