@@ -7,6 +7,7 @@
 pub mod client;
 pub mod config;
 pub mod daemon;
+pub mod endpoint;
 pub mod engine;
 pub mod error;
 pub mod keys;
