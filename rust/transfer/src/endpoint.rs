@@ -86,13 +86,16 @@ pub struct Settings {
     pub advertise: Option<String>,
     /// By which transports copies may travel, out of [`KINDS`].
     pub transports: Vec<Kind>,
+    /// Copies carry checksums that are verified where they land.
+    pub checksums: bool,
     /// Notifications that may wait for the user: 64 MiB of the longest ones. Beyond, peers wait.
     pub inbox: usize,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { node: None, key: None, listen: None, advertise: None, transports: KINDS.to_vec(), inbox: 1024 }
+        let transports = KINDS.to_vec();
+        Self { node: None, key: None, listen: None, advertise: None, transports, checksums: true, inbox: 1024 }
     }
 }
 
@@ -272,7 +275,21 @@ impl Endpoint {
     /// Bug: the name is taken or impossible, or the engine is closed.
     pub fn register(&self, buffer: Buffer, name: Option<&str>) -> Result<Registration, Error> {
         self.shared.open()?;
-        Registration::new(&self.shared.me, &self.shared.regions, &self.shared.names, buffer, name)
+        Registration::new(&self.shared.me, &self.shared.regions, &self.shared.names, buffer, name, true)
+    }
+
+    /// As `register`, for memory that cannot be written, by nobody: it is only the source of copies.
+    ///
+    /// # Errors
+    /// As `register`. Bug: peers would be permitted to write it.
+    pub fn register_source(&self, buffer: Buffer, name: Option<&str>) -> Result<Registration, Error> {
+        self.shared.open()?;
+        if buffer.access().write {
+            return Err(Error::bug(
+                "memory that cannot be written is to be written by peers: permit them only to read",
+            ));
+        }
+        Registration::new(&self.shared.me, &self.shared.regions, &self.shared.names, buffer, name, false)
     }
 
     /// Registers memory of the engine's own, zeroed.

@@ -22,6 +22,8 @@ pub struct Copies {
     /// The first copy whose remote region peers may not read, and the first that they may not write.
     unreadable: Option<usize>,
     unwritable: Option<usize>,
+    /// The first copy whose local region cannot be written.
+    unfillable: Option<usize>,
     /// Two copies that would write the same bytes: of a write, of a read. Looked for when it is first submitted so.
     clash: [OnceLock<Option<(usize, usize)>>; 2],
 }
@@ -55,6 +57,13 @@ impl Copies {
         };
         if let Some(index) = forbidden {
             return Err(Error::bug(format!("copy {index}: its remote region was not registered for peers to {verb}")));
+        }
+        if op == Op::Read
+            && let Some(index) = self.unfillable
+        {
+            return Err(Error::bug(format!(
+                "copy {index}: its local memory is read-only, nothing can be read into it"
+            )));
         }
         // The destinations' checksums are verified where the bytes land: overlapping ones would fail each other.
         let clash = self.clash[usize::from(op == Op::Read)].get_or_init(|| clash(&self.parts, op));
@@ -95,6 +104,7 @@ pub struct CopiesBuilder {
     bytes: u64,
     unreadable: Option<usize>,
     unwritable: Option<usize>,
+    unfillable: Option<usize>,
 }
 
 impl CopiesBuilder {
@@ -139,6 +149,9 @@ impl CopiesBuilder {
             }
             self.locals.push(region);
         }
+        if !local.is_writable() {
+            self.unfillable.get_or_insert(index);
+        }
         if !remote.access.read {
             self.unreadable.get_or_insert(index);
         }
@@ -157,9 +170,9 @@ impl CopiesBuilder {
 
     /// The list.
     pub fn finish(self) -> Copies {
-        let Self { parts, life, locals, bytes, unreadable, unwritable } = self;
+        let Self { parts, life, locals, bytes, unreadable, unwritable, unfillable } = self;
         let clash = [OnceLock::new(), OnceLock::new()];
-        Copies { parts: parts.into(), life, locals, bytes, unreadable, unwritable, clash }
+        Copies { parts: parts.into(), life, locals, bytes, unreadable, unwritable, unfillable, clash }
     }
 }
 

@@ -46,6 +46,7 @@ pub struct Registration {
     regions: Arc<Regions>,
     names: Arc<Names>,
     name: Option<String>,
+    writable: bool,
 }
 
 impl std::fmt::Debug for Registration {
@@ -61,6 +62,7 @@ impl Registration {
         names: &Arc<Names>,
         buffer: Buffer,
         name: Option<&str>,
+        writable: bool,
     ) -> Result<Self, Error> {
         let (bytes, Access { read, write }) = (buffer.bytes(), buffer.access());
         let buffer = Arc::new(buffer);
@@ -84,7 +86,7 @@ impl Registration {
         }
         drop(named);
         let (regions, names, name) = (regions.clone(), names.clone(), name.map(Into::into));
-        Ok(Self { handle: RegionHandle::of(me, info), buffer, regions, names, name })
+        Ok(Self { handle: RegionHandle::of(me, info), buffer, regions, names, name, writable })
     }
 
     /// What peers need to name it.
@@ -105,6 +107,11 @@ impl Registration {
     /// Its memory.
     pub fn buffer(&self) -> &Arc<Buffer> {
         &self.buffer
+    }
+
+    /// False if it cannot be written, by nobody.
+    pub fn is_writable(&self) -> bool {
+        self.writable
     }
 
     /// True once nobody may begin to touch it any more.
