@@ -75,7 +75,7 @@ impl Stream {
         }
     }
 
-    fn shutdown(&self, how: std::net::Shutdown) {
+    pub(crate) fn shutdown(&self, how: std::net::Shutdown) {
         // It fails only if the other side has already ended the connection.
         let _ = match self {
             Self::Tcp(stream) => stream.shutdown(how),
@@ -286,6 +286,11 @@ impl Link {
         state.bytes = 0;
     }
 
+    /// True if both are clones of one link.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// What `close` makes readable.
     pub fn wake(&self) -> &Wake {
         &self.0.wake
@@ -356,17 +361,17 @@ impl Connection {
     }
 
     /// Sends what is pending and gives the socket away, as a data lane.
-    pub fn into_lane(mut self) -> Result<TcpStream, Ended> {
+    pub fn into_lane(mut self) -> Result<Stream, Ended> {
         self.pending.extend(self.session.take_output());
         while self.sent < self.pending.len() {
             self.write()?;
             let mut wait = [PollFd::new(self.stream.as_fd(), PollFlags::POLLOUT)];
             poll(&mut wait, poll_timeout(Some(FAREWELL))).map_err(|errno| closed(errno.into()))?;
         }
-        match self.stream {
-            Stream::Tcp(stream) if !self.session.has_rest() && self.events.is_empty() => Ok(stream),
-            _ => Err(Ended::Closed("not a fresh TCP connection".into())),
+        if self.session.has_rest() || !self.events.is_empty() {
+            return Err(Ended::Closed("more than a handshake came on a lane".into()));
         }
+        Ok(self.stream)
     }
 
     /// Runs until the connection ends; returns why. `deliver` gets each message. The socket closes with the connection.
