@@ -122,6 +122,11 @@ impl Buffer {
         self.lock().closed = true;
     }
 
+    /// How many hold some of it now.
+    pub fn holds(&self) -> u32 {
+        self.lock().holds
+    }
+
     /// True if it is closed and no hold is out.
     pub fn is_quiet(&self) -> bool {
         let state = self.lock();
