@@ -35,9 +35,7 @@ __all__ = [
 Transport: TypeAlias = Literal["shm", "rdma", "tcp"]
 Operation: TypeAlias = Literal["write", "read"]
 Priority: TypeAlias = Literal["urgent", "normal", "background"]
-Outcome: TypeAlias = Literal[
-    "pending", "done", "cancelled", "deadline", "fenced", "denied", "corrupt", "unreachable"
-]
+Outcome: TypeAlias = Literal["pending", "done", "cancelled", "deadline", "fenced", "denied", "corrupt", "unreachable"]
 #: One number for all copies of an entry, or an int64 or uint64 array with one each.
 Number: TypeAlias = Any
 #: (local region, offset, remote region, offset, length)
@@ -229,25 +227,22 @@ class TransferEngine:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def register(
-        self, memory: Any, *, read: bool = True, write: bool = True, name: str | None = None
-    ) -> Region:
+    def register(self, memory: Any, *, read: bool = True, write: bool = True, name: str | None = None) -> Region:
         """Makes memory nameable: anything with the buffer protocol, or (pointer, length) of writable memory.
 
-        A buffer's export is held until it is unregistered; behind a pointer the caller keeps the memory. `read` and
-        `write` say what peers may do. A `name` is what peers can ask for (`peer.region`); otherwise give them `handle`.
+        It stays registered until its `unregister` (or the end of its `with` block) or until the engine is closed. So long
+        a buffer's export is held; memory behind a pointer must be kept by the caller. `read` and `write` say what peers
+        may do. A `name` is what peers can ask for (`peer.region`); otherwise give them its `handle`.
         """
         return self._native.register(memory, read=read, write=write, name=name)
 
     def allocate(self, length: int, *, read: bool = True, write: bool = True, name: str | None = None) -> Region:
-        """Registers zeroed memory of the engine's own, which shares best. `memoryview(region)` is the memory."""
+        """Registers zeroed memory of the engine's own, which shares best: `region.memory`."""
         return self._native.allocate(length, read=read, write=write, name=name)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
-    def connect(
-        self, address: str, *, transport: Literal["auto"] | Transport = "auto", timeout: float = 10.0
-    ) -> Peer:
+    def connect(self, address: str, *, transport: Literal["auto"] | Transport = "auto", timeout: float = 10.0) -> Peer:
         """Reaches the engine that listens at "host:port"; returns when copies would get through.
 
         transport: one that must be used, or "auto": the best that stands. `peer.transports` says which one is, and why.
