@@ -1,5 +1,5 @@
-"""Goal: `TransferEngine` does what its docstrings say, and says clearly what it cannot do. Method: engines in this process
-over loopback; memory is compared with what was meant; every wait is for an event."""
+"""Goal: `TransferEngine` does what its docstrings say, and says clearly what it cannot do. Method: engines in this
+process over loopback; memory is compared with what was meant; every wait is for an event."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_region_that_is_gone_is_fenced(a: TransferEngine, b: TransferEngine, p
     memory = bytearray(10)
     b.register(memory)
     transfer = a.submit(peer, "write", copies)
-    with pytest.raises(GiveUpError, match="fenced|not registered|new handle"):
+    with pytest.raises(GiveUpError, match="new handle"):
         transfer.wait(PATIENCE)
     assert transfer.outcome == "fenced" and transfer.via is None
     assert memory == bytes(10)
