@@ -179,4 +179,6 @@ pub enum Purpose {
     Report { node: NodeAddress },
     /// A local client with its own incarnation (unix socket only).
     Local { incarnation: Incarnation },
+    /// The control connection of an rdma path, from that node and its life.
+    Rdma { node: NodeAddress },
 }

@@ -1,5 +1,7 @@
 //! How bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
 
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod sim;
 pub mod tcp;
 

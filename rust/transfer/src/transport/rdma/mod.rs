@@ -1,0 +1,2 @@
+//! rdma
+pub mod verbs;
