@@ -6,12 +6,21 @@ Importing this package loads neither torch nor jax: its names are loaded when th
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyengine.llm import LLM
+    from pyengine.scheduler.types import SamplingParams
+    from pyengine.transfer import TransferEngine
 
 #: Public name -> module that defines it.
-_LAZY = {"LLM": "pyengine.llm", "SamplingParams": "pyengine.scheduler.types"}
+_LAZY = {
+    "LLM": "pyengine.llm",
+    "SamplingParams": "pyengine.scheduler.types",
+    "TransferEngine": "pyengine.transfer",
+}
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "TransferEngine"]
 
 
 def __getattr__(name: str) -> Any:

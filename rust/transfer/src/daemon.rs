@@ -30,12 +30,12 @@ use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
+use crate::paths::{self, Doors, Notify};
 use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
-use crate::transport::lanes::{Acceptor, Settings as LaneSettings};
-use crate::transport::tcp;
-use crate::types::{ClientId, Incarnation, Kind, Layout, NodeAddress, NodeId};
+use crate::transport::lanes::Settings as LaneSettings;
+use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
 use crate::wire;
 
 /// Happenings that may wait for the actor.
@@ -106,7 +106,7 @@ struct Shared {
     me: NodeAddress,
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
-    lanes: Acceptor,
+    doors: Doors,
     /// The latest life of each node that has proven itself.
     lives: Mutex<HashMap<NodeId, Incarnation>>,
 }
@@ -132,19 +132,29 @@ impl Daemon {
         let (happenings, inbox) = sync_channel(HAPPENINGS);
         let notify = happenings.clone();
         // If the channel is full the actor is awake and looks at the transport anyway.
-        let notify = Box::new(move || drop(notify.try_send(Happening::Completions)));
-        let transport = tcp::transport(config.key(), me.clone(), LaneSettings::default(), notify)?;
+        let bell = || -> Notify {
+            let notify = notify.clone();
+            Box::new(move || drop(notify.try_send(Happening::Completions)))
+        };
+        // All of them, whichever is used to reach others: a peer may have been told otherwise. Without a listener there
+        // are no peers.
+        let kinds = if config.listen.is_some() { paths::KINDS } else { &[] };
+        let (transports, doors) = paths::open(kinds, config.key(), &me, &LaneSettings::default(), bell)?;
         let threads = Arc::new(Threads::default());
         let shared = Arc::new(Shared {
             key: config.key(),
             me: me.clone(),
             happenings,
             threads: threads.clone(),
-            lanes: transport.acceptor(),
+            doors,
             lives: Mutex::default(),
         });
-        let engine = Engine::new(me, Settings::new(config.dram_bytes));
-        let mover = Mover::new(vec![(Kind::Tcp, Box::new(transport))], mover::Settings::default());
+        let transports_shown = match config.transport {
+            Via::Auto => kinds.to_vec(),
+            Via::Only(kind) => vec![kind],
+        };
+        let engine = Engine::new(me, Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) });
+        let mover = Mover::new(transports, mover::Settings::default());
         let actor = Actor::new(shared.clone(), engine, mover, config);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
         let end = EndActor { threads: threads.clone(), accepting: accepting.clone(), ended: ended.clone() };
@@ -296,21 +306,21 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Lane { node } if !local && node.node == shared.me.node => {
+        Purpose::Peer { node } | Purpose::Lane { node } | Purpose::Rdma { node }
+            if !local && node.node == shared.me.node =>
+        {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Lane { node } if !local && !shared.current(&node) => {
+        Purpose::Peer { node } | Purpose::Lane { node } | Purpose::Rdma { node }
+            if !local && !shared.current(&node) =>
+        {
             connection.refuse("a later life of your node is known here: this one is stale");
         }
         Purpose::Peer { node } if !local => {
             connection.welcome();
             serve_peer(shared, connection, number, &node, link, false);
         }
-        Purpose::Lane { node } if !local => {
-            connection.welcome();
-            // An I/O thread serves it from now on.
-            shared.lanes.adopt(connection.into_lane()?, &node)?;
-        }
+        Purpose::Lane { .. } | Purpose::Rdma { .. } if !local => shared.doors.serve(connection, purpose, link)?,
         Purpose::Local { incarnation } if local => {
             tracing::debug!(client = number, incarnation, "a local client attaches");
             connection.welcome();
@@ -571,7 +581,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
-        self.shared.lanes.close(node, "the peer is gone");
+        self.shared.doors.close(node, "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }
 

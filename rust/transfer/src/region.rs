@@ -130,6 +130,11 @@ impl Buffer {
         self.bytes
     }
 
+    /// What peers may do with it.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
     /// Where it lies, for transports that register memory with a device.
     pub fn pointer(&self) -> NonNull<u8> {
         self.pointer
@@ -138,6 +143,11 @@ impl Buffer {
     /// Refuses new holds from now on.
     pub fn close(&self) {
         self.lock().closed = true;
+    }
+
+    /// How many hold some of it now.
+    pub fn holds(&self) -> u32 {
+        self.lock().holds
     }
 
     /// True if it is closed and no hold is out.
@@ -223,7 +233,11 @@ pub struct Regions {
     table: RwLock<HashMap<RegionId, Region>>,
     last: AtomicU32,
     fenced: AtomicU64,
+    removal: RwLock<Vec<Removed>>,
 }
+
+/// Told that a region is gone.
+type Removed = Box<dyn Fn(RegionId) + Send + Sync>;
 
 impl Regions {
     /// No regions.
@@ -269,10 +283,17 @@ impl Regions {
                 table.remove(&id);
                 drop(table);
                 buffer.close();
+                self.removal.read().unwrap_or_else(PoisonError::into_inner).iter().for_each(|tell| tell(id));
                 Some(buffer)
             }
             _ => None,
         }
+    }
+
+    /// Has `tell` called within every removal, after it: for transports that made the memory known to a device. What
+    /// they must undo before the memory goes, they undo there, or hold the memory until they have.
+    pub fn on_removal(&self, tell: Removed) {
+        self.removal.write().unwrap_or_else(PoisonError::into_inner).push(tell);
     }
 
     /// A region by its number.

@@ -5,6 +5,8 @@
 //! implementation. `tests/tidy/conformance_table.py` prints the table transports x expectations.
 
 mod lanes;
+#[cfg(feature = "rdma")]
+mod rails;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
@@ -121,6 +123,45 @@ impl Harness for Tcp {
 
     fn revive_peer(&mut self, there: Arc<Regions>) {
         self.receiver = lanes::Receiver::life(there, self.receiver.address.incarnation + 1);
+    }
+}
+
+/// Verbs devices: `make test-rdma` runs these in a machine that has some.
+#[cfg(feature = "rdma")]
+struct Rdma {
+    sending: rails::Node,
+    receiving: rails::Node,
+}
+
+#[cfg(feature = "rdma")]
+impl Harness for Rdma {
+    type Transport = pyengine_transfer::transport::rdma::RdmaTransport;
+
+    fn new(here: Arc<Regions>, there: Arc<Regions>) -> Self {
+        let sending = rails::Node::new("source", 2, rails::side(0), here);
+        let receiving = rails::Node::new("destination", 1, rails::side(1), there);
+        Self { sending, receiving }
+    }
+
+    fn transport(&mut self) -> &mut Self::Transport {
+        &mut self.sending.transport
+    }
+
+    fn peer(&self) -> NodeAddress {
+        self.receiving.address.clone()
+    }
+
+    fn progress(&mut self) {
+        self.sending.woken.recv_timeout(rails::PATIENCE).expect("every copy completes");
+    }
+
+    fn kill_peer(&mut self) {
+        self.receiving.kill();
+    }
+
+    fn revive_peer(&mut self, there: Arc<Regions>) {
+        let incarnation = self.receiving.address.incarnation + 1;
+        self.receiving = rails::Node::new("destination", incarnation, rails::side(1), there);
     }
 }
 
@@ -707,21 +748,28 @@ fn a_dead_peer_comes_back<H: Harness>() {
 
 macro_rules! suites {
     ($expectations:tt; $($transport:ident: $harness:ty),+ $(,)?) => {
-        $(suite!($transport, $harness, $expectations);)+
+        $(suite!($transport, $harness, $expectations, [test]);)+
+        // Their devices are only where `make test-rdma` runs them.
+        #[cfg(feature = "rdma")]
+        suite!(rdma, Rdma, $expectations, [test, ignore = "no RDMA devices: make test-rdma runs it where there are"]);
     };
 }
 
 macro_rules! suite {
-    ($transport:ident, $harness:ty, [$($expectation:ident),+ $(,)?]) => {
+    ($transport:ident, $harness:ty, [$($expectation:ident),+ $(,)?], $attributes:tt) => {
         mod $transport {
             use super::*;
 
-            $(
-                #[test]
-                fn $expectation() {
-                    super::$expectation::<$harness>();
-                }
-            )+
+            $(expectation!($expectation, $harness, $attributes);)+
+        }
+    };
+}
+
+macro_rules! expectation {
+    ($expectation:ident, $harness:ty, [$($attribute:meta),+]) => {
+        $(#[$attribute])+
+        fn $expectation() {
+            super::$expectation::<$harness>();
         }
     };
 }
