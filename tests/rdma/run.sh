@@ -16,8 +16,8 @@ if [ ${#missing[@]} -gt 0 ]; then
   exit
 fi
 
-# Built here, run there: the VM is emulated.
-tests=$(cargo test --quiet --no-run --package pyengine-transfer --lib --test conformance --test rdma --message-format=json |
+# Built here, run there; optimized, as the VM is emulated and slow enough.
+tests=$(cargo test --release --quiet --no-run --package pyengine-transfer --lib --test conformance --test rdma --message-format=json |
   sed -n 's/.*"name":"\(pyengine_transfer\|conformance\|rdma\)".*"executable":"\([^"]*\)".*/\1=\2/p')
 lib= conformance= rdma=
 for entry in $tests; do

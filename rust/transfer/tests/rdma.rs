@@ -138,6 +138,13 @@ impl Sender {
         self.outcomes.values().copied().collect()
     }
 
+    /// Waits for all copies, each of which must be done.
+    fn all_done(&mut self, peer: &NodeAddress) {
+        let outcomes = self.finish();
+        let path = self.node.transport.path(&peer.node);
+        assert!(outcomes.iter().all(|outcome| *outcome == Outcome::Done), "{outcomes:?}, path: {path:?}");
+    }
+
     fn one(&mut self, peer: &NodeAddress, op: Op, local: Span, remote: Span, bytes: u32, grain: u32) -> Outcome {
         let id = self.submit(peer, op, local, remote, bytes, grain);
         self.finish();
@@ -181,10 +188,10 @@ fn bytes_arrive_over_every_rail() {
         let bytes = pattern(BYTES, round as u32);
         fill(&sender.node, local, &bytes);
         sender.submit_all(&peer.address, Op::Write, local, remote, BYTES, grain);
-        assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+        sender.all_done(&peer.address);
         assert!(look(&peer, remote, BYTES) == bytes, "written with grain {grain}");
         sender.submit_all(&peer.address, Op::Read, back, remote, BYTES, grain);
-        assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+        sender.all_done(&peer.address);
         assert!(look(&sender.node, back, BYTES) == bytes, "read with grain {grain}");
     }
     for (device, before) in sender_devices().iter().zip(before) {
@@ -258,7 +265,8 @@ fn unregistered_memory_is_given_back() {
     assert!(buffer.wait_quiet(PATIENCE));
     assert_eq!(peer.transport.shared().pinned_chunks(), 0, "the cards have forgotten it");
     let outcomes = sender.finish();
-    assert!(outcomes.iter().all(|outcome| matches!(outcome, Outcome::Done | Outcome::Fenced)));
+    let path = sender.node.transport.path(&peer.address.node);
+    assert!(outcomes.iter().all(|it| matches!(it, Outcome::Done | Outcome::Fenced)), "{outcomes:?}, path: {path:?}");
     assert_eq!(outcomes.last(), Some(&Outcome::Fenced));
     assert_eq!(sender.one(&peer.address, Op::Write, at(local, 0), at(other, 0), 64, 0), Outcome::Done);
     let mine = sender.node.regions.remove(local).expect("registered");
@@ -390,14 +398,14 @@ fn a_rail_that_goes_down_is_done_without_and_comes_back() {
         if round == 1 {
             ip("link set rail0 down");
         }
-        assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done), "round {round}");
+        sender.all_done(&peer.address);
         assert!(look(&peer, remote, BYTES) == bytes, "round {round}");
     }
     assert!(counters.lines_failed.load(Ordering::Relaxed) > 0 && counters.slices_resent.load(Ordering::Relaxed) > 0);
     let back = add(&sender.node, BYTES, ALL);
     let bytes = look(&peer, remote, BYTES);
     sender.submit_all(&peer.address, Op::Read, back, remote, BYTES, 0);
-    assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+    sender.all_done(&peer.address);
     assert!(look(&sender.node, back, BYTES) == bytes);
     ip("link set rail0 up");
     for other in 1..4 {
@@ -407,12 +415,12 @@ fn a_rail_that_goes_down_is_done_without_and_comes_back() {
     while counters.lines_renewed.load(Ordering::Relaxed) == 0 {
         assert!(std::time::Instant::now() < until, "the rail does not come back");
         sender.submit_all(&peer.address, Op::Write, local, remote, BYTES, 0);
-        assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+        sender.all_done(&peer.address);
     }
     let before = packets("rxe0");
     sender.submit_all(&peer.address, Op::Write, local, remote, BYTES, 0);
     sender.submit_all(&peer.address, Op::Write, local, remote, BYTES, 0);
-    assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+    sender.all_done(&peer.address);
     assert!(packets("rxe0") > before, "it carries again");
 }
 
@@ -440,9 +448,9 @@ fn loss_on_a_rail_harms_nothing() {
     let bytes = pattern(BYTES, 5);
     fill(&sender.node, local, &bytes);
     sender.submit_all(&peer.address, Op::Write, local, remote, BYTES, 0);
-    assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+    sender.all_done(&peer.address);
     sender.submit_all(&peer.address, Op::Read, back, remote, BYTES, 0);
-    assert!(sender.finish().iter().all(|outcome| *outcome == Outcome::Done));
+    sender.all_done(&peer.address);
     assert!(look(&peer, remote, BYTES) == bytes && look(&sender.node, back, BYTES) == bytes);
 }
 

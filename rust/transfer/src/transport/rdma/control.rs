@@ -179,12 +179,13 @@ impl Control {
         }
     }
 
-    /// The accepting side: a connection whose session stands.
+    /// The accepting side: a connection whose session stands; it waits `slowness` times longer than normally.
     ///
     /// # Errors
     /// It is not a TCP connection.
-    pub fn accepted(connection: Connection) -> Result<Self, Ended> {
-        let (stream, session, pending, events) = connection.into_parts();
+    pub fn accepted(connection: Connection, slowness: u32) -> Result<Self, Ended> {
+        let (stream, mut session, pending, events) = connection.into_parts();
+        session.slow_down(slowness);
         match stream {
             Stream::Tcp(stream) => Self::new(stream, session, pending, events),
             Stream::Unix(_) => Err(Ended::Closed("an rdma path is set up over TCP".into())),

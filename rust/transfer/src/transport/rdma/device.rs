@@ -56,6 +56,7 @@ pub struct Rail {
     reads_served: u8,
     reads_issued: u8,
     depth: usize,
+    timeout: u8,
 }
 
 // SAFETY: the library's calls on a context may come from any thread; nothing else is reached through the pointers.
@@ -64,11 +65,11 @@ unsafe impl Send for Rail {}
 unsafe impl Sync for Rail {}
 
 impl Rail {
-    /// Opens a port by the name of its device.
+    /// Opens a port by the name of its device. Lost packets are noticed `slowness` times later than normally.
     ///
     /// # Errors
     /// Retry: a sentence that says what is missing.
-    pub fn open(port: Port, gid_index: Option<u8>) -> Result<Self, Error> {
+    pub fn open(port: Port, gid_index: Option<u8>, slowness: u32) -> Result<Self, Error> {
         let name = format!("{}/{}", port.device, port.port);
         let fail = |what: &str| Error::retry(format!("{name}: {what}"));
         let gid = port.gid(gid_index).ok_or_else(|| match gid_index {
@@ -96,6 +97,8 @@ impl Rail {
             reads_served: READS,
             reads_issued: READS,
             depth: DEPTH,
+            // Each step doubles it; 31 is the most that fits.
+            timeout: TIMEOUT + slowness.max(1).ilog2().min(15) as u8,
         };
         // SAFETY: plain numbers, for which zero is valid.
         let mut limits: verbs::DeviceAttributes = unsafe { std::mem::zeroed() };
@@ -402,7 +405,7 @@ impl Pair {
             verbs::QueueAttributes {
                 qp_state: verbs::STATE_READY_TO_SEND,
                 sq_psn: self.packet,
-                timeout: TIMEOUT,
+                timeout: self.rail.timeout,
                 retry_cnt: RETRIES,
                 rnr_retry: RETRIES,
                 max_rd_atomic: issues,

@@ -169,13 +169,15 @@ struct Path<'a> {
 
 impl<'a> Path<'a> {
     fn open(shared: &'a Shared, end: &'a End, peer: &NodeAddress) -> Result<Self, Error> {
-        let until = Instant::now() + DIAL_WITHIN;
         let cards = shared.cards()?;
+        let within = shared.settings.within(DIAL_WITHIN);
+        let until = Instant::now() + within;
         let regions = shared.regions()?;
         let ours = cards.ports()?;
-        let stream = dial_tcp(&peer.address, &end.link, DIAL_WITHIN)
+        let stream = dial_tcp(&peer.address, &end.link, within)
             .map_err(|error| Error::retry(format!("cannot reach {}: {error}", peer.address)))?;
-        let session = Session::dial(shared.key, Purpose::Rdma { node: shared.me.clone() }, nonce()?, now());
+        let mut session = Session::dial(shared.key, Purpose::Rdma { node: shared.me.clone() }, nonce()?, now());
+        session.slow_down(shared.settings.slowness);
         let mut control = Control::dial(stream, session, peer, &end.link, until)?;
         control.say(&Message::Open {
             ports: ours.iter().map(|(_, address)| *address).collect(),
@@ -261,15 +263,15 @@ impl<'a> Path<'a> {
         if busy {
             return Ok(());
         }
-        let still = self.moved.elapsed();
-        if !self.flights.is_empty() && still >= STALLED_AFTER {
-            return Err(Error::retry("nothing moved for 3 s"));
+        let (still, stalled) = (self.moved.elapsed(), self.shared.settings.within(STALLED_AFTER));
+        if !self.flights.is_empty() && still >= stalled {
+            return Err(Error::retry(format!("nothing moved for {} s", stalled.as_secs())));
         }
         if self.spin && !self.flights.is_empty() && still < SPIN {
             std::hint::spin_loop();
             return Ok(());
         }
-        self.sleep(STALLED_AFTER - still)
+        self.sleep(stalled.saturating_sub(still))
     }
 
     /// Waits for the socket, a completion, the queue, or time.
@@ -332,17 +334,24 @@ impl<'a> Path<'a> {
                 }
             };
             let runs = self.cards.pinned.runs(self.regions, copy.local, pointer, copy.bytes);
+            let runs = match runs {
+                Ok(Some(runs)) => runs,
+                // Removed between the hold and here.
+                Ok(None) => {
+                    self.completions.push(Completion { id: copy.id, outcome: Outcome::Fenced });
+                    continue;
+                }
+                // Memory that cannot be pinned goes another way: the path is of no use for it.
+                Err(error) => {
+                    self.completions.push(Completion { id: copy.id, outcome: Outcome::Lost });
+                    return Err(error);
+                }
+            };
             let number = self.next;
             self.next += 1;
             self.bytes += u64::from(copy.bytes);
             let Copy { remote, bytes, grain, .. } = copy;
-            let failed = runs.as_ref().err().cloned();
-            let flight = Flight { copy, runs: runs.unwrap_or_default(), hold, left: 0, sums: Vec::new() };
-            self.flights.insert(number, flight);
-            if let Some(error) = failed {
-                // Memory that cannot be pinned goes another way: the path is of no use for it.
-                return Err(error);
-            }
+            self.flights.insert(number, Flight { copy, runs, hold, left: 0, sums: Vec::new() });
             wanted.push(Wanted { number, write: copy.op == Op::Write, remote, bytes, grain });
         }
         let some = !wanted.is_empty();

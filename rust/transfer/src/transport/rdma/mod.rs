@@ -93,11 +93,19 @@ pub struct Settings {
     /// Paths that may stand in each direction, each with `queues_per_port` queue pairs per port at both ends. A further
     /// one takes the place of an idle one.
     pub paths: usize,
+    /// All limits on time are so many times longer: more than 1 only where time itself is emulated, as in `make test-rdma`.
+    pub slowness: u32,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { devices: Vec::new(), gid_index: None, topology: None, queues_per_port: 2, paths: 256 }
+        Self { devices: Vec::new(), gid_index: None, topology: None, queues_per_port: 2, paths: 256, slowness: 1 }
+    }
+}
+
+impl Settings {
+    fn within(&self, limit: Duration) -> Duration {
+        limit * self.slowness.max(1)
     }
 }
 
@@ -139,7 +147,7 @@ impl Cards {
         }
         let (mut rails, mut first) = (Vec::new(), None);
         for port in topology.ports.iter().take(control::PORT_LIMIT) {
-            match Rail::open(port.clone(), settings.gid_index) {
+            match Rail::open(port.clone(), settings.gid_index, settings.slowness) {
                 Ok(rail) => rails.push(Arc::new(rail)),
                 Err(error) => {
                     tracing::warn!("a port is not used: {error}");
@@ -363,6 +371,16 @@ impl Transport for RdmaTransport {
                 shared.forget(region);
             }
         }));
+        // Opening takes a card half a second or more: done before the first path needs it, and not at all without cards.
+        if FilePath::new("/sys/class/infiniband").exists() {
+            let shared = self.shared.clone();
+            let open = move || {
+                if let Err(error) = shared.cards() {
+                    tracing::info!("no rdma: {error}");
+                }
+            };
+            self.ending.extend(std::thread::Builder::new().name("rdma-open".into()).spawn(open));
+        }
         // Called once by contract; other regions would not be the ones that copies name.
         let _ = self.shared.regions.set(regions);
     }

@@ -68,23 +68,30 @@ impl Pinned {
         Self { rails, chunks: Mutex::default() }
     }
 
-    /// The bytes of a hold: `pointer` is where they begin, `at` what was held. Pins what is not pinned yet.
+    /// The bytes of a hold: `pointer` is where they begin, `at` what was held. Pins what is not pinned yet. `None` if the
+    /// region was removed meanwhile.
     ///
     /// # Errors
     /// Retry: the kernel does not pin so much.
-    pub fn runs(&self, regions: &Regions, at: Span, pointer: NonNull<u8>, bytes: u32) -> Result<Vec<Run>, Error> {
+    pub fn runs(
+        &self,
+        regions: &Regions,
+        at: Span,
+        pointer: NonNull<u8>,
+        bytes: u32,
+    ) -> Result<Option<Vec<Run>>, Error> {
         let (mut runs, mut offset, end) = (Vec::with_capacity(1), at.offset, at.offset + u64::from(bytes));
         while offset < end {
             let index = offset / CHUNK_BYTES;
             let step = end.min((index + 1) * CHUNK_BYTES) - offset;
             let address = pointer.as_ptr() as u64 + (offset - at.offset);
             let base = address - (offset - index * CHUNK_BYTES);
-            let chunk = self.chunk(regions, at.region, index, base)?;
+            let Some(chunk) = self.chunk(regions, at.region, index, base)? else { return Ok(None) };
             // A step is at most `bytes`.
             runs.push(Run { address, bytes: step as u32, chunk });
             offset += step;
         }
-        Ok(runs)
+        Ok(Some(runs))
     }
 
     /// Forgets a region; its chunks go with the last who uses them.
@@ -108,29 +115,24 @@ impl Pinned {
     }
 
     /// A chunk that begins at `base`; the caller has a hold on some of it.
-    fn chunk(&self, regions: &Regions, id: RegionId, index: u64, base: u64) -> Result<Arc<Chunk>, Error> {
+    fn chunk(&self, regions: &Regions, id: RegionId, index: u64, base: u64) -> Result<Option<Arc<Chunk>>, Error> {
         let entry = self.lock().entry((id, index)).or_default().clone();
         // Whoever comes second waits for the first; chunks of other regions do not.
         let mut slot = entry.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(chunk) = &*slot {
-            return Ok(chunk.clone());
-        }
-        let chunk = regions
-            .get(id)
-            .ok_or_else(|| Error::retry("the region was removed meanwhile"))
-            .and_then(|region| self.pin(region, index, base));
-        match &chunk {
-            Ok(chunk) => *slot = Some(chunk.clone()),
-            Err(_) => {
+        if slot.is_none() {
+            let pinned = regions.get(id).map(|region| self.pin(region, index, base)).transpose();
+            if !matches!(pinned, Ok(Some(_))) {
                 self.lock().remove(&(id, index));
             }
+            *slot = pinned?;
         }
+        let chunk = slot.clone();
         drop(slot);
-        // A removal that came in between has not seen the new entry.
+        // A removal that came in between has not seen a new entry.
         if regions.get(id).is_none() {
             self.forget(id);
         }
-        chunk
+        Ok(chunk)
     }
 
     fn pin(&self, region: Region, index: u64, base: u64) -> Result<Arc<Chunk>, Error> {

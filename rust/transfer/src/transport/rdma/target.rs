@@ -104,7 +104,7 @@ pub fn serve(shared: &Shared, mut connection: Connection, peer: &NodeAddress, li
         }
     };
     connection.welcome();
-    let mut control = Control::accepted(connection)?;
+    let mut control = Control::accepted(connection, shared.settings.slowness)?;
     let serving = Serving::open(shared, regions, cards, &ports, &mut control, link);
     let mut serving = match serving {
         Ok(serving) => serving,
@@ -164,7 +164,7 @@ impl<'a> Serving<'a> {
         control: &mut Control,
         link: &Link,
     ) -> Result<Self, Error> {
-        let until = Instant::now() + DIAL_WITHIN;
+        let until = Instant::now() + shared.settings.within(DIAL_WITHIN);
         let Message::Open { ports: theirs, queues_per_port } = control.expect(link, until)? else {
             return Err(broken("speaks out of turn"));
         };
@@ -200,6 +200,7 @@ impl<'a> Serving<'a> {
 
     fn drive(&mut self, control: &mut Control, link: &Link, busy: &AtomicBool, number: u64) -> Result<(), Error> {
         let mut heard = Instant::now();
+        let within = self.shared.settings.within(GRANTS_WITHIN);
         loop {
             link.wake().clear();
             if link.is_closed() {
@@ -224,12 +225,12 @@ impl<'a> Serving<'a> {
             control.flush()?;
             busy.store(!self.grants.is_empty(), Ordering::Relaxed);
             let silent = heard.elapsed();
-            if !self.grants.is_empty() && silent >= GRANTS_WITHIN {
+            if !self.grants.is_empty() && silent >= within {
                 return Err(broken("has grants and says nothing"));
             }
             let mut wait =
                 [PollFd::new(control.as_fd(), control.wants()), PollFd::new(link.wake().as_fd(), PollFlags::POLLIN)];
-            let left = control.tick_within().min(GRANTS_WITHIN - silent.min(GRANTS_WITHIN));
+            let left = control.tick_within().min(within.saturating_sub(silent));
             // An error is an interrupted call: the loop looks again.
             let _ = poll(&mut wait, poll_timeout(Some(left)));
         }
@@ -318,7 +319,8 @@ impl<'a> Serving<'a> {
                 Err(denied) => return Ok(refused(denied)),
             },
         };
-        let held = self.cards.pinned.runs(self.regions, at, pointer, bytes)?;
+        // Not there: removed between the hold and here.
+        let Some(held) = self.cards.pinned.runs(self.regions, at, pointer, bytes)? else { return Ok(Answer::Fenced) };
         let runs = held
             .iter()
             .map(|run| {
