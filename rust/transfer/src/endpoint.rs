@@ -513,6 +513,11 @@ impl Peer {
         self.0.remote.node().unwrap_or_else(unknown)
     }
 
+    /// By which paths it was asked to be reached.
+    pub fn via(&self) -> Via {
+        self.0.remote.via
+    }
+
     /// How the paths to it are, the preferred first: which one is taken, and why not the others.
     pub fn paths(&self) -> Vec<PathReport> {
         self.0.shared.driver.paths(&self.node())

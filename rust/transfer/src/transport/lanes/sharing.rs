@@ -97,6 +97,8 @@ impl Sharing {
         let how = if descriptor.is_some() { How::Descriptor } else { How::Private };
         let descriptor = descriptor.map(read_only).transpose()?;
         self.offered.insert(id);
+        // Of 0 bytes means gone. Of an empty region nothing is ever copied but 0 bytes.
+        let bytes = bytes.max(1);
         outflow.push_with(region_frame(&Shared { region: id, how, bytes, address, cookie }), descriptor);
         // What is gone from here need not stay mapped there.
         self.offered.retain(|known| {
