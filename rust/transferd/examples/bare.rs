@@ -16,7 +16,7 @@ use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
@@ -46,8 +46,8 @@ struct Arguments {
     #[arg(long, default_value_t = 64)]
     batch: usize,
     /// Connections, with a thread at each end (memcpy, pull: threads)
-    #[arg(long, default_value_t = 1)]
-    streams: usize,
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
+    streams: u8,
     /// Bytes of each kernel buffer; 0: as the kernel tunes them
     #[arg(long, default_value = "0", value_parser = size)]
     buffer: usize,
@@ -99,8 +99,8 @@ fn main() -> io::Result<()> {
 fn tcp(arguments: &Arguments) -> io::Result<()> {
     let mut pool = Pool::new(arguments);
     let sets = pool.sets;
-    let parts = pool.parts(arguments.streams, false);
-    let (child, sockets) = connect(arguments, arguments.streams)?;
+    let parts = pool.parts(usize::from(arguments.streams), false);
+    let (child, sockets) = connect(arguments, usize::from(arguments.streams))?;
     let work = parts.into_iter().zip(sockets).map(|(mut sets, mut socket)| {
         move |set: usize| match arguments.op {
             Op::Write => {
@@ -125,7 +125,10 @@ fn ping(arguments: &Arguments) -> io::Result<()> {
 fn memcpy(arguments: &Arguments) -> io::Result<()> {
     let (mut source, mut destination) = (Pool::new(arguments), Pool::new(arguments));
     let sets = source.sets;
-    let pairs = source.parts(arguments.streams, false).into_iter().zip(destination.parts(arguments.streams, true));
+    let pairs = source
+        .parts(usize::from(arguments.streams), false)
+        .into_iter()
+        .zip(destination.parts(usize::from(arguments.streams), true));
     let work = pairs.map(|(from, mut to)| {
         move |set: usize| {
             for (from, to) in from[set].iter().zip(&mut to[set]) {
@@ -145,9 +148,9 @@ fn pull(arguments: &Arguments) -> io::Result<()> {
     let mut pool = Pool::new(arguments);
     let (sets, order, bytes) = (pool.sets, order(arguments.batch), arguments.block);
     let order = &order;
-    let work = pool.parts(arguments.streams, false).into_iter().enumerate().map(|(stream, mut parts)| {
+    let work = pool.parts(usize::from(arguments.streams), false).into_iter().enumerate().map(|(stream, mut parts)| {
         move |set: usize| {
-            let blocks = (stream..arguments.batch).step_by(arguments.streams);
+            let blocks = (stream..arguments.batch).step_by(usize::from(arguments.streams));
             let from: Vec<_> = blocks
                 .map(|block| RemoteIoVec { base: base + (set * arguments.batch + order[block]) * bytes, len: bytes })
                 .collect();
@@ -167,10 +170,10 @@ fn pull(arguments: &Arguments) -> io::Result<()> {
 /// The other process of `tcp`: takes what is written and says so, or sends what is asked for.
 fn target(arguments: &Arguments) -> io::Result<()> {
     let mut pool = Pool::new(arguments);
-    let parts = pool.parts(arguments.streams, true);
+    let parts = pool.parts(usize::from(arguments.streams), true);
     std::thread::scope(|scope| {
-        let serve = |part| move || serve(arguments, part);
-        let threads: Vec<_> = parts.into_iter().map(|part| scope.spawn(serve(part))).collect();
+        let serve = |(stream, part)| move || serve(arguments, stream as u8, part);
+        let threads: Vec<_> = parts.into_iter().enumerate().map(|part| scope.spawn(serve(part))).collect();
         // The pools are filled: what is used from here on counts.
         let before = cpu_seconds()?;
         for thread in threads {
@@ -182,9 +185,10 @@ fn target(arguments: &Arguments) -> io::Result<()> {
 }
 
 /// One stream of the target, until the other side hangs up.
-fn serve(arguments: &Arguments, mut sets: Vec<Vec<&mut [u8]>>) -> io::Result<()> {
+fn serve(arguments: &Arguments, stream: u8, mut sets: Vec<Vec<&mut [u8]>>) -> io::Result<()> {
     let mut socket = TcpStream::connect(&arguments.port)?;
     tune(&socket, arguments.buffer)?;
+    socket.write_all(&[stream])?;
     loop {
         for set in &mut sets {
             match arguments.op {
@@ -289,7 +293,7 @@ impl Other {
         let numbers = [
             ("--block", arguments.block),
             ("--batch", arguments.batch),
-            ("--streams", arguments.streams),
+            ("--streams", usize::from(arguments.streams)),
             ("--buffer", arguments.buffer),
             ("--call", arguments.call),
         ];
@@ -328,11 +332,15 @@ fn connect(arguments: &Arguments, streams: usize) -> io::Result<(Other, Vec<TcpS
     }
     let child = Other::start("target", arguments, &listener.local_addr()?.to_string())?;
     let sockets = (0..streams).map(|_| {
-        let (socket, _) = listener.accept()?;
+        let (mut socket, _) = listener.accept()?;
         tune(&socket, arguments.buffer)?;
-        Ok(socket)
+        let mut stream = [0];
+        socket.read_exact(&mut stream)?;
+        Ok((stream, socket))
     });
-    Ok((child, sockets.collect::<io::Result<_>>()?))
+    let mut sockets = sockets.collect::<io::Result<Vec<_>>>()?;
+    sockets.sort_by_key(|(stream, _)| *stream);
+    Ok((child, sockets.into_iter().map(|(_, socket)| socket).collect()))
 }
 
 /// Buffers of one end: sets of `batch` blocks, in huge pages where the machine has them (as numpy's are).
@@ -396,8 +404,8 @@ fn measure<W>(arguments: &Arguments, sets: usize, work: Vec<W>) -> io::Result<Me
 where
     W: FnMut(usize) -> io::Result<()> + Send,
 {
-    let (barrier, stop) = (Barrier::new(work.len()), AtomicBool::new(false));
-    let (barrier, stop) = (&barrier, &stop);
+    let (barrier, end) = (Barrier::new(work.len()), AtomicUsize::new(usize::MAX));
+    let (barrier, end) = (&barrier, &end);
     let before = cpu_seconds()?;
     let (batches, all) = std::thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -410,17 +418,17 @@ where
                 barrier.wait();
                 let start = Instant::now();
                 let (mut batches, mut last) = (Vec::new(), start);
-                for set in (0..sets).cycle() {
+                for (index, set) in (0..sets).cycle().enumerate() {
                     work(set)?;
                     if stream == 0 && start.elapsed().as_secs_f64() > arguments.seconds {
-                        // Before this thread's own wait, so every thread sees it behind theirs.
-                        stop.store(true, Ordering::Relaxed);
+                        // Before this thread's own wait, so every thread sees it behind theirs: this batch is the last.
+                        end.fetch_min(index, Ordering::Relaxed);
                     }
                     barrier.wait();
                     let now = Instant::now();
                     batches.push(now - last);
                     last = now;
-                    if stop.load(Ordering::Relaxed) {
+                    if index >= end.load(Ordering::Relaxed) {
                         break;
                     }
                 }
