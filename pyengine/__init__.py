@@ -9,9 +9,13 @@ from importlib import import_module
 from typing import Any
 
 #: Public name -> module that defines it.
-_LAZY = {"LLM": "pyengine.llm", "SamplingParams": "pyengine.scheduler.types"}
+_LAZY = {
+    "LLM": "pyengine.llm",
+    "SamplingParams": "pyengine.scheduler.types",
+    "TransferEngine": "pyengine.transfer",
+}
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "TransferEngine"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,14 +33,21 @@ FLOORS = {
     "pyengine.env": 2,
     "pyengine.secret": 2,
     "pyengine._transferd": 2,
+    "pyengine.transfer": 2,
     "pyengine.kernels": 1,
     "pyengine._native": 1,
     "pyengine.scheduler": 0,
     "pyengine": 4,
 }
 #: Everything that moves KV is reached through these alone.
-TRANSFER_USERS = ("pyengine.kv_mover", "pyengine.scheduler.service", "pyengine.llm", "pyengine.worker.service")
-TRANSFER_NAMES = {"PoolClient", "Daemon", "ReportEndpoint"}
+TRANSFER_USERS = (
+    "pyengine.kv_mover",
+    "pyengine.scheduler.service",
+    "pyengine.llm",
+    "pyengine.worker.service",
+    "pyengine.transfer",
+)
+TRANSFER_NAMES = {"PoolClient", "Daemon", "ReportEndpoint", "Endpoint"}
 FLOOR_0_LIBRARIES = set(sys.stdlib_module_names) | {"numpy", "msgspec", "pyengine"}
 
 

@@ -8,6 +8,7 @@ mod errors;
 mod keys;
 mod pool;
 mod report;
+mod transfer;
 mod values;
 
 use pyo3::prelude::*;
@@ -30,14 +31,17 @@ mod _native {
         BlockDump, BlockRemoved, BlockStored, DaemonGone, DaemonHeartbeat, DaemonHello, Replicated, ReportEndpoint,
     };
     #[pymodule_export]
+    use super::transfer::{Copies, Endpoint, Notification, Peer, Region, RemoteRegion, Transfer, Watcher};
+    #[pymodule_export]
     use super::values::{NodeAddress, Slot, Tag};
     use pyo3::prelude::*;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-        module.add("KEY_BYTES", size_of::<transfer::types::BlockKey>())?;
-        module.add("NOTE_LIMIT", transfer::messages::NOTE_LIMIT)?;
+        module.add("KEY_BYTES", size_of::<::transfer::types::BlockKey>())?;
+        module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;
+        module.add("NOTIFICATION_LIMIT", ::transfer::messages::NOTIFICATION_LIMIT)?;
         let events = "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Disconnected";
         module.add("PoolEvent", union(module, events)?)?;
         let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated DaemonGone";

@@ -2,7 +2,6 @@
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
@@ -13,7 +12,7 @@ use transfer::types::{BlockKey, Layout, SlotRef};
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
-use crate::values::{Living, NodeAddress, Slot, Tag, counters, refusal_name};
+use crate::values::{Living, NodeAddress, Slot, Tag, counters, refusal_name, seconds};
 
 /// Declares an event: a frozen class with getters, a repr and `__match_args__`.
 macro_rules! event {
@@ -238,10 +237,6 @@ fn grant_mode(name: &str) -> PyResult<GrantMode> {
         "staging" => Ok(GrantMode::Staging),
         _ => Err(bug(format!("a grant's mode is \"wait\", \"now\" or \"staging\", not {name:?}"))),
     }
-}
-
-fn seconds(value: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(value).map_err(|_| bug(format!("{value} is no number of seconds to wait")))
 }
 
 /// An event as an object; `None` for what the client has already used itself.

@@ -1,6 +1,7 @@
 //! Small values, and objects with threads behind them.
 
 use std::sync::{PoisonError, RwLock};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -127,6 +128,11 @@ pub fn counters<'py>(py: Python<'py>, values: Vec<(String, u64)>) -> PyResult<Bo
     Ok(dict)
 }
 
+/// Seconds as Python gives them.
+pub fn seconds(value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|_| bug(format!("{value} is no number of seconds to wait")))
+}
+
 /// Something with threads behind it: it can be closed, and it does not survive a fork.
 ///
 /// A forked child has the object but not its threads. Waiting for those would hang, so in the child every call is
@@ -164,6 +170,13 @@ impl<T> Living<T> {
             inner.as_ref().map(what)
         })
         .ok_or_else(|| bug("it is closed"))
+    }
+
+    /// Uses it for a moment, without letting go of the GIL.
+    pub fn inside<R>(&self, what: impl FnOnce(&T) -> R) -> PyResult<R> {
+        self.check()?;
+        let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+        inner.as_ref().map(what).ok_or_else(|| bug("it is closed"))
     }
 
     /// Drops it now, once.

@@ -31,7 +31,8 @@ use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerM
 use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
-use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
+use crate::transport::lanes::{Acceptor, LaneTransport, Settings as LaneSettings};
+use crate::transport::tcp;
 use crate::transport::{Completion, Copy, Outcome, Transport};
 use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
 use crate::wire;
@@ -106,11 +107,9 @@ struct Shared {
     me: NodeAddress,
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
-    tcp: Arc<TcpShared>,
+    lanes: Acceptor,
     /// The latest life of each node that has proven itself.
     lives: Mutex<HashMap<NodeId, Incarnation>>,
-    /// Incoming lanes: number, peer's node, link.
-    lanes: Mutex<HashMap<u64, (NodeId, Link)>>,
 }
 
 impl Daemon {
@@ -135,16 +134,15 @@ impl Daemon {
         let notify = happenings.clone();
         // If the channel is full the actor is awake and looks at the transport anyway.
         let notify = Box::new(move || drop(notify.try_send(Happening::Completions)));
-        let transport = TcpTransport::new(config.key(), me.clone(), notify);
+        let transport = tcp::transport(config.key(), me.clone(), LaneSettings::default(), notify)?;
         let threads = Arc::new(Threads::default());
         let shared = Arc::new(Shared {
             key: config.key(),
             me: me.clone(),
             happenings,
             threads: threads.clone(),
-            tcp: transport.shared(),
+            lanes: transport.acceptor(),
             lives: Mutex::default(),
-            lanes: Mutex::default(),
         });
         let engine = Engine::new(me, Settings::new(config.dram_bytes));
         let actor = Actor::new(shared.clone(), engine, transport, config.socket.as_ref());
@@ -271,11 +269,6 @@ impl Shared {
         // It fails only when the actor has ended; then all links are being closed.
         let _ = self.happenings.send(happening);
     }
-
-    fn close_lanes(&self, node: &NodeId) {
-        let lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
-        lanes.values().filter(|(peer, _)| peer == node).for_each(|(_, link)| link.close("the peer is gone"));
-    }
 }
 
 // -- incoming connections ------------------------------------------------------------------------------------------
@@ -315,13 +308,8 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
         }
         Purpose::Lane { node } if !local => {
             connection.welcome();
-            let stream = connection.into_lane()?;
-            let entry = (node.node.clone(), link.clone());
-            shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).insert(number, entry);
-            if let Err(error) = serve_lane(&shared.tcp, &stream, link) {
-                tracing::info!(peer = %node.node, "an incoming lane ended: {error}");
-            }
-            shared.lanes.lock().unwrap_or_else(PoisonError::into_inner).remove(&number);
+            // An I/O thread serves it from now on.
+            shared.lanes.adopt(connection.into_lane()?, &node)?;
         }
         Purpose::Local { incarnation } if local => {
             tracing::debug!(client = number, incarnation, "a local client attaches");
@@ -441,7 +429,7 @@ fn session_with(shared: &Arc<Shared>, conductor: &str, until: &Link, pause: &mut
 struct Actor {
     shared: Arc<Shared>,
     engine: Engine,
-    transport: TcpTransport,
+    transport: LaneTransport,
     registered: bool,
     socket: String,
     clients: HashMap<ClientId, Port>,
@@ -467,7 +455,7 @@ struct PeerSession {
 }
 
 impl Actor {
-    fn new(shared: Arc<Shared>, engine: Engine, transport: TcpTransport, socket: Option<&PathBuf>) -> Self {
+    fn new(shared: Arc<Shared>, engine: Engine, transport: LaneTransport, socket: Option<&PathBuf>) -> Self {
         Self {
             shared,
             engine,
@@ -580,7 +568,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.transport.close(node);
-        self.shared.close_lanes(node);
+        self.shared.lanes.close(node, "the peer is gone");
         if let Some((_, copies)) = self.backlog.remove(node) {
             self.feed(Input::Completed(lost(copies)));
         }

@@ -7,6 +7,7 @@
 pub mod client;
 pub mod config;
 pub mod daemon;
+pub mod endpoint;
 pub mod engine;
 pub mod error;
 pub mod keys;
@@ -14,7 +15,9 @@ pub mod link;
 pub mod mailbox;
 pub mod memory;
 pub mod messages;
+pub mod mover;
 pub mod pool;
+pub mod random;
 pub mod region;
 pub mod report;
 pub mod server;

@@ -75,7 +75,7 @@ impl Stream {
         }
     }
 
-    fn shutdown(&self, how: std::net::Shutdown) {
+    pub(crate) fn shutdown(&self, how: std::net::Shutdown) {
         // It fails only if the other side has already ended the connection.
         let _ = match self {
             Self::Tcp(stream) => stream.shutdown(how),
@@ -259,6 +259,11 @@ impl Link {
         self.0.wake.set();
     }
 
+    /// True if both are ends of one connection.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// True once `close` was called.
     pub fn is_closed(&self) -> bool {
         self.lock().closed.is_some()
@@ -279,6 +284,11 @@ impl Link {
         let mut state = self.lock();
         state.queue.clear();
         state.bytes = 0;
+    }
+
+    /// True if both are clones of one link.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// What `close` makes readable.
@@ -351,17 +361,17 @@ impl Connection {
     }
 
     /// Sends what is pending and gives the socket away, as a data lane.
-    pub fn into_lane(mut self) -> Result<TcpStream, Ended> {
+    pub fn into_lane(mut self) -> Result<Stream, Ended> {
         self.pending.extend(self.session.take_output());
         while self.sent < self.pending.len() {
             self.write()?;
             let mut wait = [PollFd::new(self.stream.as_fd(), PollFlags::POLLOUT)];
             poll(&mut wait, poll_timeout(Some(FAREWELL))).map_err(|errno| closed(errno.into()))?;
         }
-        match self.stream {
-            Stream::Tcp(stream) if !self.session.has_rest() && self.events.is_empty() => Ok(stream),
-            _ => Err(Ended::Closed("not a fresh TCP connection".into())),
+        if self.session.has_rest() || !self.events.is_empty() {
+            return Err(Ended::Closed("more than a handshake came on a lane".into()));
         }
+        Ok(self.stream)
     }
 
     /// Runs until the connection ends; returns why. `deliver` gets each message. The socket closes with the connection.

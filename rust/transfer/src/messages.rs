@@ -9,10 +9,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::{BlockKey, Incarnation, Layout, NodeAddress, SlotRef, Tag};
+use crate::types::{BlockKey, Incarnation, Layout, NodeAddress, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
 pub type Ticket = u64;
+
+/// Most bytes of a notification between transfer engines.
+pub const NOTIFICATION_LIMIT: usize = 64 << 10;
 
 /// Most bytes of a push's note (first token, sampling state, counts).
 pub const NOTE_LIMIT: usize = 4096;
@@ -179,4 +182,41 @@ pub enum Purpose {
     Report { node: NodeAddress },
     /// A local client with its own incarnation (unix socket only).
     Local { incarnation: Incarnation },
+    /// A transfer engine that speaks `EngineMessage`: the dialler asks, the acceptor answers.
+    Engine { node: NodeAddress },
+}
+
+/// A registered region, as its own engine describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegionInfo {
+    pub region: RegionId,
+    pub bytes: u64,
+    /// Bytes per checksum; 0: as the copies are cut.
+    pub grain: u32,
+    /// What peers may do with it.
+    pub read: bool,
+    pub write: bool,
+}
+
+/// Between two transfer engines, on the session that one of them has dialled.
+///
+/// Notifications are numbered 1, 2, … for one life of either side, and taken in this order, each once: after a new
+/// session `Resume` says how far the acceptor got. A refused one (`Full`) and those sent behind it are sent again, under
+/// numbers of the sender's choice, once there is `Room`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum EngineMessage {
+    /// Acceptor, first: all notifications up to this one were taken.
+    Resume { through: u64 },
+    /// Dialler: which region has this name?
+    Find { ticket: Ticket, name: String },
+    /// Acceptor: that one, or none.
+    Found { ticket: Ticket, region: Option<RegionInfo> },
+    /// Dialler: a few bytes for the other side's user.
+    Notify { number: u64, payload: Vec<u8> },
+    /// Acceptor: all up to this one are in the user's queue.
+    Taken { through: u64 },
+    /// Acceptor: the queue is full; nothing after this one was taken.
+    Full { through: u64 },
+    /// Acceptor, after `Full`: there is room again.
+    Room,
 }

@@ -107,6 +107,11 @@ impl Buffer {
         self.bytes
     }
 
+    /// What peers may do with it.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
     /// Where it lies, for transports that register memory with a device.
     pub fn pointer(&self) -> NonNull<u8> {
         self.pointer

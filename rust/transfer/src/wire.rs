@@ -12,29 +12,11 @@
 //!     12      n  body (postcard, or as `session` says)
 //! ```
 //!
-//! A frame on a data lane carries one block, with the checksums that were made where its bytes were made:
-//!
-//! ```text
-//! offset  bytes  field
-//!      0      4  magic "pyBK"
-//!      4      4  CRC-32C of bytes 8..40 and the table: a damaged address must not hit another slot
-//!      8      8  copy id, repeated by the acknowledgement
-//!     16      4  slot          20  4  generation
-//!     24      4  strips        28  4  strip_bytes
-//!     32      8  zero
-//!     40  4 x s  table: CRC-32C of each strip
-//!      …  s x b  the strips
-//! ```
-//!
-//! and is answered by an acknowledgement: `"pyAK"`, CRC-32C of the rest, copy id (8), outcome (1), zero (7) = 24 bytes.
+//! What travels on a data lane is in `transport/lanes/frames`.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
-
-use crate::memory::checksum;
-use crate::transport::{CopyId, Outcome};
-use crate::types::{Layout, SlotRef};
 
 /// Version of the session protocol and of all messages in it.
 pub const VERSION: u16 = 1;
@@ -44,14 +26,8 @@ pub const HEADER_BYTES: usize = 12;
 pub const BODY_LIMIT: usize = 4 << 20;
 /// Most bytes in a frame's body before the peer has proven itself.
 pub const HANDSHAKE_LIMIT: usize = 1024;
-/// Bytes of a block frame's header.
-pub const BLOCK_HEADER_BYTES: usize = 40;
-/// Bytes of an acknowledgement.
-pub const ACK_BYTES: usize = 24;
 
 const MAGIC: [u8; 4] = *b"pyEN";
-const BLOCK_MAGIC: [u8; 4] = *b"pyBK";
-const ACK_MAGIC: [u8; 4] = *b"pyAK";
 
 /// What a session frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,9 +80,6 @@ pub enum WireError {
     /// The body does not decode.
     #[error("a frame's body does not decode: {0}")]
     Body(String),
-    /// A header's checksum does not hold.
-    #[error("a frame's header is damaged")]
-    Damaged,
 }
 
 /// Puts a header before a body.
@@ -170,112 +143,6 @@ pub fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, WireError> {
     }
 }
 
-/// Header of a block on a data lane.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockHeader {
-    /// Repeated by the acknowledgement.
-    pub id: CopyId,
-    /// Where it goes.
-    pub destination: SlotRef,
-    /// How the sender cuts blocks.
-    pub layout: Layout,
-}
-
-impl BlockHeader {
-    /// Header and table, ready to be sent before the strips.
-    pub fn encode(&self, checksums: &[u32]) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(BLOCK_HEADER_BYTES + 4 * checksums.len());
-        bytes.extend(BLOCK_MAGIC);
-        bytes.extend([0; 4]);
-        bytes.extend(self.id.to_le_bytes());
-        for field in
-            [self.destination.slot, self.destination.generation, self.layout.strips, self.layout.strip_bytes, 0, 0]
-        {
-            bytes.extend(field.to_le_bytes());
-        }
-        for sum in checksums {
-            bytes.extend(sum.to_le_bytes());
-        }
-        let crc = checksum(&bytes[8..]);
-        bytes[4..8].copy_from_slice(&crc.to_le_bytes());
-        bytes
-    }
-
-    /// Reads a header, unverified (its checksum covers the table too): only to know how long the table is.
-    pub fn peek(bytes: &[u8; BLOCK_HEADER_BYTES]) -> Result<Self, WireError> {
-        if bytes[..4] != BLOCK_MAGIC {
-            return Err(WireError::Magic);
-        }
-        Ok(Self {
-            id: u64_at(bytes, 8),
-            destination: SlotRef { slot: u32_at(bytes, 16), generation: u32_at(bytes, 20) },
-            layout: Layout { strips: u32_at(bytes, 24), strip_bytes: u32_at(bytes, 28) },
-        })
-    }
-
-    /// Verifies header and table (`bytes` is both) and returns the strips' checksums.
-    pub fn verify(bytes: &[u8]) -> Result<Vec<u32>, WireError> {
-        if bytes.len() < BLOCK_HEADER_BYTES || checksum(&bytes[8..]) != u32_at(bytes, 4) {
-            return Err(WireError::Damaged);
-        }
-        Ok(bytes[BLOCK_HEADER_BYTES..].chunks_exact(4).map(|word| u32_at(word, 0)).collect())
-    }
-}
-
-/// What the receiver of a block says about it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ack {
-    /// Which copy.
-    pub id: CopyId,
-    /// `Done`, `Fenced` or `Corrupt`.
-    pub outcome: Outcome,
-}
-
-impl Ack {
-    /// As bytes.
-    pub fn encode(&self) -> [u8; ACK_BYTES] {
-        let mut bytes = [0; ACK_BYTES];
-        bytes[..4].copy_from_slice(&ACK_MAGIC);
-        bytes[8..16].copy_from_slice(&self.id.to_le_bytes());
-        bytes[16] = match self.outcome {
-            Outcome::Done => 1,
-            Outcome::Fenced => 2,
-            Outcome::Corrupt => 3,
-            Outcome::Lost => 4,
-            Outcome::Denied => 5,
-        };
-        let crc = checksum(&bytes[8..]);
-        bytes[4..8].copy_from_slice(&crc.to_le_bytes());
-        bytes
-    }
-
-    /// From bytes. `Lost` is never sent, so its number is refused.
-    pub fn decode(bytes: &[u8; ACK_BYTES]) -> Result<Self, WireError> {
-        if bytes[..4] != ACK_MAGIC {
-            return Err(WireError::Magic);
-        }
-        if checksum(&bytes[8..]) != u32_at(bytes, 4) {
-            return Err(WireError::Damaged);
-        }
-        let outcome = match bytes[16] {
-            1 => Outcome::Done,
-            2 => Outcome::Fenced,
-            3 => Outcome::Corrupt,
-            5 => Outcome::Denied,
-            other => return Err(WireError::Kind(other)),
-        };
-        Ok(Self { id: u64_at(bytes, 8), outcome })
-    }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
-}
-
 #[cfg(test)]
 mod tests {
     //! Goal: what is encoded decodes to the same; what is not ours is refused without panic or big allocations.
@@ -284,7 +151,7 @@ mod tests {
     use crate::messages::{
         DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, PeerMessage, Purpose, Refusal,
     };
-    use crate::types::{BlockKey, NodeAddress, Tag};
+    use crate::types::{BlockKey, NodeAddress, SlotRef, Tag};
     use proptest::prelude::*;
 
     fn tag() -> impl Strategy<Value = Tag> {
@@ -359,33 +226,10 @@ mod tests {
             let _ = decode::<DaemonReport>(&noise);
             let _ = decode::<DaemonOrder>(&noise);
             let _ = decode::<Purpose>(&noise);
-            let _ = BlockHeader::verify(&noise);
             let mut framed = frame(Kind::Message, &noise);
             prop_assert_eq!(parse(&framed, BODY_LIMIT).expect("own frame").expect("whole").body, &noise[..]);
             framed.truncate(framed.len() - 1);
             prop_assert_eq!(parse(&framed, BODY_LIMIT), Ok(None));
-        }
-
-        #[test]
-        fn block_headers_notice_every_flipped_bit(id: u64, slot: u32, generation: u32, bit in 0usize..(40 + 12) * 8) {
-            let layout = Layout { strips: 3, strip_bytes: 64 };
-            let header = BlockHeader { id, destination: SlotRef { slot, generation }, layout };
-            let mut bytes = header.encode(&[1, 2, 3]);
-            let front = bytes[..BLOCK_HEADER_BYTES].try_into().expect("40 bytes");
-            prop_assert_eq!(BlockHeader::peek(&front), Ok(header));
-            prop_assert_eq!(BlockHeader::verify(&bytes), Ok(vec![1, 2, 3]));
-            bytes[bit / 8] ^= 1 << (bit % 8);
-            let front = bytes[..BLOCK_HEADER_BYTES].try_into().expect("40 bytes");
-            prop_assert!(BlockHeader::peek(&front).is_err() || BlockHeader::verify(&bytes).is_err());
-        }
-
-        #[test]
-        fn acks_notice_every_flipped_bit(id: u64, bit in 0usize..ACK_BYTES * 8) {
-            let ack = Ack { id, outcome: Outcome::Fenced };
-            let mut bytes = ack.encode();
-            prop_assert_eq!(Ack::decode(&bytes), Ok(ack));
-            bytes[bit / 8] ^= 1 << (bit % 8);
-            prop_assert!(Ack::decode(&bytes).is_err());
         }
     }
 

@@ -10,8 +10,8 @@ use std::sync::{Arc, mpsc};
 
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::region::Regions;
+use pyengine_transfer::transport::lanes::LaneTransport;
 use pyengine_transfer::transport::sim::{Faults, Network, SimTransport};
-use pyengine_transfer::transport::tcp::TcpTransport;
 use pyengine_transfer::transport::{Busy, Completion, Copy, CopyId, Outcome, Transport};
 use pyengine_transfer::types::{Layout, NodeAddress, SlotRef};
 
@@ -78,20 +78,20 @@ impl Harness for Sim {
 
 /// Real sockets over loopback.
 struct Tcp {
-    transport: TcpTransport,
+    transport: LaneTransport,
     woken: mpsc::Receiver<()>,
     receiver: lanes::Receiver,
 }
 
 impl Harness for Tcp {
-    type Transport = TcpTransport;
+    type Transport = LaneTransport;
 
     fn new(source: Arc<Arena>, destination: Arc<Arena>) -> Self {
         let (transport, woken) = lanes::sender(source);
         Self { transport, woken, receiver: lanes::Receiver::new(destination) }
     }
 
-    fn transport(&mut self) -> &mut TcpTransport {
+    fn transport(&mut self) -> &mut LaneTransport {
         &mut self.transport
     }
 

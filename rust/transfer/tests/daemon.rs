@@ -23,7 +23,7 @@ use pyengine_transfer::messages::{
 };
 use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
 use pyengine_transfer::session::Session;
-use pyengine_transfer::transport::tcp::TcpTransport;
+use pyengine_transfer::transport::lanes::LaneTransport;
 use pyengine_transfer::transport::{Completion, Copy, Outcome, Transport};
 use pyengine_transfer::types::{BlockKey, Layout, NodeAddress, SlotRef, Tag};
 use pyengine_transfer::wire;
@@ -508,7 +508,7 @@ fn sink() -> Sink {
 
 struct Source {
     arena: Arc<Arena>,
-    transport: TcpTransport,
+    transport: LaneTransport,
     woken: mpsc::Receiver<()>,
 }
 
@@ -590,7 +590,7 @@ fn a_byte_flipped_on_the_wire_is_found_wherever_it_is() {
     let (mut source, sink) = (source(), sink());
     let proxy = proxy(&sink.lanes.address.address);
     let peer = NodeAddress { address: proxy.address.clone(), ..sink.lanes.address.clone() };
-    let head = 40 + 4 * i64::from(LAYOUT.strips);
+    let head = 40 + 24 + 4 * i64::from(LAYOUT.strips);
     source.transport.connect(&peer);
     // One clean copy first, so that the handshake is over.
     let mut id = 0;

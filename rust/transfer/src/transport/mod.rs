@@ -1,9 +1,11 @@
 //! How bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
 
+pub mod lanes;
 pub mod sim;
 pub mod tcp;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::memory::Arena;
 use crate::region::Regions;
@@ -15,6 +17,9 @@ pub type CopyId = u64;
 /// Most bytes of one copy, but for a single strip that is larger: at 2.5 GB/s a piece takes 0.1 ms, so small urgent
 /// copies wait no longer than a few of those, and it stays in the second-level cache between its checksum and the kernel.
 pub const PIECE_BYTES: u32 = 256 << 10;
+
+/// A path on which something is due and nothing moves for so long counts as broken.
+pub const STALLED_AFTER: Duration = Duration::from_secs(3);
 
 /// How bytes move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

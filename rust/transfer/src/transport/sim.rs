@@ -1,30 +1,36 @@
 //! A network in virtual time, for tests: deterministic from its seed, and as unkind as it is told to be.
 //!
-//! [`Network`] carries copies and implements [`Transport`] for every node that joins it. [`World`] is the twin of
-//! `daemon`: it runs whole engines over such a network and carries their control messages, dials and deaths.
+//! [`Network`] carries copies and implements [`Transport`] for every node that joins it, one per [`Kind`] if wanted, so
+//! that there are several paths between two nodes. [`World`] is the twin of `daemon`: it runs whole engines over such a
+//! network and carries their control messages, dials and deaths.
 //!
-//! A copy's life, each arrow a seeded delay; whatever breaks in between shows at its end:
+//! A copy's life, each arrow a seeded delay; a lane carries one body at a time, and lanes overtake each other:
 //!
 //! ```text
-//! submit ---> begin: destination's WriteHold ---> end: bytes applied, strips verified ---> ack: completion
-//!        \--- the lane breaks: completes as Lost at once; the bytes may still arrive, late, and must be fenced
+//! submit ---> begin: the peer's hold is taken ---> end: bytes applied and verified ---> ack: completion
+//!        \--- lane or path breaks: Lost, this side is quiet. A write may still be applied late, as bytes lie in
+//!             buffers, but never after a copy that was submitted when `Lost` had been told (unless `Faults::late`)
 //! ```
+//!
+//! In a cut network, and on a stalled lane, copies wait where they are; after 3 s path or lane count as broken.
+
+mod world;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::engine::{Engine, Input, Output, Settings};
 use crate::memory::checksum;
-use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
+use crate::messages::PeerMessage;
+pub use crate::random::Random;
 use crate::region::{By, Denied, Reading, Regions, Writing, pieces};
-use crate::types::{ClientId, Nanos, NodeAddress, NodeId};
+use crate::types::{Incarnation, Nanos, NodeAddress, NodeId};
 
-use super::{Busy, Completion, Copy, CopyId, Outcome, Path, Transport};
+pub use world::World;
+
+use super::{Busy, Completion, Copy, Kind, Op, Outcome, Path, Transport};
 
 const MILLISECOND: Nanos = 1_000_000;
-/// The engine's shell ticks this often.
-const TICK: Nanos = 100 * MILLISECOND;
-/// A session that carries nothing this long is dead.
+/// A session, path or lane on which nothing moves this long is dead.
 const SILENCE: Nanos = 3_000 * MILLISECOND;
 
 /// How unkind the network is.
@@ -34,62 +40,66 @@ pub struct Faults {
     pub delay: Nanos,
     /// Of a thousand copies, how many have a strip corrupted on the way.
     pub corrupt: u64,
-    /// Of a thousand copies, how many lose their lane.
+    /// Of a thousand copies, how many lose their lane, with all that is on it.
     pub lose: u64,
-    /// Copies that one lane takes before it is `Busy`.
-    pub lane: usize,
+    /// Of a thousand copies, how many find that their lane has stalled.
+    pub stall: u64,
+    /// Copies that a path takes before it is `Busy`.
+    pub queue: usize,
+    /// Lanes of a path.
+    pub lanes: usize,
+    /// Bytes of a broken lane may arrive after what was sent later. No transport may do that, but pools survive it.
+    pub late: bool,
 }
 
 impl Default for Faults {
     fn default() -> Self {
-        Self { delay: 5 * MILLISECOND, corrupt: 0, lose: 0, lane: 8 }
+        Self { delay: 5 * MILLISECOND, corrupt: 0, lose: 0, stall: 0, queue: 8, lanes: 4, late: false }
     }
 }
 
-/// Repeatable random numbers (SplitMix64).
-#[derive(Clone, Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next 64 bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `bound`, which is not 0.
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.bits() % bound
-    }
-
-    /// True `chances` times in a thousand.
-    pub fn permille(&mut self, chances: u64) -> bool {
-        self.below(1000) < chances
-    }
+/// One direction of one path.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Link {
+    from: NodeId,
+    to: NodeId,
+    kind: Kind,
 }
 
 /// A copy under way.
 struct Flight {
-    from: NodeId,
+    link: Link,
+    /// The lives of both ends.
+    from: Incarnation,
     to: NodeAddress,
+    lane: usize,
+    submitted: Nanos,
+    /// How long its body takes.
+    body: Nanos,
     copy: Copy,
-    payload: Payload,
+    stage: Stage,
+    local: Option<Hold>,
+    remote: Option<Hold>,
+    /// What is in the network's buffers, if it is not read from a hold.
+    bytes: Option<Vec<u8>>,
     sums: Vec<u32>,
-    /// Held while the bytes are applied.
-    hold: Option<Writing>,
     sabotage: Option<Sabotage>,
-    /// The source has been told `Lost`; nobody waits for the outcome.
-    orphan: bool,
+    /// It was (or will be) told then that it is lost; nobody waits for the outcome.
+    orphan: Option<Nanos>,
+    /// It waits for the path, or for a lane that has stalled.
+    parked: bool,
 }
 
-enum Payload {
-    /// Still read from the source.
-    Held(Reading),
-    /// In the network's buffers.
-    Sent(Vec<u8>),
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Begin,
+    End,
+    Ack(Outcome),
+}
+
+enum Hold {
+    Reading(Reading),
+    Writing(Writing),
 }
 
 #[derive(Clone, Copy)]
@@ -100,12 +110,41 @@ enum Sabotage {
     DropStrip,
     /// The lane breaks.
     Lose,
+    /// The lane stalls.
+    Stall,
 }
 
 enum Event {
-    Begin(u64),
-    End(u64),
-    Ack(NodeId, CopyId, Outcome),
+    /// A copy reaches its next stage.
+    Go(u64),
+    /// A node is told what became of a copy.
+    Told {
+        node: NodeId,
+        life: Incarnation,
+        kind: Kind,
+        completion: Completion,
+    },
+    /// An attempt at a path gets through to the peer.
+    Connected {
+        link: Link,
+        attempt: u64,
+    },
+    /// An attempt at a path has taken too long.
+    Expired {
+        link: Link,
+        attempt: u64,
+    },
+    /// The peer's death shows.
+    Reset {
+        link: Link,
+        attempt: u64,
+    },
+    /// Nothing has moved for long, on a path or on one lane of it.
+    Silent {
+        link: Link,
+        silence: u64,
+        lane: Option<usize>,
+    },
     Control(Control),
 }
 
@@ -114,7 +153,7 @@ enum Step {
     Nothing,
     /// A copy went on.
     Copied,
-    /// This node has completions.
+    /// This node has completions, or a path of it has changed.
     Completed(NodeId),
     /// For the [`World`] to do.
     Control(Control),
@@ -132,11 +171,26 @@ enum Control {
 
 #[derive(Default)]
 struct Life {
-    incarnation: u64,
+    incarnation: Incarnation,
     regions: Option<Arc<Regions>>,
-    /// Connected peers.
-    peers: BTreeMap<NodeId, NodeAddress>,
-    completions: Vec<Completion>,
+    completions: BTreeMap<Kind, Vec<Completion>>,
+}
+
+/// A path, as the node sees it that asked for it.
+struct End {
+    peer: NodeAddress,
+    attempt: u64,
+    state: Path,
+    lanes: Vec<Lane>,
+    /// Copies wait since nothing comes through; the number tells one silence from the next.
+    silence: Option<u64>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Lane {
+    /// When the last body that was given to it will have ended.
+    free: Nanos,
+    stalled: Option<u64>,
 }
 
 struct Inner {
@@ -146,8 +200,12 @@ struct Inner {
     next: u64,
     events: BTreeMap<(Nanos, u64), Event>,
     lives: BTreeMap<NodeId, Life>,
+    ends: BTreeMap<Link, End>,
     flights: BTreeMap<u64, Flight>,
-    cut: BTreeSet<(NodeId, NodeId)>,
+    /// Pairs of nodes between which nothing comes through: by no path (`None`), or by one.
+    cut: BTreeSet<(NodeId, NodeId, Option<Kind>)>,
+    /// Paths that cannot be made.
+    refused: BTreeSet<(NodeId, NodeId, Kind)>,
     sabotage: VecDeque<Sabotage>,
 }
 
@@ -166,88 +224,329 @@ impl Inner {
         self.now + 1 + self.random.below(self.faults.delay)
     }
 
-    fn is_cut(&self, a: &NodeId, b: &NodeId) -> bool {
-        self.cut.contains(&pair(a, b))
+    fn is_cut(&self, a: &NodeId, b: &NodeId, kind: Option<Kind>) -> bool {
+        let (a, b) = pair(a, b);
+        self.cut.contains(&(a.clone(), b.clone(), None)) || (kind.is_some() && self.cut.contains(&(a, b, kind)))
     }
 
     fn alive(&self, node: &NodeAddress) -> bool {
         self.lives.get(&node.node).is_some_and(|life| life.incarnation == node.incarnation)
     }
 
-    fn submit(&mut self, from: &NodeId, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy> {
-        let under_way =
-            self.flights.values().filter(|flight| flight.from == *from && flight.to.node == *peer && !flight.orphan);
-        // An empty lane takes any number, so that every batch gets through at last.
-        let under_way = under_way.count();
-        if under_way > 0 && under_way + copies.len() > self.faults.lane {
-            return Err(Busy);
-        }
-        for copy in copies {
-            let life = &self.lives[from];
-            let held = life.regions.as_ref();
-            let held = held.and_then(|regions| regions.begin_read(copy.local, copy.bytes.into(), By::Owner).ok());
-            let (Some(held), Some(to)) = (held, life.peers.get(peer).cloned()) else {
-                let at = self.soon();
-                self.schedule(at, Event::Ack(from.clone(), copy.id, Outcome::Lost));
-                continue;
-            };
-            let sabotage = self.sabotage.pop_front().or_else(|| {
-                let Faults { corrupt, lose, .. } = self.faults;
-                let dice = self.random.below(1000);
-                let lost = (dice < corrupt + lose).then_some(Sabotage::Lose);
-                if dice < corrupt { Some(Sabotage::Corrupt) } else { lost }
-            });
-            let mut sums = Vec::new();
-            held.checksums(copy.grain, &mut sums);
-            let id = self.number();
-            let payload = Payload::Held(held);
-            let from = from.clone();
-            let flight = Flight { from, to, copy: *copy, payload, sums, hold: None, sabotage, orphan: false };
-            self.flights.insert(id, flight);
-            let at = self.soon();
-            self.schedule(at, Event::Begin(id));
-        }
-        Ok(())
+    /// Copies that a link's owner waits for.
+    fn waited_for(&self, link: &Link) -> Vec<u64> {
+        let mine = |flight: &Flight| flight.link == *link && flight.orphan.is_none();
+        self.flights.iter().filter(|(_, flight)| mine(flight)).map(|(id, _)| *id).collect()
     }
 
-    /// The bytes reach the destination, which takes the slot for writing.
-    fn begin(&mut self, id: u64) {
-        let Some(flight) = self.flights.get(&id) else { return };
-        if self.is_cut(&flight.from, &flight.to.node) && !flight.orphan {
-            // Nothing comes through; the silence ends the session, and that ends the copy.
-            let at = self.now + SILENCE / 2;
-            self.schedule(at, Event::Begin(id));
+    // -- paths -------------------------------------------------------------------------------------------------------
+
+    fn connect(&mut self, link: Link, peer: &NodeAddress) {
+        if let Some(end) = self.ends.get(&link) {
+            if end.peer == *peer && !matches!(end.state, Path::Down(_)) {
+                return;
+            }
+            self.close(&link);
+        }
+        let attempt = self.number();
+        let lanes = vec![Lane::default(); self.faults.lanes];
+        let end = End { peer: peer.clone(), attempt, state: Path::Connecting, lanes, silence: None };
+        self.ends.insert(link.clone(), end);
+        let (at, late) = (self.soon(), self.now + SILENCE);
+        self.schedule(at, Event::Connected { link: link.clone(), attempt });
+        self.schedule(late, Event::Expired { link, attempt });
+    }
+
+    /// The link's path, if this attempt at it is the last one.
+    fn end_of(&mut self, link: &Link, attempt: u64) -> Option<&mut End> {
+        self.ends.get_mut(link).filter(|end| end.attempt == attempt)
+    }
+
+    fn connected(&mut self, link: &Link, attempt: u64) {
+        let Some(end) = self.end_of(link, attempt).filter(|end| end.state == Path::Connecting) else { return };
+        let peer = end.peer.clone();
+        let (a, b) = pair(&link.from, &link.to);
+        if self.refused.contains(&(a, b, link.kind)) {
+            return self.break_path(link, "refused");
+        }
+        if self.is_cut(&link.from, &link.to, Some(link.kind)) {
+            // Healing tries again; else it expires.
             return;
         }
-        let lost = matches!(flight.sabotage, Some(Sabotage::Lose)) || !self.alive(&flight.to);
-        let regions = self.lives.get(&flight.to.node).and_then(|life| life.regions.clone());
-        let (false, Some(regions)) = (lost, regions) else { return self.finish(id, Outcome::Lost) };
-        match regions.begin_write(flight.copy.remote, flight.copy.bytes.into(), By::Peer) {
-            Err(Denied::Fenced) => self.finish(id, Outcome::Fenced),
-            Err(Denied::Bounds | Denied::Permission) => self.finish(id, Outcome::Denied),
-            Ok(hold) => {
-                if let Some(flight) = self.flights.get_mut(&id) {
-                    flight.hold = Some(hold);
-                }
-                let at = self.soon();
-                self.schedule(at, Event::End(id));
+        if !self.alive(&peer) {
+            return self.break_path(link, "that life of the peer is over");
+        }
+        self.ends.get_mut(link).expect("just seen").state = Path::Up;
+        self.release(link);
+    }
+
+    /// The path is down; what it carried is lost.
+    fn break_path(&mut self, link: &Link, why: &str) {
+        let Some(end) = self.ends.get_mut(link) else { return };
+        end.state = Path::Down(why.into());
+        (end.silence, end.attempt) = (None, 0);
+        end.lanes.fill(Lane::default());
+        for id in self.waited_for(link) {
+            let told = self.soon();
+            self.lose(id, told);
+        }
+    }
+
+    fn break_lane(&mut self, link: &Link, lane: usize) {
+        if let Some(end) = self.ends.get_mut(link) {
+            end.lanes[lane] = Lane { free: self.now, stalled: None };
+        }
+        for id in self.waited_for(link) {
+            if self.flights[&id].lane == lane {
+                let told = self.soon();
+                self.lose(id, told);
             }
         }
     }
 
-    /// The bytes have been received: each strip is verified and marked.
-    fn end(&mut self, id: u64) {
+    /// The owner wants the path no more: it is told at once what that costs.
+    fn close(&mut self, link: &Link) {
+        for id in self.waited_for(link) {
+            self.lose(id, self.now);
+        }
+        self.ends.remove(link);
+    }
+
+    /// A copy's lane is gone. This side is quiet from now on; bytes that are on their way may still arrive.
+    fn lose(&mut self, id: u64, told: Nanos) {
+        let arrives = self.random.permille(500);
         let Some(flight) = self.flights.get_mut(&id) else { return };
-        let Some(mut hold) = flight.hold.take() else { return };
-        let bytes = match &flight.payload {
-            Payload::Held(held) => held.bytes(),
-            Payload::Sent(bytes) => bytes,
+        let completion = Completion { id: flight.copy.id, outcome: Outcome::Lost };
+        let (node, life, kind) = (flight.link.from.clone(), flight.from, flight.link.kind);
+        flight.orphan = Some(told);
+        if let Some(Hold::Reading(held)) = flight.local.take()
+            && flight.bytes.is_none()
+        {
+            flight.bytes = Some(held.bytes().to_vec());
+        }
+        // A body that is being received ends or breaks off; either way its hold ends with it.
+        let on_its_way = flight.copy.op == Op::Write && !matches!(flight.stage, Stage::Ack(_));
+        if !(arrives && on_its_way) {
+            self.flights.remove(&id);
+        } else if std::mem::take(&mut flight.parked) {
+            let at = self.soon();
+            self.schedule(at, Event::Go(id));
+        }
+        if told == self.now {
+            self.tell(&node, life, kind, completion);
+        } else {
+            self.schedule(told, Event::Told { node, life, kind, completion });
+        }
+    }
+
+    fn tell(&mut self, node: &NodeId, incarnation: Incarnation, kind: Kind, completion: Completion) {
+        if let Some(life) = self.lives.get_mut(node).filter(|life| life.incarnation == incarnation) {
+            life.completions.entry(kind).or_default().push(completion);
+        }
+    }
+
+    /// What has waited for the path goes on, in the order of submission.
+    fn release(&mut self, link: &Link) {
+        if let Some(end) = self.ends.get_mut(link) {
+            end.silence = None;
+        }
+        for id in self.waited_for(link) {
+            let soon = self.soon();
+            let (flight, end) = (&self.flights[&id], &self.ends[link]);
+            let (lane, body) = (flight.lane, flight.body);
+            if !flight.parked || end.lanes[lane].stalled.is_some() {
+                continue;
+            }
+            let at = soon.max(end.lanes[lane].free + 1);
+            self.ends.get_mut(link).expect("just seen").lanes[lane].free = at + body;
+            self.flights.get_mut(&id).expect("just seen").parked = false;
+            self.schedule(at, Event::Go(id));
+        }
+    }
+
+    /// A copy waits until its path or lane goes on, or counts as broken.
+    fn park(&mut self, id: u64, lane: Option<usize>) {
+        let silence = self.number();
+        let flight = self.flights.get_mut(&id).expect("it is under way");
+        flight.parked = true;
+        let link = flight.link.clone();
+        let Some(end) = self.ends.get_mut(&link) else { return };
+        let since = match lane {
+            Some(lane) => &mut end.lanes[lane].stalled,
+            None => &mut end.silence,
         };
-        let victim = self.random.below(flight.sums.len() as u64) as usize;
-        let grain = flight.copy.grain;
-        let drops = matches!(flight.sabotage, Some(Sabotage::DropStrip));
+        if since.is_none() {
+            *since = Some(silence);
+            self.schedule(self.now + SILENCE, Event::Silent { link, silence, lane });
+        }
+    }
+
+    // -- copies ------------------------------------------------------------------------------------------------------
+
+    fn submit(&mut self, link: &Link, copies: &[Copy]) -> Result<(), Busy> {
+        // An empty path takes any number, so that every batch gets through at last.
+        let under_way = self.waited_for(link).len();
+        if under_way > 0 && under_way + copies.len() > self.faults.queue {
+            return Err(Busy);
+        }
+        for copy in copies {
+            self.submit_one(link, copy);
+        }
+        Ok(())
+    }
+
+    fn submit_one(&mut self, link: &Link, copy: &Copy) {
+        let Some(Life { incarnation, regions, .. }) = self.lives.get(&link.from) else { return };
+        let from = *incarnation;
+        let held = match regions {
+            None => Err(Denied::Fenced),
+            Some(regions) => match copy.op {
+                Op::Write => regions.begin_read(copy.local, copy.bytes.into(), By::Owner).map(Hold::Reading),
+                Op::Read => regions.begin_write(copy.local, copy.bytes.into(), By::Owner).map(Hold::Writing),
+            },
+        };
+        let up = self.ends.get(link).filter(|end| !matches!(end.state, Path::Down(_)));
+        let held = held.map_err(outcome_of).and_then(|held| Ok((held, up.ok_or(Outcome::Lost)?)));
+        let (held, end) = match held {
+            Ok(both) => both,
+            Err(outcome) => {
+                let (node, at, kind) = (link.from.clone(), self.soon(), link.kind);
+                let completion = Completion { id: copy.id, outcome };
+                return self.schedule(at, Event::Told { node, life: from, kind, completion });
+            }
+        };
+        let mut sums = Vec::new();
+        if let Hold::Reading(held) = &held {
+            held.checksums(copy.grain, &mut sums);
+        }
+        let (to, parked) = (end.peer.clone(), end.state == Path::Connecting);
+        let sabotage = self.sabotage.pop_front().or_else(|| {
+            let Faults { corrupt, lose, stall, .. } = self.faults;
+            match self.random.below(1000) {
+                dice if dice < corrupt => Some(Sabotage::Corrupt),
+                dice if dice < corrupt + lose => Some(Sabotage::Lose),
+                dice if dice < corrupt + lose + stall => Some(Sabotage::Stall),
+                _ => None,
+            }
+        });
+        let (id, lane) = (self.number(), self.random.below(self.faults.lanes as u64) as usize);
+        let (soon, body) = (self.soon(), 1 + self.random.below(self.faults.delay));
+        let flight = Flight {
+            link: link.clone(),
+            from,
+            to,
+            lane,
+            submitted: self.now,
+            body,
+            copy: *copy,
+            stage: Stage::Begin,
+            local: Some(held),
+            remote: None,
+            bytes: None,
+            sums,
+            sabotage,
+            orphan: None,
+            parked,
+        };
+        self.flights.insert(id, flight);
+        if !parked {
+            let lane = &mut self.ends.get_mut(link).expect("just seen").lanes[lane];
+            let at = soon.max(lane.free + 1);
+            lane.free = at + body;
+            self.schedule(at, Event::Go(id));
+        }
+    }
+
+    /// A copy reaches its next stage, unless something is in the way. Names the node that has something to look at.
+    fn go(&mut self, id: u64) -> Option<NodeId> {
+        let flight = self.flights.get(&id)?;
+        let (link, lane, orphan) = (flight.link.clone(), flight.lane, flight.orphan.is_some());
+        let stalled = self.ends.get(&link).is_some_and(|end| end.lanes[lane].stalled.is_some());
+        if !orphan && (stalled || self.is_cut(&link.from, &link.to, Some(link.kind))) {
+            self.park(id, stalled.then_some(lane));
+            return None;
+        }
+        if let Stage::Ack(outcome) = flight.stage {
+            let flight = self.flights.remove(&id)?;
+            self.tell(&link.from, flight.from, link.kind, Completion { id: flight.copy.id, outcome });
+            return Some(link.from);
+        }
+        if !self.alive(&flight.to) {
+            if orphan {
+                self.flights.remove(&id);
+            } else {
+                self.break_path(&link, "connection reset");
+            }
+            return Some(link.from);
+        }
+        if flight.stage == Stage::End {
+            self.end(id);
+            return None;
+        }
+        match flight.sabotage {
+            Some(Sabotage::Lose) if !orphan => self.break_lane(&link, lane),
+            Some(Sabotage::Stall) if !orphan => {
+                self.flights.get_mut(&id)?.sabotage = None;
+                self.park(id, Some(lane));
+            }
+            _ => self.begin(id),
+        }
+        None
+    }
+
+    /// The copy reaches the peer, which takes its memory for it.
+    fn begin(&mut self, id: u64) {
+        let flight = &self.flights[&id];
+        let (copy, body) = (flight.copy, flight.body);
+        if flight.orphan.is_none() && !self.faults.late {
+            let (link, submitted) = (flight.link.clone(), flight.submitted);
+            let fenced = |other: &Flight| {
+                let between = other.link.from == link.from && other.link.to == link.to;
+                between && other.orphan.is_some_and(|told| told <= submitted)
+            };
+            self.flights.retain(|_, other| !fenced(other));
+        }
+        let flight = self.flights.get_mut(&id).expect("it is no orphan");
+        let held = match self.lives.get(&flight.to.node).and_then(|life| life.regions.as_ref()) {
+            None => Err(Denied::Fenced),
+            Some(regions) => match copy.op {
+                Op::Write => regions.begin_write(copy.remote, copy.bytes.into(), By::Peer).map(Hold::Writing),
+                Op::Read => regions.begin_read(copy.remote, copy.bytes.into(), By::Peer).map(Hold::Reading),
+            },
+        };
+        match held {
+            Err(denied) => self.answer(id, outcome_of(denied)),
+            Ok(Hold::Reading(held)) => {
+                held.checksums(copy.grain, &mut flight.sums);
+                flight.bytes = Some(held.bytes().to_vec());
+                flight.stage = Stage::End;
+                self.schedule(self.now + body, Event::Go(id));
+            }
+            Ok(held) => {
+                (flight.remote, flight.stage) = (Some(held), Stage::End);
+                self.schedule(self.now + body, Event::Go(id));
+            }
+        }
+    }
+
+    /// The bytes have arrived where they are to lie: each strip is verified and marked.
+    fn end(&mut self, id: u64) {
+        let flight = self.flights.get_mut(&id).expect("it is under way");
+        let (source, sink) = match flight.copy.op {
+            Op::Write => (flight.local.take(), flight.remote.take()),
+            Op::Read => (None, flight.local.take()),
+        };
+        let Some(Hold::Writing(mut sink)) = sink else { unreachable!("a sink is taken before its bytes come") };
+        let bytes = match (&flight.bytes, &source) {
+            (Some(bytes), _) => bytes.as_slice(),
+            (None, Some(Hold::Reading(held))) => held.bytes(),
+            (None, _) => unreachable!("a source is held, or its bytes are on their way"),
+        };
+        let victim = self.random.below(flight.sums.len().max(1) as u64) as usize;
+        let (grain, sabotage) = (flight.copy.grain, flight.sabotage);
+        let drops = matches!(sabotage, Some(Sabotage::DropStrip));
         let mut outcome = Outcome::Done;
-        let mut rest = hold.bytes_mut();
+        let mut rest = sink.bytes_mut();
         for (index, (bytes, sum)) in pieces(bytes, grain).zip(&flight.sums).enumerate() {
             let (into, behind) = std::mem::take(&mut rest).split_at_mut(bytes.len());
             rest = behind;
@@ -255,7 +554,7 @@ impl Inner {
                 continue;
             }
             into.copy_from_slice(bytes);
-            if index == victim && matches!(flight.sabotage, Some(Sabotage::Corrupt)) {
+            if index == victim && matches!(sabotage, Some(Sabotage::Corrupt)) {
                 into[0] ^= 1;
             }
             if checksum(into) != *sum {
@@ -263,40 +562,22 @@ impl Inner {
             }
         }
         if outcome == Outcome::Done && !drops {
-            hold.finish(grain, &flight.sums);
+            sink.finish(grain, &flight.sums);
         }
-        self.finish(id, outcome)
+        self.answer(id, outcome);
     }
 
-    fn finish(&mut self, id: u64, outcome: Outcome) {
-        if let Some(flight) = self.flights.remove(&id).filter(|flight| !flight.orphan) {
-            let at = self.soon();
-            self.schedule(at, Event::Ack(flight.from, flight.copy.id, outcome));
+    /// The outcome is known where the bytes are to lie, and nobody touches them any more for this copy.
+    fn answer(&mut self, id: u64, outcome: Outcome) {
+        let at = self.soon();
+        let flight = self.flights.get_mut(&id).expect("it is under way");
+        if flight.orphan.is_some() {
+            self.flights.remove(&id);
+            return;
         }
-    }
-
-    /// Breaks the lane from a node to a peer. Bytes that are in the network may still arrive, late.
-    fn close(&mut self, from: &NodeId, peer: &NodeId) {
-        let mine = |flight: &Flight| flight.from == *from && flight.to.node == *peer && !flight.orphan;
-        let broken: Vec<u64> = self.flights.iter().filter(|(_, flight)| mine(flight)).map(|(id, _)| *id).collect();
-        for id in broken {
-            let arrives = self.random.permille(500);
-            let Some(flight) = self.flights.get_mut(&id) else { continue };
-            if let Some(life) = self.lives.get_mut(from) {
-                life.completions.push(Completion { id: flight.copy.id, outcome: Outcome::Lost });
-            }
-            flight.orphan = true;
-            if let Payload::Held(held) = &flight.payload {
-                flight.payload = Payload::Sent(held.bytes().to_vec());
-            }
-            // A body that is being received ends or breaks off; either way its hold ends with it.
-            if !arrives {
-                self.flights.remove(&id);
-            }
-        }
-        if let Some(life) = self.lives.get_mut(from) {
-            life.peers.remove(peer);
-        }
+        (flight.local, flight.remote, flight.bytes) = (None, None, None);
+        flight.stage = Stage::Ack(outcome);
+        self.schedule(at, Event::Go(id));
     }
 
     /// Lets the next event happen.
@@ -304,17 +585,47 @@ impl Inner {
         let Some(((at, _), event)) = self.events.pop_first() else { return Step::Nothing };
         self.now = at;
         match event {
-            Event::Begin(id) => self.begin(id),
-            Event::End(id) => self.end(id),
-            Event::Ack(node, id, outcome) => {
-                if let Some(life) = self.lives.get_mut(&node) {
-                    life.completions.push(Completion { id, outcome });
-                }
-                return Step::Completed(node);
+            Event::Go(id) => self.go(id).map_or(Step::Copied, Step::Completed),
+            Event::Told { node, life, kind, completion } => {
+                self.tell(&node, life, kind, completion);
+                Step::Completed(node)
             }
-            Event::Control(control) => return Step::Control(control),
+            Event::Connected { link, attempt } => {
+                self.connected(&link, attempt);
+                Step::Completed(link.from)
+            }
+            Event::Expired { link, attempt } => {
+                if self.end_of(&link, attempt).is_some_and(|end| end.state == Path::Connecting) {
+                    self.break_path(&link, "connecting took 3 s");
+                }
+                Step::Completed(link.from)
+            }
+            Event::Reset { link, attempt } => {
+                let comes_through = !self.is_cut(&link.from, &link.to, Some(link.kind));
+                if comes_through && self.end_of(&link, attempt).is_some() {
+                    self.break_path(&link, "connection reset");
+                }
+                Step::Completed(link.from)
+            }
+            Event::Silent { link, silence, lane } => {
+                match (lane, self.ends.get(&link)) {
+                    (Some(lane), Some(end)) if end.lanes[lane].stalled == Some(silence) => self.break_lane(&link, lane),
+                    (None, Some(end)) if end.silence == Some(silence) => {
+                        self.break_path(&link, "nothing moved for 3 s");
+                    }
+                    _ => {}
+                }
+                Step::Completed(link.from)
+            }
+            Event::Control(control) => Step::Control(control),
         }
-        Step::Copied
+    }
+}
+
+fn outcome_of(denied: Denied) -> Outcome {
+    match denied {
+        Denied::Fenced => Outcome::Fenced,
+        Denied::Bounds | Denied::Permission => Outcome::Denied,
     }
 }
 
@@ -336,8 +647,10 @@ impl Network {
             next: 0,
             events: BTreeMap::new(),
             lives: BTreeMap::new(),
+            ends: BTreeMap::new(),
             flights: BTreeMap::new(),
             cut: BTreeSet::new(),
+            refused: BTreeSet::new(),
             sabotage: VecDeque::new(),
         })))
     }
@@ -352,29 +665,91 @@ impl Network {
         self.leave(&node.node);
         let life = Life { incarnation: node.incarnation, ..Life::default() };
         self.inner().lives.insert(node.node.clone(), life);
-        SimTransport { node: node.node.clone(), network: self.clone() }
+        self.transport(node, Kind::Sim)
     }
 
-    /// A node dies: its lanes break.
+    /// Another transport of a life that has joined: another path to everybody.
+    pub fn transport(&self, node: &NodeAddress, kind: Kind) -> SimTransport {
+        SimTransport { node: node.node.clone(), life: node.incarnation, kind, network: self.clone() }
+    }
+
+    /// A node dies: its lanes break, and its memory is touched no more.
     pub fn leave(&self, node: &NodeId) {
         let mut inner = self.inner();
-        let peers: Vec<NodeId> = match inner.lives.get(node) {
-            Some(life) => life.peers.keys().cloned().collect(),
-            None => return,
-        };
-        for peer in peers {
-            inner.close(node, &peer);
+        if inner.lives.remove(node).is_none() {
+            return;
         }
-        inner.lives.remove(node);
+        let (mine, theirs): (Vec<Link>, Vec<Link>) = inner
+            .ends
+            .keys()
+            .filter(|link| link.from == *node || link.to == *node)
+            .cloned()
+            .partition(|link| link.from == *node);
+        mine.iter().for_each(|link| inner.close(link));
+        for link in theirs {
+            let (at, attempt) = (inner.soon(), inner.ends[&link].attempt);
+            inner.schedule(at, Event::Reset { link, attempt });
+        }
         // Bytes on their way to it have nowhere to go.
-        for flight in inner.flights.values_mut().filter(|flight| flight.to.node == *node) {
-            flight.hold = None;
-            flight.sabotage = Some(Sabotage::Lose);
+        inner.flights.retain(|_, flight| flight.link.to != *node || flight.orphan.is_none());
+        let mut reaching = inner.flights.values_mut().filter(|flight| flight.link.to == *node);
+        reaching.by_ref().for_each(|flight| flight.remote = None);
+    }
+
+    /// Nothing comes through between two nodes any more: at all, or by one path.
+    pub fn cut(&self, a: &str, b: &str, kind: Option<Kind>) {
+        let (a, b) = pair(&a.to_owned(), &b.to_owned());
+        self.inner().cut.insert((a, b, kind));
+    }
+
+    /// What was cut so is whole again.
+    pub fn heal(&self, a: &str, b: &str, kind: Option<Kind>) {
+        let mut inner = self.inner();
+        let (a, b) = pair(&a.to_owned(), &b.to_owned());
+        inner.cut.remove(&(a.clone(), b.clone(), kind));
+        let links: Vec<Link> =
+            inner.ends.keys().filter(|link| pair(&link.from, &link.to) == (a.clone(), b.clone())).cloned().collect();
+        for link in links {
+            if inner.is_cut(&link.from, &link.to, Some(link.kind)) {
+                continue;
+            }
+            let (attempt, state) = (inner.ends[&link].attempt, inner.ends[&link].state.clone());
+            match state {
+                Path::Connecting => {
+                    let at = inner.soon();
+                    inner.schedule(at, Event::Connected { link, attempt });
+                }
+                Path::Up => inner.release(&link),
+                Path::Down(_) | Path::None => {}
+            }
         }
-        let stranded: Vec<u64> = inner.flights.iter().filter(|(_, f)| f.to.node == *node).map(|(id, _)| *id).collect();
-        for id in stranded {
-            inner.finish(id, Outcome::Lost);
+    }
+
+    /// Whether this path between two nodes can be made; those that stand are not touched.
+    pub fn allow(&self, a: &str, b: &str, kind: Kind, allowed: bool) {
+        let (a, b) = pair(&a.to_owned(), &b.to_owned());
+        let mut inner = self.inner();
+        if allowed {
+            inner.refused.remove(&(a, b, kind));
+        } else {
+            inner.refused.insert((a, b, kind));
         }
+    }
+
+    /// A path breaks as seen from `a`, without anything else being wrong: what it carried is lost.
+    pub fn break_path(&self, a: &str, b: &str, kind: Kind) {
+        let mut inner = self.inner();
+        let link = Link { from: a.into(), to: b.into(), kind };
+        if inner.ends.get(&link).is_some_and(|end| end.state == Path::Up) {
+            inner.break_path(&link, "it broke");
+        }
+    }
+
+    /// From now on the network is as unkind as this.
+    pub fn set_faults(&self, faults: Faults) {
+        let mut inner = self.inner();
+        assert_eq!(inner.faults.lanes, faults.lanes, "paths keep their lanes");
+        inner.faults = faults;
     }
 
     /// One bit of the next copy that is submitted flips on the way.
@@ -392,343 +767,91 @@ impl Network {
         self.inner().sabotage.push_back(Sabotage::Lose);
     }
 
+    /// The next copy that is submitted finds that its lane has stalled.
+    pub fn stall_next(&self) {
+        self.inner().sabotage.push_back(Sabotage::Stall);
+    }
+
+    /// Virtual time.
+    pub fn now(&self) -> Nanos {
+        self.inner().now
+    }
+
+    /// When the next thing happens, if anything does.
+    pub fn next(&self) -> Option<Nanos> {
+        self.inner().events.first_key_value().map(|((at, _), _)| *at)
+    }
+
     /// Lets copies go on for one event (for tests without a [`World`]). False if nothing is under way.
     pub fn step(&self) -> bool {
         !matches!(self.inner().step(), Step::Nothing)
+    }
+
+    /// Lets time pass in which nothing happens.
+    ///
+    /// # Panics
+    /// If something happens before `until`.
+    pub fn wait(&self, until: Nanos) {
+        let mut inner = self.inner();
+        assert!(inner.events.first_key_value().is_none_or(|((at, _), _)| *at >= until), "something happens before");
+        inner.now = inner.now.max(until);
     }
 }
 
 /// One node's end of a [`Network`].
 pub struct SimTransport {
     node: NodeId,
+    life: Incarnation,
+    kind: Kind,
     network: Network,
+}
+
+impl SimTransport {
+    fn link(&self, peer: &NodeId) -> Link {
+        Link { from: self.node.clone(), to: peer.clone(), kind: self.kind }
+    }
+
+    /// The network, if this life is not over: what a dead process does no more.
+    fn living(&self) -> Option<MutexGuard<'_, Inner>> {
+        let inner = self.network.inner();
+        inner.lives.get(&self.node).is_some_and(|life| life.incarnation == self.life).then_some(inner)
+    }
 }
 
 impl Transport for SimTransport {
     fn register(&mut self, regions: Arc<Regions>) {
-        if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
-            life.regions = Some(regions);
+        if let Some(mut inner) = self.living() {
+            inner.lives.entry(self.node.clone()).and_modify(|life| life.regions = Some(regions));
         }
     }
 
     fn connect(&mut self, peer: &NodeAddress) {
-        if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
-            life.peers.insert(peer.node.clone(), peer.clone());
+        if let Some(mut inner) = self.living() {
+            inner.connect(self.link(&peer.node), peer);
         }
     }
 
     fn path(&self, peer: &NodeId) -> Path {
-        let inner = self.network.inner();
-        let known = inner.lives.get(&self.node).is_some_and(|life| life.peers.contains_key(peer));
-        if known { Path::Up } else { Path::None }
+        let end = self.living().and_then(|inner| inner.ends.get(&self.link(peer)).map(|end| end.state.clone()));
+        end.unwrap_or(Path::None)
     }
 
     fn submit(&mut self, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy> {
-        self.network.inner().submit(&self.node, peer, copies)
+        self.living().map_or(Ok(()), |mut inner| inner.submit(&self.link(peer), copies))
     }
 
     fn poll(&mut self, into: &mut Vec<Completion>) {
-        if let Some(life) = self.network.inner().lives.get_mut(&self.node) {
-            into.append(&mut life.completions);
+        if let Some(mut inner) = self.living()
+            && let Some(completions) =
+                inner.lives.get_mut(&self.node).and_then(|life| life.completions.get_mut(&self.kind))
+        {
+            into.append(completions);
         }
     }
 
     fn close(&mut self, peer: &NodeId) {
-        self.network.inner().close(&self.node, peer);
-    }
-}
-
-struct Node {
-    engine: Engine,
-    transport: SimTransport,
-    registered: bool,
-    /// Copies that the transport was too busy for, in order.
-    waiting: BTreeMap<NodeId, VecDeque<Copy>>,
-}
-
-struct Session {
-    id: u64,
-    /// Both ends, in the order of [`pair`].
-    ends: [NodeAddress; 2],
-    /// A message was lost: as a session keeps order and loses nothing, it cannot go on.
-    torn: bool,
-}
-
-/// Engines over a network, and all that happens between them.
-pub struct World {
-    /// What carries the copies.
-    pub network: Network,
-    nodes: BTreeMap<NodeId, Node>,
-    sessions: BTreeMap<(NodeId, NodeId), Session>,
-    /// When the last thing said in a direction arrives: what is said later arrives later.
-    arrivals: BTreeMap<(NodeId, NodeId), Nanos>,
-    events: Vec<(NodeId, ClientId, LocalEvent)>,
-    reports: Vec<(NodeId, DaemonReport)>,
-    lives: u64,
-}
-
-impl World {
-    /// A world with no nodes.
-    pub fn new(seed: u64, faults: Faults) -> Self {
-        let network = Network::new(seed, faults);
-        network.inner().schedule(TICK, Event::Control(Control::Tick));
-        Self {
-            network,
-            nodes: BTreeMap::new(),
-            sessions: BTreeMap::new(),
-            arrivals: BTreeMap::new(),
-            events: Vec::new(),
-            reports: Vec::new(),
-            lives: 0,
-        }
-    }
-
-    /// Virtual time.
-    pub fn now(&self) -> Nanos {
-        self.network.inner().now
-    }
-
-    /// Starts a node; one of that name that lives dies first.
-    pub fn start(&mut self, name: &str, settings: Settings) -> NodeAddress {
-        self.kill(name);
-        self.lives += 1;
-        let node = NodeAddress { node: name.into(), address: format!("{name}:1"), incarnation: self.lives };
-        let transport = self.network.join(&node);
-        let engine = Engine::new(node.clone(), settings);
-        let state = Node { engine, transport, registered: false, waiting: BTreeMap::new() };
-        self.nodes.insert(node.node.clone(), state);
-        node
-    }
-
-    /// A node dies; its peers see their sessions end.
-    pub fn kill(&mut self, name: &str) {
-        let name = name.to_owned();
-        if self.nodes.remove(&name).is_none() {
-            return;
-        }
-        self.network.leave(&name);
-        let broken: Vec<_> = self.sessions.keys().filter(|(a, b)| *a == name || *b == name).cloned().collect();
-        for (a, b) in broken {
-            self.break_session(&a, &b);
-        }
-    }
-
-    /// The session between two nodes ends, for whatever reason.
-    pub fn break_session(&mut self, a: &str, b: &str) {
-        let key = pair(&a.to_owned(), &b.to_owned());
-        let Some(session) = self.sessions.remove(&key) else { return };
-        let [first, second] = session.ends;
-        for (at, peer) in [(&first, &second), (&second, &first)] {
-            self.arrive(&peer.node, &at.node, Control::Down { at: at.node.clone(), peer: peer.clone() });
-        }
-    }
-
-    /// Nothing comes through between two nodes any more; their session dies of silence.
-    pub fn cut(&mut self, a: &str, b: &str) {
-        let key = pair(&a.to_owned(), &b.to_owned());
-        let mut inner = self.network.inner();
-        inner.cut.insert(key.clone());
-        if let Some(session) = self.sessions.get(&key) {
-            let at = inner.now + SILENCE;
-            inner.schedule(at, Event::Control(Control::Silent { session: session.id }));
-        }
-    }
-
-    /// What was cut is whole again; a session that has lost something meanwhile ends.
-    pub fn heal(&mut self, a: &str, b: &str) {
-        let key = pair(&a.to_owned(), &b.to_owned());
-        self.network.inner().cut.remove(&key);
-        if self.sessions.get(&key).is_some_and(|session| session.torn) {
-            self.break_session(a, b);
-        }
-    }
-
-    /// A client of a node's daemon asks for something.
-    pub fn request(&mut self, node: &str, client: ClientId, request: LocalRequest) {
-        self.feed(&node.to_owned(), Input::Local { client, request });
-    }
-
-    /// A client of a node's daemon dies.
-    pub fn client_gone(&mut self, node: &str, client: ClientId) {
-        self.feed(&node.to_owned(), Input::LocalGone { client });
-    }
-
-    /// The conductor orders something.
-    pub fn order(&mut self, node: &str, order: DaemonOrder) {
-        self.feed(&node.to_owned(), Input::Order(order));
-    }
-
-    /// Lets virtual time pass until something has happened.
-    pub fn step(&mut self) {
-        let step = self.network.inner().step();
-        match step {
-            Step::Nothing | Step::Copied => {}
-            Step::Completed(node) => self.poll(&node),
-            Step::Control(control) => self.control(control),
-        }
-    }
-
-    /// Lets this much virtual time pass.
-    pub fn run(&mut self, duration: Nanos) {
-        let until = self.now() + duration;
-        while self.network.inner().events.first_key_value().is_some_and(|((at, _), _)| *at <= until) {
-            self.step();
-        }
-        self.network.inner().now = until;
-    }
-
-    /// Takes what clients were told: node, client, event.
-    pub fn take_events(&mut self) -> Vec<(NodeId, ClientId, LocalEvent)> {
-        std::mem::take(&mut self.events)
-    }
-
-    /// Takes what the conductor was told.
-    pub fn take_reports(&mut self) -> Vec<(NodeId, DaemonReport)> {
-        std::mem::take(&mut self.reports)
-    }
-
-    /// The engine of a node that lives.
-    pub fn engine(&self, node: &str) -> Option<&Engine> {
-        self.nodes.get(node).map(|node| &node.engine)
-    }
-
-    fn control(&mut self, control: Control) {
-        match control {
-            Control::Tick => {
-                let mut inner = self.network.inner();
-                let at = inner.now + TICK;
-                inner.schedule(at, Event::Control(Control::Tick));
-                drop(inner);
-                for node in self.nodes.keys().cloned().collect::<Vec<_>>() {
-                    self.feed(&node, Input::Tick);
-                }
-            }
-            Control::Silent { session } => {
-                let dead = self.sessions.iter().find(|(_, held)| held.id == session).map(|(key, _)| key.clone());
-                if let Some((a, b)) = dead.filter(|(a, b)| self.network.inner().is_cut(a, b)) {
-                    self.break_session(&a, &b);
-                }
-            }
-            Control::Dialled { by, peer } => self.dialled(by, peer),
-            Control::Up { at, peer, session } => {
-                if self.sessions.get(&pair(&at, &peer.node)).is_some_and(|held| held.id == session) {
-                    self.feed(&at, Input::PeerUp { peer });
-                }
-            }
-            Control::Down { at, peer } => {
-                if let Some(node) = self.nodes.get_mut(&at) {
-                    node.transport.close(&peer.node);
-                    let waiting = node.waiting.remove(&peer.node).unwrap_or_default();
-                    let lost = waiting.iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect();
-                    self.feed(&at, Input::PeerDown { peer });
-                    self.feed(&at, Input::Completed(lost));
-                    self.poll(&at);
-                }
-            }
-            Control::Message { at, from, session, message } => {
-                let cut = self.network.inner().is_cut(&at, &from);
-                match self.sessions.get_mut(&pair(&at, &from)).filter(|held| held.id == session) {
-                    Some(held) if cut || held.torn => held.torn = true,
-                    Some(_) => self.feed(&at, Input::Peer { peer: from, message }),
-                    None => {}
-                }
-            }
-        }
-    }
-
-    fn dialled(&mut self, by: NodeAddress, peer: NodeAddress) {
-        let inner = self.network.inner();
-        let possible = inner.alive(&by) && inner.alive(&peer) && !inner.is_cut(&by.node, &peer.node);
-        drop(inner);
-        if !possible {
-            self.arrive(&peer.node, &by.node, Control::Down { at: by.node.clone(), peer: peer.clone() });
-            return;
-        }
-        let key = pair(&by.node, &peer.node);
-        let id = match self.sessions.get(&key) {
-            Some(session) => session.id,
-            None => {
-                let id = self.network.inner().number();
-                let ends = if key.0 == by.node { [by.clone(), peer.clone()] } else { [peer.clone(), by.clone()] };
-                self.sessions.insert(key, Session { id, ends, torn: false });
-                id
-            }
-        };
-        for (at, peer) in [(&by, &peer), (&peer, &by)] {
-            let up = Control::Up { at: at.node.clone(), peer: peer.clone(), session: id };
-            self.arrive(&peer.node, &at.node, up);
-        }
-    }
-
-    /// Schedules something that travels from one node to another, behind all that went before it.
-    fn arrive(&mut self, from: &NodeId, to: &NodeId, control: Control) {
-        let mut inner = self.network.inner();
-        let last = self.arrivals.entry((from.clone(), to.clone())).or_default();
-        *last = inner.soon().max(*last + 1);
-        inner.schedule(*last, Event::Control(control));
-    }
-
-    fn poll(&mut self, node: &NodeId) {
-        let mut completions = Vec::new();
-        if let Some(node) = self.nodes.get_mut(node) {
-            node.transport.poll(&mut completions);
-        }
-        if !completions.is_empty() {
-            self.feed(node, Input::Completed(completions));
-        }
-        // A completion may have made room in a lane.
-        if let Some(node) = self.nodes.get_mut(node) {
-            for (peer, copies) in &mut node.waiting {
-                while let Some(copy) = copies.front() {
-                    if node.transport.submit(peer, &[*copy]).is_err() {
-                        break;
-                    }
-                    copies.pop_front();
-                }
-            }
-        }
-    }
-
-    fn feed(&mut self, name: &NodeId, input: Input) {
-        let now = self.now();
-        let Some(node) = self.nodes.get_mut(name) else { return };
-        let mut out = Vec::new();
-        node.engine.handle(input, now, &mut out);
-        node.engine.check();
-        if !node.registered
-            && let Some(arena) = node.engine.arena()
-        {
-            node.transport.register(Regions::of(arena));
-            node.registered = true;
-        }
-        let here = node.engine.node().clone();
-        for output in out {
-            match output {
-                Output::Local { client, event } => self.events.push((name.clone(), client, event)),
-                Output::Report(report) => self.reports.push((name.clone(), report)),
-                Output::Dial { peer } => {
-                    self.arrive(name, &peer.node.clone(), Control::Dialled { by: here.clone(), peer })
-                }
-                Output::Peer { peer, message } => {
-                    if let Some(session) = self.sessions.get(&pair(name, &peer)).map(|session| session.id) {
-                        let control = Control::Message { at: peer.clone(), from: name.clone(), session, message };
-                        self.arrive(name, &peer, control);
-                    }
-                }
-                Output::Submit { peer, copies } => {
-                    if let Some(node) = self.nodes.get_mut(name) {
-                        node.transport.connect(&peer);
-                        let queue = node.waiting.entry(peer.node.clone()).or_default();
-                        queue.extend(copies);
-                        while let Some(copy) = queue.front() {
-                            if node.transport.submit(&peer.node, &[*copy]).is_err() {
-                                break;
-                            }
-                            queue.pop_front();
-                        }
-                    }
-                }
-            }
+        if let Some(mut inner) = self.living() {
+            inner.close(&self.link(peer));
         }
     }
 }

@@ -5,11 +5,13 @@ use std::time::Duration;
 
 use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
 use pyengine_transfer::memory::Arena;
+use pyengine_transfer::messages::Purpose;
 use pyengine_transfer::region::Regions;
 use pyengine_transfer::server::{Listener, Threads, accept_all};
-use pyengine_transfer::session::Session;
+use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
-use pyengine_transfer::transport::tcp::{TcpTransport, serve_lane};
+use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
+use pyengine_transfer::transport::tcp;
 use pyengine_transfer::types::NodeAddress;
 
 /// The key of both sides.
@@ -21,6 +23,8 @@ pub struct Receiver {
     pub address: NodeAddress,
     accepting: Link,
     threads: Arc<Threads>,
+    /// Its I/O threads serve the lanes.
+    transport: Mutex<Option<LaneTransport>>,
 }
 
 impl Receiver {
@@ -28,27 +32,28 @@ impl Receiver {
     pub fn new(arena: Arc<Arena>) -> Self {
         let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation: 1 };
-        let mut transport = TcpTransport::new(KEY, address.clone(), Box::new(|| {}));
+        let mut transport = transport(&address, Box::new(|| {}));
         transport.register(Regions::of(arena));
-        let shared = transport.shared();
+        let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
         let (all, until, me) = (threads.clone(), accepting.clone(), address.clone());
         let accept = move || {
             accept_all(&[listener], &until, |stream| {
-                let (shared, me, link) = (shared.clone(), me.clone(), Link::new().expect("an eventfd"));
+                let (acceptor, me, link) = (acceptor.clone(), me.clone(), Link::new().expect("an eventfd"));
                 let within = link.clone();
-                let serve = move || serve(&shared, me, stream, &within);
+                let serve = move || serve(&acceptor, me, stream, &within);
                 all.spawn("lane", &link, serve).expect("not stopping");
             });
         };
         threads.spawn("accept", &accepting, accept).expect("starts");
-        Self { address, accepting, threads }
+        Self { address, accepting, threads, transport: Mutex::new(Some(transport)) }
     }
 
     /// Ends the listener and all lanes.
     pub fn kill(&self) {
         self.accepting.close("killed");
         self.threads.stop("killed");
+        drop(self.transport.lock().expect("whole").take());
     }
 }
 
@@ -58,20 +63,26 @@ impl Drop for Receiver {
     }
 }
 
-fn serve(shared: &pyengine_transfer::transport::tcp::Shared, me: NodeAddress, stream: Stream, link: &Link) {
+fn serve(acceptor: &Acceptor, me: NodeAddress, stream: Stream, link: &Link) {
     let session = Session::accept(KEY, me, nonce().expect("random"), now());
     let mut connection = Connection::new(stream, session, link.clone()).expect("a socket");
-    if connection.handshake().is_ok() {
+    if let Ok(Event::Proven(Purpose::Lane { node })) = connection.handshake() {
         connection.welcome();
         if let Ok(stream) = connection.into_lane() {
-            // How a lane ends is the sender's to see.
-            let _ = serve_lane(shared, &stream, link);
+            // It fails only when the test is over.
+            let _ = acceptor.adopt(stream, &node);
         }
     }
 }
 
+fn transport(me: &NodeAddress, notify: Box<dyn Fn() + Send + Sync>) -> LaneTransport {
+    // A short queue, so that tests can fill it.
+    let settings = Settings { queue_copies: 64, ..Settings::default() };
+    tcp::transport(KEY, me.clone(), settings, notify).expect("threads and descriptors")
+}
+
 /// A sending transport, and what tells that completions wait.
-pub fn sender(arena: Arc<Arena>) -> (TcpTransport, mpsc::Receiver<()>) {
+pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
     let (wake, woken) = mpsc::channel();
     let wake = Mutex::new(wake);
     let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
@@ -79,7 +90,7 @@ pub fn sender(arena: Arc<Arena>) -> (TcpTransport, mpsc::Receiver<()>) {
         // Nobody listens any more when the test is over.
         let _ = wake.lock().expect("whole").send(());
     });
-    let mut transport = TcpTransport::new(KEY, me, notify);
+    let mut transport = transport(&me, notify);
     transport.register(Regions::of(arena));
     (transport, woken)
 }

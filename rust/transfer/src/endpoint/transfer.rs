@@ -1,0 +1,173 @@
+//! A transfer as its submitter sees it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::endpoint::Peer;
+use crate::error::Error;
+use crate::mover::{Ended, Failure, Progress};
+
+/// How long a waiter looks before it sleeps: a small copy's round trip fits in, a sleep and a wake-up cost as much again.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// A transfer that was submitted. Dropping it does not cancel it.
+#[derive(Clone)]
+pub struct Transfer {
+    pub(super) state: Arc<State>,
+    pub(super) peer: Peer,
+}
+
+impl Transfer {
+    /// Its number in this engine, as logs name it.
+    pub fn number(&self) -> u64 {
+        self.state.number
+    }
+
+    /// To which peer.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// Waits until it has ended; false if the time was over before (the transfer goes on).
+    pub fn wait(&self, timeout: Duration) -> bool {
+        self.state.wait(timeout)
+    }
+
+    /// How it ended, if it has.
+    pub fn outcome(&self) -> Option<Ended> {
+        self.state.lock().outcome.clone()
+    }
+
+    /// True if it has ended.
+    pub fn is_over(&self) -> bool {
+        self.state.over.load(Ordering::Acquire)
+    }
+
+    /// Asks it to end early. It ends as `Cancelled` once this side's memory is quiet, at most 3 s later; or as `Done`,
+    /// if only answers were missing.
+    pub fn cancel(&self) {
+        self.peer.cancel(self.state.number, Ended::Cancelled);
+    }
+
+    /// How far it is.
+    pub fn progress(&self) -> Progress {
+        let bytes = self.state.bytes;
+        match self.outcome() {
+            Some(Ended::Done { .. }) => Progress { bytes_done: bytes, bytes },
+            _ => self.peer.progress(self.state.number).unwrap_or(Progress { bytes_done: 0, bytes }),
+        }
+    }
+
+    /// Calls this when it has ended, at once if it has already. It runs on an I/O thread: it must be short, must not
+    /// block, and must not drop the last owner of an endpoint.
+    pub fn then(&self, call: impl FnOnce() + Send + 'static) {
+        let mut slot = self.state.lock();
+        if slot.outcome.is_none() {
+            slot.then.push(Box::new(call));
+            return;
+        }
+        drop(slot);
+        call();
+    }
+
+    /// Nothing if it is done; else what is wrong and what to do.
+    ///
+    /// # Errors
+    /// Retry: not ended yet, unreachable, corrupt, its deadline passed. Give up: fenced, cancelled. Bug: denied.
+    pub fn result(&self) -> Result<(), Error> {
+        let (number, peer) = (self.state.number, self.peer.node());
+        let what = format!("transfer {number} with {peer}");
+        match self.outcome() {
+            None => Err(Error::retry(format!("{what} has not ended yet"))),
+            Some(Ended::Done { .. }) => Ok(()),
+            Some(Ended::Cancelled) => Err(Error::give_up(format!("{what} was cancelled"))),
+            Some(Ended::DeadlinePassed) => Err(Error::retry(format!("{what} was not done before its deadline"))),
+            Some(Ended::Failed { part, why, message }) => {
+                let at = if part < self.state.copies { format!("copy {part}: ") } else { String::new() };
+                let (make, advice): (fn(String) -> Error, _) = match why {
+                    Failure::Fenced => (Error::give_up, "register it again, or ask its owner for a new handle"),
+                    Failure::Denied => (Error::bug, "check offsets and lengths, and what it was registered for"),
+                    Failure::Corrupt => {
+                        (Error::retry, "the memory at the source may be bad, or it is written meanwhile")
+                    }
+                    Failure::Unreachable => (Error::retry, "`transports` of the peer says how its paths are"),
+                };
+                Err(make(format!("{what} failed: {at}{message}; {advice}")))
+            }
+        }
+    }
+}
+
+/// What the transfer's submitter and whoever ends it share.
+pub(super) struct State {
+    pub number: u64,
+    pub copies: usize,
+    pub bytes: u64,
+    over: AtomicBool,
+    slot: Mutex<Slot>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct Slot {
+    outcome: Option<Ended>,
+    then: Vec<Box<dyn FnOnce() + Send>>,
+    sleepers: usize,
+}
+
+impl State {
+    pub fn new(number: u64, copies: usize, bytes: u64) -> Arc<Self> {
+        let (slot, ended) = (Mutex::default(), Condvar::new());
+        Arc::new(Self { number, copies, bytes, over: AtomicBool::new(false), slot, ended })
+    }
+
+    /// It has ended. Only the first call counts.
+    pub fn end(&self, outcome: Ended) {
+        let mut slot = self.lock();
+        if slot.outcome.is_some() {
+            return;
+        }
+        slot.outcome = Some(outcome);
+        self.over.store(true, Ordering::Release);
+        let (then, sleepers) = (std::mem::take(&mut slot.then), slot.sleepers);
+        drop(slot);
+        if sleepers > 0 {
+            self.ended.notify_all();
+        }
+        then.into_iter().for_each(|call| call());
+    }
+
+    fn wait(&self, timeout: Duration) -> bool {
+        if self.over.load(Ordering::Acquire) {
+            return true;
+        }
+        let began = Instant::now();
+        while began.elapsed() < SPIN.min(timeout) {
+            for _ in 0..32 {
+                if self.over.load(Ordering::Acquire) {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            // Where cores are few, the I/O thread that has the answer may need this one.
+            std::thread::yield_now();
+        }
+        let mut slot = self.lock();
+        slot.sleepers += 1;
+        while slot.outcome.is_none() {
+            let left = timeout.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            slot = self.ended.wait_timeout(slot, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        slot.sleepers -= 1;
+        slot.outcome.is_some()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Slot> {
+        // Assignments that cannot be left half done.
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,388 @@
+//! The I/O threads: each waits for the sockets of its lanes and gives every lane that can do something a turn.
+//!
+//! ```text
+//! any thread -- kick --> inbox + eventfd --\
+//! sockets -- edge-triggered epoll ----------> I/O thread: turn of lane a, turn of lane b, ... sweep (what stalls, ends)
+//! submit, if the lane is free: a turn on the caller's own thread, so that a small copy waits for no other thread
+//! ```
+//!
+//! A lane is locked during its turn, and a turn is short (`TURN_BYTES`); whoever holds the lock of a peer's queue takes no
+//! lane's lock. A turn that has more to do is followed by those of the other lanes, so no lane starves another.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
+use crate::error::Error;
+use crate::link::Stream;
+use crate::mailbox::Wake;
+
+/// Bytes that a lane moves in one turn, each way: half a millisecond, so that a small copy on another lane waits no longer.
+pub const TURN_BYTES: usize = 1 << 20;
+/// How often a thread with busy lanes looks for what has stalled.
+const SWEEP_EVERY: Duration = Duration::from_millis(250);
+/// How often one without does, for what has idled too long.
+const DOZE: Duration = Duration::from_secs(5);
+/// Events taken at once.
+const EVENTS: usize = 64;
+/// The token of a thread's eventfd.
+const WAKE: u64 = 0;
+
+/// What a turn has come to.
+pub enum Turn {
+    /// The socket or somebody's kick will say when there is more.
+    Wait,
+    /// There is more now, but others first.
+    Again,
+    /// The lane is over: why.
+    Over(String),
+}
+
+/// What the socket has told since the last turn.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Ready {
+    /// It has bytes, or an end.
+    pub readable: bool,
+    /// It takes bytes.
+    pub writable: bool,
+    /// The other side sends no more.
+    pub hangup: bool,
+}
+
+/// One connection's side of the protocol.
+pub trait Lane: Send {
+    /// Does what can be done without waiting.
+    fn turn(&mut self, socket: BorrowedFd<'_>, ready: Ready, now: Instant) -> Turn;
+    /// When the lane counts as stalled if nothing moves; `None` if nothing is due on it.
+    fn stalls_at(&self) -> Option<Instant>;
+    /// True if it has idled so long that it is not worth its connection.
+    fn is_tired(&self, now: Instant) -> bool;
+    /// It is over: gives back what it holds and tells who waits. Called once.
+    fn end(&mut self, reason: &str);
+}
+
+/// A lane with its socket, at one of the threads.
+pub struct Seat {
+    stream: Stream,
+    token: u64,
+    lane: Mutex<Option<Box<dyn Lane>>>,
+    over: AtomicBool,
+    worker: Arc<Worker>,
+}
+
+impl Seat {
+    /// Its number, unique in the process's engine.
+    pub fn token(&self) -> u64 {
+        self.token
+    }
+
+    /// True once it has ended, or is about to tell.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    /// Asks its thread to give it a turn.
+    pub fn kick(&self) {
+        self.worker.lock().kicks.push(self.token);
+        self.worker.wake();
+    }
+
+    /// Gives it a turn on this thread, unless it has one just now. False: it had none.
+    pub fn turn_here(&self, now: Instant) -> bool {
+        let Ok(mut lane) = self.lane.try_lock() else { return false };
+        let Some(open) = lane.as_mut() else { return false };
+        let turn = open.turn(self.stream.as_fd(), Ready::default(), now);
+        drop(lane);
+        match turn {
+            // Its thread must watch it from now on.
+            Turn::Wait => self.worker.undoze(),
+            Turn::Again => self.kick(),
+            Turn::Over(reason) => self.end(&reason),
+        }
+        true
+    }
+
+    /// Ends it; waits for its turn, if it has one. What it held is given back when this returns.
+    pub fn end(&self, reason: &str) {
+        self.over.store(true, Ordering::Release);
+        let lane = self.lock().take();
+        if let Some(mut lane) = lane {
+            self.stream.shutdown(std::net::Shutdown::Both);
+            lane.end(reason);
+            // Its thread forgets it.
+            self.kick();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Box<dyn Lane>>> {
+        // After a panic within a turn the lane is ended, whatever state it is in; `end` only drains lists.
+        self.lane.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One thread's mail.
+struct Worker {
+    epoll: Epoll,
+    wake: Wake,
+    /// The eventfd is set and not yet cleared.
+    woken: AtomicBool,
+    /// The thread waits long; it must be woken if a lane becomes busy behind its back.
+    dozes: AtomicBool,
+    inbox: Mutex<Inbox>,
+}
+
+#[derive(Default)]
+struct Inbox {
+    arrivals: Vec<Arc<Seat>>,
+    kicks: Vec<u64>,
+    stop: bool,
+}
+
+impl Worker {
+    fn lock(&self) -> MutexGuard<'_, Inbox> {
+        // Pushes to vectors cannot leave them half done.
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        if !self.woken.swap(true, Ordering::AcqRel) {
+            self.wake.set();
+        }
+    }
+
+    fn undoze(&self) {
+        if self.dozes.swap(false, Ordering::AcqRel) {
+            self.wake();
+        }
+    }
+}
+
+/// The threads of one transport.
+pub struct Io {
+    workers: Vec<Arc<Worker>>,
+    handles: Mutex<Vec<JoinHandle<()>>>,
+    next: AtomicU64,
+}
+
+impl Io {
+    /// Starts so many threads. `after` is called by them when turns may have completed something, with no lock held.
+    ///
+    /// # Errors
+    /// Retry: out of threads or descriptors.
+    pub fn start(name: &str, threads: usize, after: Arc<dyn Fn() + Send + Sync>) -> Result<Self, Error> {
+        let io = Self { workers: Vec::new(), handles: Mutex::default(), next: AtomicU64::new(WAKE) };
+        (0..threads.max(1)).try_fold(io, |mut io, index| {
+            let no_epoll = |errno| Error::retry(format!("no epoll: {errno}: raise the limit on open files"));
+            let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(no_epoll)?;
+            let wake = Wake::new()?;
+            epoll.add(&wake, EpollEvent::new(EpollFlags::EPOLLIN, WAKE)).map_err(no_epoll)?;
+            let worker = Arc::new(Worker {
+                epoll,
+                wake,
+                woken: AtomicBool::new(false),
+                dozes: AtomicBool::new(false),
+                inbox: Mutex::default(),
+            });
+            let (mine, after) = (worker.clone(), after.clone());
+            let handle = std::thread::Builder::new()
+                .name(format!("{name}-io-{index}"))
+                .spawn(move || Rounds { worker: mine, seats: HashMap::new(), after }.run())
+                .map_err(|error| Error::retry(format!("no thread: {error}")))?;
+            io.workers.push(worker);
+            io.handles.get_mut().unwrap_or_else(PoisonError::into_inner).push(handle);
+            Ok(io)
+        })
+    }
+
+    /// Takes a connection; its first turn comes soon. `make` gets its token. `None`: stopped; the connection is closed.
+    pub fn seat(&self, stream: Stream, make: impl FnOnce(u64) -> Box<dyn Lane>) -> Option<Arc<Seat>> {
+        let token = self.next.fetch_add(1, Ordering::Relaxed) + 1;
+        let worker = self.workers[token as usize % self.workers.len()].clone();
+        let seat =
+            Arc::new(Seat { stream, token, lane: Mutex::new(Some(make(token))), over: AtomicBool::new(false), worker });
+        let mut inbox = seat.worker.lock();
+        if inbox.stop {
+            return None;
+        }
+        inbox.arrivals.push(seat.clone());
+        drop(inbox);
+        seat.worker.wake();
+        Some(seat)
+    }
+
+    /// Makes a thread call `after` soon.
+    pub fn nudge(&self) {
+        self.workers[0].wake();
+    }
+
+    /// Ends all lanes and waits for the threads. Idempotent; must not be called on one of them.
+    pub fn stop(&self) {
+        for worker in &self.workers {
+            worker.lock().stop = true;
+            worker.wake();
+        }
+        let handles = std::mem::take(&mut *self.handles.lock().unwrap_or_else(PoisonError::into_inner));
+        for handle in handles {
+            // A thread's panic has been printed by the hook; the others must still be waited for.
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Drop for Io {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// A thread's own state.
+struct Rounds {
+    worker: Arc<Worker>,
+    seats: HashMap<u64, Arc<Seat>>,
+    after: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl Rounds {
+    fn run(mut self) {
+        let mut events = [EpollEvent::empty(); EVENTS];
+        let mut again: Vec<u64> = Vec::new();
+        let mut swept = Instant::now();
+        let mut busy = false;
+        loop {
+            let pause = if !again.is_empty() {
+                EpollTimeout::ZERO
+            } else if busy {
+                timeout(SWEEP_EVERY)
+            } else if self.seats.is_empty() {
+                EpollTimeout::NONE
+            } else {
+                self.worker.dozes.store(true, Ordering::Release);
+                // Who makes a lane busy from now on sees the flag; who did so just before is seen here.
+                busy = self.sweep(Instant::now());
+                timeout(if busy { SWEEP_EVERY } else { DOZE })
+            };
+            // An error is an interrupted call: look again.
+            let count = self.worker.epoll.wait(&mut events, pause).unwrap_or(0);
+            busy |= count > 0;
+            self.worker.dozes.store(false, Ordering::Release);
+            let now = Instant::now();
+            let mut waiting = std::mem::take(&mut again);
+            for event in &events[..count] {
+                let token = event.data();
+                if token == WAKE {
+                    self.worker.wake.clear();
+                    continue;
+                }
+                let flags = event.events();
+                let hangup = flags.intersects(EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR);
+                let readable = hangup || flags.contains(EpollFlags::EPOLLIN);
+                let writable = hangup || flags.contains(EpollFlags::EPOLLOUT);
+                self.turn(token, Ready { readable, writable, hangup }, now, &mut again);
+            }
+            if self.worker.woken.swap(false, Ordering::AcqRel) {
+                let inbox = std::mem::take(&mut *self.worker.lock());
+                if inbox.stop {
+                    // What comes later is told so.
+                    self.worker.lock().stop = true;
+                    self.seats.values().chain(&inbox.arrivals).for_each(|seat| seat.end("stopped"));
+                    (self.after)();
+                    return;
+                }
+                for seat in inbox.arrivals {
+                    waiting.push(self.arrive(seat));
+                }
+                waiting.extend(inbox.kicks);
+                (self.after)();
+            }
+            for token in waiting {
+                if !again.contains(&token) {
+                    self.turn(token, Ready::default(), now, &mut again);
+                }
+            }
+            if now.duration_since(swept) >= SWEEP_EVERY {
+                swept = now;
+                busy = self.sweep(now);
+            }
+        }
+    }
+
+    fn arrive(&mut self, seat: Arc<Seat>) -> u64 {
+        let token = seat.token;
+        let wants = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
+        self.seats.insert(token, seat.clone());
+        if let Err(errno) = self.worker.epoll.add(&seat.stream, EpollEvent::new(wants, token)) {
+            seat.end(&format!("no room in epoll: {errno}"));
+        }
+        token
+    }
+
+    fn turn(&mut self, token: u64, ready: Ready, now: Instant, again: &mut Vec<u64>) {
+        let Some(seat) = self.seats.get(&token) else { return };
+        let turn = {
+            let mut lane = seat.lock();
+            let Some(open) = lane.as_mut() else {
+                drop(lane);
+                self.forget(token);
+                return;
+            };
+            let socket = seat.stream.as_fd();
+            catch_unwind(AssertUnwindSafe(|| open.turn(socket, ready, now)))
+                .unwrap_or_else(|_| Turn::Over("a bug: its turn panicked".into()))
+        };
+        match turn {
+            Turn::Wait => {}
+            Turn::Again => again.push(token),
+            Turn::Over(reason) => {
+                seat.end(&reason);
+                self.forget(token);
+            }
+        }
+        (self.after)();
+    }
+
+    fn forget(&mut self, token: u64) {
+        if let Some(seat) = self.seats.remove(&token) {
+            // It fails only for one that never got in.
+            let _ = self.worker.epoll.delete(&seat.stream);
+        }
+    }
+
+    /// Ends what has stalled or idled too long. True if anything is due on any lane.
+    fn sweep(&mut self, now: Instant) -> bool {
+        let mut busy = false;
+        let mut over = Vec::new();
+        for (token, seat) in &self.seats {
+            let Ok(lane) = seat.lane.try_lock() else {
+                // It has a turn just now, so it moves.
+                busy = true;
+                continue;
+            };
+            let Some(open) = lane.as_ref() else { continue };
+            match open.stalls_at() {
+                Some(at) if at <= now => over.push((*token, "nothing moved for 3 s")),
+                Some(_) => busy = true,
+                None if open.is_tired(now) => over.push((*token, "it was idle")),
+                None => {}
+            }
+        }
+        for (token, reason) in over {
+            if let Some(seat) = self.seats.get(&token) {
+                seat.end(reason);
+            }
+            self.forget(token);
+            (self.after)();
+        }
+        busy
+    }
+}
+
+fn timeout(duration: Duration) -> EpollTimeout {
+    // Both constants fit.
+    EpollTimeout::try_from(duration).unwrap_or(EpollTimeout::NONE)
+}

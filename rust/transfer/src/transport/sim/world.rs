@@ -1,0 +1,309 @@
+//! The twin of `daemon`: whole engines over a simulated network, and all that happens between them.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, SimTransport, Step, pair};
+use crate::engine::{Engine, Input, Output, Settings};
+use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest};
+use crate::region::Regions;
+use crate::transport::{Completion, Copy, Outcome, Transport};
+use crate::types::{ClientId, Nanos, NodeAddress, NodeId};
+
+/// The engine's shell ticks this often.
+const TICK: Nanos = 100 * MILLISECOND;
+
+struct Node {
+    engine: Engine,
+    transport: SimTransport,
+    registered: bool,
+    /// Copies that the transport was too busy for, in order.
+    waiting: BTreeMap<NodeId, VecDeque<Copy>>,
+}
+
+struct Session {
+    id: u64,
+    /// Both ends, in the order of [`pair`].
+    ends: [NodeAddress; 2],
+    /// A message was lost: as a session keeps order and loses nothing, it cannot go on.
+    torn: bool,
+}
+
+/// Engines over a network, and all that happens between them.
+pub struct World {
+    /// What carries the copies.
+    pub network: Network,
+    nodes: BTreeMap<NodeId, Node>,
+    sessions: BTreeMap<(NodeId, NodeId), Session>,
+    /// When the last thing said in a direction arrives: what is said later arrives later.
+    arrivals: BTreeMap<(NodeId, NodeId), Nanos>,
+    events: Vec<(NodeId, ClientId, LocalEvent)>,
+    reports: Vec<(NodeId, DaemonReport)>,
+    lives: u64,
+}
+
+impl World {
+    /// A world with no nodes.
+    pub fn new(seed: u64, faults: Faults) -> Self {
+        // Pools fence late bytes themselves, slot by slot, so they get some.
+        let network = Network::new(seed, Faults { late: true, ..faults });
+        network.inner().schedule(TICK, Event::Control(Control::Tick));
+        Self {
+            network,
+            nodes: BTreeMap::new(),
+            sessions: BTreeMap::new(),
+            arrivals: BTreeMap::new(),
+            events: Vec::new(),
+            reports: Vec::new(),
+            lives: 0,
+        }
+    }
+
+    /// Virtual time.
+    pub fn now(&self) -> Nanos {
+        self.network.inner().now
+    }
+
+    /// Starts a node; one of that name that lives dies first.
+    pub fn start(&mut self, name: &str, settings: Settings) -> NodeAddress {
+        self.kill(name);
+        self.lives += 1;
+        let node = NodeAddress { node: name.into(), address: format!("{name}:1"), incarnation: self.lives };
+        let transport = self.network.join(&node);
+        let engine = Engine::new(node.clone(), settings);
+        let state = Node { engine, transport, registered: false, waiting: BTreeMap::new() };
+        self.nodes.insert(node.node.clone(), state);
+        node
+    }
+
+    /// A node dies; its peers see their sessions end.
+    pub fn kill(&mut self, name: &str) {
+        let name = name.to_owned();
+        if self.nodes.remove(&name).is_none() {
+            return;
+        }
+        self.network.leave(&name);
+        let broken: Vec<_> = self.sessions.keys().filter(|(a, b)| *a == name || *b == name).cloned().collect();
+        for (a, b) in broken {
+            self.break_session(&a, &b);
+        }
+    }
+
+    /// The session between two nodes ends, for whatever reason.
+    pub fn break_session(&mut self, a: &str, b: &str) {
+        let key = pair(&a.to_owned(), &b.to_owned());
+        let Some(session) = self.sessions.remove(&key) else { return };
+        let [first, second] = session.ends;
+        for (at, peer) in [(&first, &second), (&second, &first)] {
+            self.arrive(&peer.node, &at.node, Control::Down { at: at.node.clone(), peer: peer.clone() });
+        }
+    }
+
+    /// Nothing comes through between two nodes any more; their session dies of silence.
+    pub fn cut(&mut self, a: &str, b: &str) {
+        let key = pair(&a.to_owned(), &b.to_owned());
+        self.network.cut(a, b, None);
+        let mut inner = self.network.inner();
+        if let Some(session) = self.sessions.get(&key) {
+            let at = inner.now + SILENCE;
+            inner.schedule(at, Event::Control(Control::Silent { session: session.id }));
+        }
+    }
+
+    /// What was cut is whole again; a session that has lost something meanwhile ends.
+    pub fn heal(&mut self, a: &str, b: &str) {
+        let key = pair(&a.to_owned(), &b.to_owned());
+        self.network.heal(a, b, None);
+        if self.sessions.get(&key).is_some_and(|session| session.torn) {
+            self.break_session(a, b);
+        }
+    }
+
+    /// A client of a node's daemon asks for something.
+    pub fn request(&mut self, node: &str, client: ClientId, request: LocalRequest) {
+        self.feed(&node.to_owned(), Input::Local { client, request });
+    }
+
+    /// A client of a node's daemon dies.
+    pub fn client_gone(&mut self, node: &str, client: ClientId) {
+        self.feed(&node.to_owned(), Input::LocalGone { client });
+    }
+
+    /// The conductor orders something.
+    pub fn order(&mut self, node: &str, order: DaemonOrder) {
+        self.feed(&node.to_owned(), Input::Order(order));
+    }
+
+    /// Lets virtual time pass until something has happened.
+    pub fn step(&mut self) {
+        let step = self.network.inner().step();
+        match step {
+            Step::Nothing | Step::Copied => {}
+            Step::Completed(node) => self.poll(&node),
+            Step::Control(control) => self.control(control),
+        }
+    }
+
+    /// Lets this much virtual time pass.
+    pub fn run(&mut self, duration: Nanos) {
+        let until = self.now() + duration;
+        while self.network.inner().events.first_key_value().is_some_and(|((at, _), _)| *at <= until) {
+            self.step();
+        }
+        self.network.inner().now = until;
+    }
+
+    /// Takes what clients were told: node, client, event.
+    pub fn take_events(&mut self) -> Vec<(NodeId, ClientId, LocalEvent)> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// Takes what the conductor was told.
+    pub fn take_reports(&mut self) -> Vec<(NodeId, DaemonReport)> {
+        std::mem::take(&mut self.reports)
+    }
+
+    /// The engine of a node that lives.
+    pub fn engine(&self, node: &str) -> Option<&Engine> {
+        self.nodes.get(node).map(|node| &node.engine)
+    }
+
+    fn control(&mut self, control: Control) {
+        match control {
+            Control::Tick => {
+                let mut inner = self.network.inner();
+                let at = inner.now + TICK;
+                inner.schedule(at, Event::Control(Control::Tick));
+                drop(inner);
+                for node in self.nodes.keys().cloned().collect::<Vec<_>>() {
+                    self.feed(&node, Input::Tick);
+                }
+            }
+            Control::Silent { session } => {
+                let dead = self.sessions.iter().find(|(_, held)| held.id == session).map(|(key, _)| key.clone());
+                if let Some((a, b)) = dead.filter(|(a, b)| self.network.inner().is_cut(a, b, None)) {
+                    self.break_session(&a, &b);
+                }
+            }
+            Control::Dialled { by, peer } => self.dialled(by, peer),
+            Control::Up { at, peer, session } => {
+                if self.sessions.get(&pair(&at, &peer.node)).is_some_and(|held| held.id == session) {
+                    self.feed(&at, Input::PeerUp { peer });
+                }
+            }
+            Control::Down { at, peer } => {
+                if let Some(node) = self.nodes.get_mut(&at) {
+                    node.transport.close(&peer.node);
+                    let waiting = node.waiting.remove(&peer.node).unwrap_or_default();
+                    let lost = waiting.iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }).collect();
+                    self.feed(&at, Input::PeerDown { peer });
+                    self.feed(&at, Input::Completed(lost));
+                    self.poll(&at);
+                }
+            }
+            Control::Message { at, from, session, message } => {
+                let cut = self.network.inner().is_cut(&at, &from, None);
+                match self.sessions.get_mut(&pair(&at, &from)).filter(|held| held.id == session) {
+                    Some(held) if cut || held.torn => held.torn = true,
+                    Some(_) => self.feed(&at, Input::Peer { peer: from, message }),
+                    None => {}
+                }
+            }
+        }
+    }
+
+    fn dialled(&mut self, by: NodeAddress, peer: NodeAddress) {
+        let inner = self.network.inner();
+        let possible = inner.alive(&by) && inner.alive(&peer) && !inner.is_cut(&by.node, &peer.node, None);
+        drop(inner);
+        if !possible {
+            self.arrive(&peer.node, &by.node, Control::Down { at: by.node.clone(), peer: peer.clone() });
+            return;
+        }
+        let key = pair(&by.node, &peer.node);
+        let id = match self.sessions.get(&key) {
+            Some(session) => session.id,
+            None => {
+                let id = self.network.inner().number();
+                let ends = if key.0 == by.node { [by.clone(), peer.clone()] } else { [peer.clone(), by.clone()] };
+                self.sessions.insert(key, Session { id, ends, torn: false });
+                id
+            }
+        };
+        for (at, peer) in [(&by, &peer), (&peer, &by)] {
+            let up = Control::Up { at: at.node.clone(), peer: peer.clone(), session: id };
+            self.arrive(&peer.node, &at.node, up);
+        }
+    }
+
+    /// Schedules something that travels from one node to another, behind all that went before it.
+    fn arrive(&mut self, from: &NodeId, to: &NodeId, control: Control) {
+        let mut inner = self.network.inner();
+        let last = self.arrivals.entry((from.clone(), to.clone())).or_default();
+        *last = inner.soon().max(*last + 1);
+        inner.schedule(*last, Event::Control(control));
+    }
+
+    fn poll(&mut self, node: &NodeId) {
+        let mut completions = Vec::new();
+        if let Some(node) = self.nodes.get_mut(node) {
+            node.transport.poll(&mut completions);
+        }
+        if !completions.is_empty() {
+            self.feed(node, Input::Completed(completions));
+        }
+        // A completion may have made room in a lane.
+        if let Some(node) = self.nodes.get_mut(node) {
+            for (peer, copies) in &mut node.waiting {
+                while let Some(copy) = copies.front() {
+                    if node.transport.submit(peer, &[*copy]).is_err() {
+                        break;
+                    }
+                    copies.pop_front();
+                }
+            }
+        }
+    }
+
+    fn feed(&mut self, name: &NodeId, input: Input) {
+        let now = self.now();
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let mut out = Vec::new();
+        node.engine.handle(input, now, &mut out);
+        node.engine.check();
+        if !node.registered
+            && let Some(arena) = node.engine.arena()
+        {
+            node.transport.register(Regions::of(arena));
+            node.registered = true;
+        }
+        let here = node.engine.node().clone();
+        for output in out {
+            match output {
+                Output::Local { client, event } => self.events.push((name.clone(), client, event)),
+                Output::Report(report) => self.reports.push((name.clone(), report)),
+                Output::Dial { peer } => {
+                    self.arrive(name, &peer.node.clone(), Control::Dialled { by: here.clone(), peer })
+                }
+                Output::Peer { peer, message } => {
+                    if let Some(session) = self.sessions.get(&pair(name, &peer)).map(|session| session.id) {
+                        let control = Control::Message { at: peer.clone(), from: name.clone(), session, message };
+                        self.arrive(name, &peer, control);
+                    }
+                }
+                Output::Submit { peer, copies } => {
+                    if let Some(node) = self.nodes.get_mut(name) {
+                        node.transport.connect(&peer);
+                        let queue = node.waiting.entry(peer.node.clone()).or_default();
+                        queue.extend(copies);
+                        while let Some(copy) = queue.front() {
+                            if node.transport.submit(&peer.node, &[*copy]).is_err() {
+                                break;
+                            }
+                            queue.pop_front();
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
