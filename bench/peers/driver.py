@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import zlib
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import numpy as np
@@ -36,9 +37,11 @@ MARK = "@ "
 
 
 class Engine(Protocol):
-    """What is measured. `memory` is registered once; its address stays what it is."""
+    """What is measured: started with its role and options, it registers POOL_BYTES of memory, once."""
 
-    def __init__(self, role: str, memory: Memory, options: list[str]) -> None: ...
+    memory: Memory
+
+    def __init__(self, role: str, options: list[str]) -> None: ...
     def address(self) -> Any:
         """Of a target: what an initiator needs to know, as JSON."""
 
@@ -56,31 +59,40 @@ def main(engine: type[Engine]) -> None:
     """The whole program: `python -m MODULE initiator|target [option ...]`; ends when its standard input does."""
     role, *options = sys.argv[1:]
     module = sys.modules["__main__"].__spec__
-    # Arrays of numpy lie in huge pages where the machine has them.
-    memory = np.random.default_rng(len(role)).integers(0, 256, POOL_BYTES, np.uint8)
-    ours = engine(role, memory, options)
+    ours = engine(role, options)
+    np.copyto(ours.memory, np.random.default_rng(len(role)).integers(0, 256, POOL_BYTES, np.uint8))
     if role == "target":
         say(sys.stdout, ours.address())
         for line in sys.stdin:
-            say(sys.stdout, answer(memory, json.loads(line)))
+            say(sys.stdout, answer(ours, json.loads(line)))
         return
     assert module is not None, "start it with -m"
     with Child([sys.executable, "-m", module.name, "target", *options]) as target:
         ours.connect(target.hear())
         say(sys.stdout, "ready")
         for line in sys.stdin:
-            say(sys.stdout, measure(ours, memory, target, **json.loads(line)))
+            question = json.loads(line)
+            call = question.pop("call", None)
+            say(sys.stdout, getattr(ours, call)(target, **question) if call else measure(ours, target, **question))
 
 
-def answer(memory: Memory, question: dict[str, Any]) -> Any:
-    """Of a target: the CPU seconds used so far, or the digest of a set."""
+def answer(engine: Engine, question: dict[str, Any]) -> Any:
+    """Of a target: the CPU seconds used so far, the digest of a set, or what a method of this engine alone returns."""
     if "digest" in question:
-        return digest(memory, np.array(question["digest"], np.uint64), question["block"])
+        return digest(engine.memory, np.array(question["digest"], np.uint64), question["block"])
+    if "call" in question:
+        return getattr(engine, question.pop("call"))(**question)
     return time.process_time()
 
 
-def measure(engine: Engine, memory: Memory, target: Child, op: str, block: int, batch: int, seconds: float) -> Any:
+def plain_memory() -> Memory:
+    """As any program has it: private, in huge pages where the machine has them (numpy asks for those)."""
+    return np.zeros(POOL_BYTES, np.uint8)
+
+
+def measure(engine: Engine, target: Child, op: str, block: int, batch: int, seconds: float) -> Any:
     """Batches of one shape, one after the other, for so long."""
+    memory = engine.memory
     order = shuffled(batch)
     sets = max(2, min(1024, POOL_BYTES // (block * batch)))
     assert sets * batch * block <= POOL_BYTES
@@ -130,9 +142,9 @@ def digest(memory: Memory, offsets: Offsets, block: int) -> int:
 class Child:
     """A process that is spoken with line by line, and ends with its standard input."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None, stderr: int | None = None) -> None:
+    def __init__(self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self.process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+            command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout

@@ -7,15 +7,16 @@ from typing import Any
 
 from mooncake.engine import TransferEngine
 
-from bench.peers.driver import Memory, Offsets, main
+from bench.peers.driver import Offsets, main, plain_memory
 
 
 class Mooncake:
-    def __init__(self, role: str, memory: Memory, options: list[str]) -> None:
+    def __init__(self, role: str, options: list[str]) -> None:
+        self.memory = plain_memory()
         self.engine = TransferEngine()
         check(self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
-        check(self.engine.register_memory(memory.ctypes.data, memory.nbytes))
-        self.base = memory.ctypes.data
+        check(self.engine.register_memory(self.memory.ctypes.data, self.memory.nbytes))
+        self.base = self.memory.ctypes.data
 
     def address(self) -> Any:
         return [f"127.0.0.1:{self.engine.get_rpc_port()}", self.base]

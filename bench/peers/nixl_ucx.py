@@ -7,14 +7,15 @@ from typing import Any
 
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
-from bench.peers.driver import Memory, Offsets, main
+from bench.peers.driver import Offsets, main, plain_memory
 
 
 class Nixl:
-    def __init__(self, role: str, memory: Memory, options: list[str]) -> None:
+    def __init__(self, role: str, options: list[str]) -> None:
+        self.memory = plain_memory()
         self.agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
-        self.base = memory.ctypes.data
-        self.registered = self.agent.register_memory([(self.base, memory.nbytes, 0, "")], "DRAM")
+        self.base = self.memory.ctypes.data
+        self.registered = self.agent.register_memory([(self.base, self.memory.nbytes, 0, "")], "DRAM")
 
     def address(self) -> Any:
         return [base64.b64encode(self.agent.get_agent_metadata()).decode(), self.base]
