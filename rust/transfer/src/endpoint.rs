@@ -57,8 +57,8 @@ use crate::mover::{self, Ended, Failure, Mover, PathReport, Priority, Progress, 
 use crate::region::{Access, Buffer, Regions};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended as SessionEnded, Event, Session};
-use crate::transport::tcp::{Shared as TcpShared, TcpTransport, serve_lane};
-use crate::transport::{Kind, Op, Path, Transport};
+use crate::transport::lanes::{Acceptor, Settings as LaneSettings};
+use crate::transport::{Kind, Op, Path, Transport, tcp};
 use crate::types::{Incarnation, NodeAddress, NodeId};
 use crate::wire;
 use driver::Bell;
@@ -144,11 +144,10 @@ struct Shared {
     peers: Mutex<HashMap<NodeId, Weak<PeerHandle>>>,
     /// All peers that are being reached, by their number.
     remotes: Mutex<HashMap<u64, Arc<Remote>>>,
-    tcp: Option<Arc<TcpShared>>,
+    /// Where lanes that peers have dialled over the listener go: the tcp transport's, if it is used.
+    lanes: Vec<Acceptor>,
     /// The latest life of each node that has proven itself here.
     lives: Mutex<HashMap<NodeId, Incarnation>>,
-    /// Incoming lanes: number, peer's node, link.
-    lanes: Mutex<HashMap<u64, (NodeId, Link)>>,
     last: AtomicU64,
     refused: AtomicU64,
     closed: AtomicBool,
@@ -203,12 +202,13 @@ impl Endpoint {
         let key = settings.key.unwrap_or_else(open_key);
         let bell = Bell::default();
         let mut transports: Vec<(Kind, Box<dyn Transport>)> = Vec::new();
-        let mut tcp = None;
+        let mut lanes = Vec::new();
         for kind in &settings.transports {
             match kind {
                 Kind::Tcp => {
-                    let transport = TcpTransport::new(key, me.clone(), bell.notify());
-                    tcp = Some(transport.shared());
+                    let settings = LaneSettings { checksums: settings.checksums, ..LaneSettings::default() };
+                    let transport = tcp::transport(key, me.clone(), settings, bell.notify())?;
+                    lanes.push(transport.acceptor());
                     transports.push((Kind::Tcp, Box::new(transport)));
                 }
                 other => return Err(Error::give_up(format!("{} is not built in", other.name()))),
@@ -232,9 +232,8 @@ impl Endpoint {
             inbox: Inbox::new(settings.inbox)?,
             peers: Mutex::default(),
             remotes: Mutex::default(),
-            tcp,
+            lanes,
             lives: Mutex::default(),
-            lanes: Mutex::default(),
             last: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             closed: AtomicBool::new(false),
@@ -453,7 +452,6 @@ impl Endpoint {
             remote.close("the engine is closed");
         }
         shared.inbox.close("the engine is closed");
-        lock(&shared.lanes).values().for_each(|(_, link)| link.close("the engine is closed"));
         self.threads.stop("the engine is closed");
         shared.timer.stop();
         if let Some(thread) = lock(&self.timer).take() {
@@ -714,12 +712,8 @@ impl Shared {
         let current = *latest == node.incarnation;
         drop(lives);
         if later {
-            // Lanes of the life before, if that hangs somewhere.
-            let lanes = lock(&self.lanes);
-            lanes
-                .values()
-                .filter(|(peer, _)| *peer == node.node)
-                .for_each(|(_, link)| link.close("the peer restarted"));
+            // Of the life before, if it hangs somewhere.
+            self.lanes.iter().for_each(|lanes| lanes.close(&node.node, "the peer restarted"));
         }
         current
     }
@@ -744,17 +738,12 @@ impl Shared {
                 tracing::debug!(peer = %node.node, "its session ended: {ended}");
             }
             Purpose::Lane { node } => {
-                let Some(tcp) = &self.tcp else {
+                let Some(lanes) = self.lanes.first() else {
                     connection.refuse("this engine takes no copies by tcp: it was started with other transports");
                     return Ok(());
                 };
                 connection.welcome();
-                let stream = connection.into_lane()?;
-                lock(&self.lanes).insert(number, (node.node.clone(), link.clone()));
-                if let Err(error) = serve_lane(tcp, &stream, link) {
-                    tracing::info!(peer = %node.node, "an incoming lane ended: {error}");
-                }
-                lock(&self.lanes).remove(&number);
+                lanes.adopt(connection.into_lane()?, &node)?;
             }
             _ => connection.refuse("this is a transfer engine: only other engines connect to it"),
         }

@@ -259,11 +259,6 @@ impl Link {
         self.0.wake.set();
     }
 
-    /// True if both are ends of one connection.
-    pub fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
     /// True once `close` was called.
     pub fn is_closed(&self) -> bool {
         self.lock().closed.is_some()
