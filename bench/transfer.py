@@ -1,8 +1,8 @@
 """The transfer engine beside the machine's limit and beside others, between two processes of one machine.
 
-Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: we are better). All contenders move the
-same blocks between the same kind of buffers (bench/peers/driver.py says how), take turns of a second, and the median
-turn counts, so that a busy machine disturbs all of them.
+Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: we are better). All contenders move
+the same blocks between the same kind of buffers (bench/peers/driver.py says how), take turns of a second, and the
+median turn counts, so that a busy machine disturbs all of them.
 
 limit:    sockets with no protocol (rust/transferd/examples/bare.rs), in the best of the settings that were tried
 memcpy:   as many threads as there are cores, in one process; shm is compared with it
@@ -91,7 +91,9 @@ class Bench:
     def start_others(self, transport: str) -> None:
         environments = ROOT / ".venv-peers"
         if transport == "tcp":
-            self.start("mooncake", [environments / "mooncake/bin/python", "-m", "bench.peers.mooncake_tcp", "initiator"])
+            self.start(
+                "mooncake", [environments / "mooncake/bin/python", "-m", "bench.peers.mooncake_tcp", "initiator"]
+            )
             self.start(
                 "nixl", [environments / "nixl/bin/python", "-m", "bench.peers.nixl_ucx", "initiator"], UCX_TLS="tcp"
             )
@@ -183,7 +185,8 @@ class Bench:
             suffix = "" if ours == "ours" else f" {ours}"
             what, unit = ("p50_us", "us") if batch == 1 else ("gbps", "GB/s")
             value = turns.value(ours, what)
-            for other in others or [None]:
+            compared: list[str | None] = [*others] or [None]
+            for other in compared:
                 more: dict[str, Any] = {"cpu_s_per_gb": turns.value(ours, "cpu_s_per_gb"), "turns": self.turns}
                 if other is None:
                     line("transfer", case + suffix, value, unit, **more)

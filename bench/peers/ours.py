@@ -78,7 +78,7 @@ class Ours:
         """Microseconds from `cancel` of 64 MiB that are under way until no byte of them is touched any more."""
         offsets = np.arange(0, 64 << 20, 1 << 20, dtype=np.uint64)
         copies = self.engine.prepare([(self.region, offsets, self.remote, offsets, 1 << 20)])
-        took = []
+        took: list[float] = []
         while len(took) < times:
             transfer = self.engine.submit(self.peer, "write", copies)
             while transfer.progress[0] == 0:
