@@ -6,7 +6,12 @@ Importing this package loads neither torch nor jax: its names are loaded when th
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyengine.llm import LLM
+    from pyengine.scheduler.types import SamplingParams
+    from pyengine.transfer import TransferEngine
 
 #: Public name -> module that defines it.
 _LAZY = {

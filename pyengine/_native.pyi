@@ -4,8 +4,8 @@ Bytes arguments accept anything with the buffer protocol. A `keys` argument is 1
 Nothing here blocks longer than it says; every wait releases the GIL. Loading this module loads no torch.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, final
 
 import numpy.typing as npt
 from typing_extensions import Buffer
@@ -16,6 +16,7 @@ _Bytes: TypeAlias = Buffer | npt.NDArray[Any]
 __version__: str
 KEY_BYTES: int
 NOTE_LIMIT: int
+NOTIFICATION_LIMIT: int
 
 class TransferError(Exception):
     """Root of the tree. Its three children say what to do."""
@@ -381,6 +382,152 @@ class ReportEndpoint:
     def order_replicate(
         self, node: str, order: int, keys: _Bytes, parent: _Bytes, position: int, source: NodeAddress
     ) -> None: ...
+    def close(self) -> None: ...
+
+# The transfer engine. `pyengine.transfer` says what all of this means, and is what users use.
+
+@final
+class Region:
+    """Registered memory, until `unregister` or the engine's `close` (forgetting this object changes nothing).
+
+    Memory that the engine has allocated is a buffer: `region.memory`, or `numpy.frombuffer(region, …)`.
+    """
+    @property
+    def memory(self) -> memoryview:
+        """The memory, if the engine has allocated it. It outlives the registration, as long as somebody looks at it."""
+    @property
+    def handle(self) -> bytes:
+        """What a peer needs to name it: plain bytes, to be given to peers by any means."""
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def registered(self) -> bool: ...
+    def unregister(self, timeout: float = 10.0) -> None:
+        """Fences it and waits until nobody touches it; then a buffer's export is released. Idempotent.
+
+        Raises RetryError if it is still touched after so many seconds: it stays fenced, and its memory must stay too.
+        """
+    def __enter__(self) -> Region: ...
+    def __exit__(self, *_error: object) -> None: ...
+
+@final
+class RemoteRegion:
+    """A peer's region, by its handle. Raises GiveUpError if these bytes are none."""
+    def __new__(cls, handle: _Bytes) -> RemoteRegion: ...
+    @property
+    def handle(self) -> bytes: ...
+    @property
+    def node(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def readable(self) -> bool: ...
+    @property
+    def writable(self) -> bool: ...
+
+@final
+class Copies:
+    """A list of (region, offset, remote region, offset, length), checked; arrays stand for several copies."""
+    def __new__(cls, copies: Iterable[tuple[Region, Any, RemoteRegion, Any, Any]]) -> Copies: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class Notification:
+    """A few bytes that a peer has sent, after the data of its transfer were applied."""
+    @property
+    def node(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def payload(self) -> bytes: ...
+
+@final
+class Peer:
+    @property
+    def address(self) -> NodeAddress: ...
+    def paths(self) -> list[tuple[str, Literal["up", "connecting", "down", "none"], str, bool]]:
+        """(transport, state, why not, taken), the preferred first."""
+    def down(self) -> str | None: ...
+    def find(self, name: str, timeout: float = 10.0) -> RemoteRegion: ...
+    def close(self) -> None: ...
+
+@final
+class Watcher:
+    """Tells an event loop which transfers have ended: readable while tokens wait."""
+    def __new__(cls) -> Watcher: ...
+    def fileno(self) -> int: ...
+    def take(self) -> list[int]: ...
+
+@final
+class Transfer:
+    @property
+    def number(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None) -> bool:
+        """False if the time was over before it ended."""
+    def result(self) -> None:
+        """Raises what went wrong, if something did."""
+    def cancel(self) -> None: ...
+    def progress(self) -> tuple[int, int]: ...
+    def outcome(
+        self,
+    ) -> tuple[
+        Literal["pending", "done", "cancelled", "deadline", "fenced", "denied", "corrupt", "unreachable"],
+        str | None,
+        bool,
+        int,
+    ]:
+        """(outcome, transport, fell back, retries)."""
+    def watch(self, watcher: Watcher, token: int) -> None:
+        """Gives the watcher this token when it has ended."""
+
+@final
+class Endpoint:
+    """The transfer engine of this process."""
+    def __new__(
+        cls,
+        *,
+        session_key: _Bytes,
+        node: str | None = None,
+        listen: str | None = None,
+        advertise: str | None = None,
+        transports: Sequence[str] | None = None,
+        checksums: bool = True,
+        inbox: int = 1024,
+    ) -> Endpoint: ...
+    @property
+    def address(self) -> NodeAddress: ...
+    @property
+    def transports(self) -> list[str]: ...
+    def register(
+        self, memory: _Bytes | tuple[int, int], *, read: bool = True, write: bool = True, name: str | None = None
+    ) -> Region: ...
+    def allocate(self, length: int, *, read: bool = True, write: bool = True, name: str | None = None) -> Region: ...
+    def connect(self, address: str, *, transport: str | None = None, timeout: float = 10.0) -> Peer: ...
+    def submit(
+        self,
+        peer: Peer,
+        op: str,
+        copies: Copies,
+        *,
+        priority: str = "normal",
+        deadline: float | None = None,
+        retries: int | None = None,
+        notify: _Bytes | None = None,
+        wait: float = 0.0,
+    ) -> Transfer: ...
+    def notifications(self, at_most: int) -> list[Notification]: ...
+    def wait_notification(self, timeout: float | None) -> bool: ...
+    def fileno(self) -> int:
+        """Readable while notifications wait."""
+    def counters(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
 def transferd_main(arguments: Sequence[str]) -> int:

@@ -35,9 +35,7 @@ __all__ = [
 Transport: TypeAlias = Literal["shm", "rdma", "tcp"]
 Operation: TypeAlias = Literal["write", "read"]
 Priority: TypeAlias = Literal["urgent", "normal", "background"]
-Outcome: TypeAlias = Literal[
-    "pending", "done", "cancelled", "deadline", "fenced", "denied", "corrupt", "unreachable"
-]
+Outcome: TypeAlias = Literal["pending", "done", "cancelled", "deadline", "fenced", "denied", "corrupt", "unreachable"]
 #: One number for all copies of an entry, or an int64 or uint64 array with one each.
 Number: TypeAlias = Any
 #: (local region, offset, remote region, offset, length)
@@ -57,8 +55,8 @@ class PathState:
 class Peer:
     """A connection to another engine. It ends when this object and all its transfers are gone, or by `close`.
 
-    It outlives broken sockets and restarts of the other side; handles of a life that is over do not: transfers that name
-    them are fenced.
+    It outlives broken sockets and restarts of the other side; handles of a life that is over do not: transfers that
+    name them are fenced.
     """
 
     def __init__(self, native: _native.Peer, engine: TransferEngine) -> None:
@@ -196,17 +194,13 @@ class TransferEngine:
         checksums: bool = True,
         inbox: int = 1024,
     ) -> None:
-        names: list[str] | None
-        if isinstance(transports, str):
-            names = None if transports == "auto" else [transports]
-        else:
-            names = list(transports)
+        names: list[str] | None = [transports] if isinstance(transports, str) else list(transports)
         self._native = _native.Endpoint(
             session_key=_native.derive_key(secret, "session") if secret else b"",
             node=node,
             listen=listen,
             advertise=advertise,
-            transports=names,
+            transports=None if transports == "auto" else names,
             checksums=checksums,
             inbox=inbox,
         )
@@ -229,25 +223,22 @@ class TransferEngine:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def register(
-        self, memory: Any, *, read: bool = True, write: bool = True, name: str | None = None
-    ) -> Region:
+    def register(self, memory: Any, *, read: bool = True, write: bool = True, name: str | None = None) -> Region:
         """Makes memory nameable: anything with the buffer protocol, or (pointer, length) of writable memory.
 
-        A buffer's export is held until it is unregistered; behind a pointer the caller keeps the memory. `read` and
-        `write` say what peers may do. A `name` is what peers can ask for (`peer.region`); otherwise give them `handle`.
+        It stays registered until its `unregister` (or the end of its `with` block) or until the engine is closed. So
+        long a buffer's export is held; memory behind a pointer must be kept by the caller. `read` and `write` say what
+        peers may do. A `name` is what peers can ask for (`peer.region`); otherwise give them its `handle`.
         """
         return self._native.register(memory, read=read, write=write, name=name)
 
     def allocate(self, length: int, *, read: bool = True, write: bool = True, name: str | None = None) -> Region:
-        """Registers zeroed memory of the engine's own, which shares best. `memoryview(region)` is the memory."""
+        """Registers zeroed memory of the engine's own, which shares best: `region.memory`."""
         return self._native.allocate(length, read=read, write=write, name=name)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
-    def connect(
-        self, address: str, *, transport: Literal["auto"] | Transport = "auto", timeout: float = 10.0
-    ) -> Peer:
+    def connect(self, address: str, *, transport: Literal["auto"] | Transport = "auto", timeout: float = 10.0) -> Peer:
         """Reaches the engine that listens at "host:port"; returns when copies would get through.
 
         transport: one that must be used, or "auto": the best that stands. `peer.transports` says which one is, and why.
@@ -281,9 +272,9 @@ class TransferEngine:
         """Begins to "write" local memory into the peer's, or to "read" the peer's into the local one.
 
         deadline: seconds from now after which it is given up. retries: how often a piece that was lost or corrupted is
-        sent again. notify: at most 64 KiB for the peer's `notifications`, after all copies were applied there. wait: for
-        room in the queues, before RetryError is raised. No order is promised between copies of a transfer, nor between
-        transfers: wait for one, then submit the next.
+        sent again. notify: at most 64 KiB for the peer's `notifications`, after all copies were applied there. wait:
+        for room in the queues, before RetryError is raised. No order is promised between copies of a transfer, nor
+        between transfers: wait for one, then submit the next.
         """
         prepared = copies if isinstance(copies, Copies) else Copies(copies)
         native = self._native.submit(

@@ -1,15 +1,16 @@
 //! The transfer engine: `Endpoint`, its regions, peers, lists of copies and transfers.
 
+use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::raw::c_int;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyMemoryView, PyTuple};
 use transfer::config::session_key;
 use transfer::endpoint::{self, Copies as CopyList, How, KINDS, RegionHandle, Registration, Settings};
 use transfer::mailbox::Mailbox;
@@ -32,7 +33,11 @@ pub struct Endpoint {
     living: Living<endpoint::Endpoint>,
     address: NodeAddress,
     transports: Vec<&'static str>,
+    kept: Kept,
 }
+
+/// Regions by their number: they stay registered until `unregister` or `close`, whether or not the caller keeps them.
+type Kept = Arc<Mutex<HashMap<u32, Py<Region>>>>;
 
 #[pymethods]
 impl Endpoint {
@@ -59,7 +64,7 @@ impl Endpoint {
         let endpoint = py.detach(|| endpoint::Endpoint::start(settings)).map_err(exception)?;
         let address = NodeAddress(endpoint.address().clone());
         let transports = endpoint.kinds().iter().map(|kind| kind.name()).collect();
-        Ok(Self { living: Living::new(endpoint), address, transports })
+        Ok(Self { living: Living::new(endpoint), address, transports, kept: Kept::default() })
     }
 
     #[getter]
@@ -80,7 +85,7 @@ impl Endpoint {
         read: bool,
         write: bool,
         name: Option<String>,
-    ) -> PyResult<Region> {
+    ) -> PyResult<Py<Region>> {
         release_exports();
         let access = Access { read, write };
         let (buffer, export, writable) = if memory.is_instance_of::<PyTuple>() {
@@ -116,7 +121,7 @@ impl Endpoint {
                 endpoint.register_source(buffer, name.as_deref())
             }
         })?;
-        Ok(Region::new(registered.map_err(exception)?, export, name))
+        self.keep(py, Region::new(registered.map_err(exception)?, export, name, &self.kept))
     }
 
     #[pyo3(signature = (length, *, read = true, write = true, name = None))]
@@ -127,13 +132,13 @@ impl Endpoint {
         read: bool,
         write: bool,
         name: Option<String>,
-    ) -> PyResult<Region> {
+    ) -> PyResult<Py<Region>> {
         release_exports();
         let access = Access { read, write };
         let registered = self.living.with(py, |endpoint| endpoint.allocate(length, access, name.as_deref()))?;
-        let mut region = Region::new(registered.map_err(exception)?, None, name);
+        let mut region = Region::new(registered.map_err(exception)?, None, name, &self.kept);
         region.own = true;
-        Ok(region)
+        self.keep(py, region)
     }
 
     #[pyo3(signature = (address, *, transport = None, timeout = 10.0))]
@@ -205,9 +210,25 @@ impl Endpoint {
         // First what wakes the waiters, then, when they have gone, the object itself.
         let _ = self.living.with(py, endpoint::Endpoint::close);
         self.living.close(py)?;
+        let regions = std::mem::take(&mut *lock(&self.kept));
+        drop(regions);
         release_exports();
         Ok(())
     }
+}
+
+impl Endpoint {
+    fn keep(&self, py: Python<'_>, region: Region) -> PyResult<Py<Region>> {
+        let number = region.handle.region.0;
+        let region = Py::new(py, region)?;
+        lock(&self.kept).insert(number, region.clone_ref(py));
+        Ok(region)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Single inserts and removes cannot be left half done.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 // -- memory ----------------------------------------------------------------------------------------------------------
@@ -222,13 +243,13 @@ static EXPORTS: Mutex<Vec<PyUntypedBuffer>> = Mutex::new(Vec::new());
 impl Drop for Export {
     fn drop(&mut self) {
         if let Some(export) = self.0.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-            EXPORTS.lock().unwrap_or_else(PoisonError::into_inner).push(export);
+            lock(&EXPORTS).push(export);
         }
     }
 }
 
 fn release_exports() {
-    let exports = std::mem::take(&mut *EXPORTS.lock().unwrap_or_else(PoisonError::into_inner));
+    let exports = std::mem::take(&mut *lock(&EXPORTS));
     // Releasing may run Python code, so not under the lock.
     drop(exports);
 }
@@ -242,17 +263,19 @@ pub struct Region {
     name: Option<String>,
     /// The engine's own memory, which Python sees as a buffer.
     own: bool,
+    kept: Weak<Mutex<HashMap<u32, Py<Region>>>>,
 }
 
 impl Region {
-    fn new(registration: Registration, export: Option<Arc<Export>>, name: Option<String>) -> Self {
-        let handle = registration.handle().clone();
-        Self { living: Living::new(registration), handle, export, name, own: false }
+    fn new(registration: Registration, export: Option<Arc<Export>>, name: Option<String>, kept: &Kept) -> Self {
+        let (handle, kept) = (registration.handle().clone(), Arc::downgrade(kept));
+        Self { living: Living::new(registration), handle, export, name, own: false, kept }
     }
 
     fn release(&self) {
         if let Some(export) = &self.export {
-            drop(export.0.lock().unwrap_or_else(PoisonError::into_inner).take());
+            let export = lock(&export.0).take();
+            drop(export);
         }
         release_exports();
     }
@@ -263,6 +286,11 @@ impl Region {
     #[getter]
     fn handle<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.handle.to_bytes())
+    }
+
+    #[getter]
+    fn memory<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyMemoryView>> {
+        PyMemoryView::from(slf)
     }
 
     #[getter]
@@ -285,6 +313,8 @@ impl Region {
         let timeout = seconds(timeout)?;
         self.living.with(py, |registration| registration.unregister(timeout))?.map_err(exception)?;
         self.release();
+        let kept = self.kept.upgrade().and_then(|kept| lock(&kept).remove(&self.handle.region.0));
+        drop(kept);
         Ok(())
     }
 
@@ -323,8 +353,8 @@ impl Region {
 }
 
 impl Drop for Region {
-    /// A region that is forgotten is fenced; its export is released now if nobody touches it, else when the last one
-    /// lets go.
+    /// The engine is closed, or the region unregistered: its export is released now if nobody touches it, else when the
+    /// last one lets go.
     fn drop(&mut self) {
         let quiet = self.living.inside(|registration| {
             registration.fence();

@@ -25,6 +25,7 @@ mod copies;
 mod driver;
 mod handle;
 mod inbox;
+mod lives;
 mod metrics;
 mod outbox;
 mod peer;
@@ -58,20 +59,24 @@ use crate::region::{Access, Buffer, Regions};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended as SessionEnded, Event, Session};
 use crate::transport::lanes::{Acceptor, Settings as LaneSettings};
+#[cfg(feature = "rdma")]
+use crate::transport::rdma;
 use crate::transport::{Kind, Op, Path, Transport, tcp};
-use crate::types::{Incarnation, NodeAddress, NodeId};
+use crate::types::{NodeAddress, NodeId};
 use crate::wire;
 use driver::Bell;
 use inbox::{Inbox, say};
+use lives::{Lives, Seen};
 use peer::{Beginning, Remote};
 use timer::Timer;
 use transfer::State as TransferState;
 
-/// Nodes whose lives are remembered.
-const NODE_LIMIT: usize = 1 << 14;
-
 /// The transports that are built in, in the order in which `Via::Auto` prefers them.
-pub const KINDS: &[Kind] = &[Kind::Tcp];
+pub const KINDS: &[Kind] = &[
+    #[cfg(feature = "rdma")]
+    Kind::Rdma,
+    Kind::Tcp,
+];
 
 /// Settings of one engine.
 #[derive(Clone, Debug)]
@@ -157,8 +162,10 @@ struct Shared {
     remotes: Mutex<HashMap<u64, Arc<Remote>>>,
     /// Where lanes that peers have dialled over the listener go: the tcp transport's, if it is used.
     lanes: Vec<Acceptor>,
-    /// The latest life of each node that has proven itself here.
-    lives: Mutex<HashMap<NodeId, Incarnation>>,
+    /// Where the rdma paths of peers are served, if that transport is used.
+    #[cfg(feature = "rdma")]
+    queue_pairs: Option<Arc<rdma::Shared>>,
+    lives: Mutex<Lives>,
     last: AtomicU64,
     refused: AtomicU64,
     closed: AtomicBool,
@@ -207,13 +214,12 @@ impl Endpoint {
     /// # Errors
     /// Give up: impossible settings. Retry: no descriptors or threads.
     pub fn embed(settings: Settings, me: NodeAddress) -> Result<Self, Error> {
-        if let Some(kind) = settings.transports.iter().find(|kind| !KINDS.contains(kind)) {
-            return Err(Error::give_up(format!("{} is not built in: leave it out of the transports", kind.name())));
-        }
         let key = settings.key.unwrap_or_else(open_key);
         let bell = Bell::default();
         let mut transports: Vec<(Kind, Box<dyn Transport>)> = Vec::new();
         let mut lanes = Vec::new();
+        #[cfg(feature = "rdma")]
+        let mut queue_pairs = None;
         for kind in &settings.transports {
             match kind {
                 Kind::Tcp => {
@@ -224,7 +230,19 @@ impl Endpoint {
                     lanes.push(transport.acceptor());
                     transports.push((Kind::Tcp, Box::new(transport)));
                 }
-                other => return Err(Error::give_up(format!("{} is not built in", other.name()))),
+                #[cfg(feature = "rdma")]
+                Kind::Rdma => {
+                    let settings = rdma::Settings::default();
+                    let transport = rdma::RdmaTransport::new(key, me.clone(), settings, bell.notify());
+                    queue_pairs = Some(transport.shared());
+                    transports.push((Kind::Rdma, Box::new(transport)));
+                }
+                other => {
+                    return Err(Error::give_up(format!(
+                        "{} is not built in: leave it out of the transports",
+                        other.name()
+                    )));
+                }
             }
         }
         let regions = Regions::new();
@@ -246,6 +264,8 @@ impl Endpoint {
             peers: Mutex::default(),
             remotes: Mutex::default(),
             lanes,
+            #[cfg(feature = "rdma")]
+            queue_pairs,
             lives: Mutex::default(),
             last: AtomicU64::new(0),
             refused: AtomicU64::new(0),
@@ -726,29 +746,21 @@ impl Shared {
 
     /// Notes a proven node's life; false if a later one is known.
     fn current(&self, node: &NodeAddress) -> bool {
-        let mut lives = lock(&self.lives);
-        if lives.len() >= NODE_LIMIT && !lives.contains_key(&node.node) {
-            return false;
-        }
-        let latest = lives.entry(node.node.clone()).or_insert(node.incarnation);
-        let later = node.incarnation > *latest;
-        *latest = node.incarnation.max(*latest);
-        let current = *latest == node.incarnation;
-        drop(lives);
-        if later {
-            // Of the life before, if it hangs somewhere.
+        let seen = lock(&self.lives).see(&node.node, node.incarnation);
+        if seen == Seen::New {
+            // What the life before still has open here, if it hangs somewhere.
             self.lanes.iter().for_each(|lanes| lanes.close(&node.node, "the peer restarted"));
         }
-        current
+        seen != Seen::Stale
     }
 
     fn serve(&self, mut connection: Connection, purpose: Purpose, link: &Link) -> Result<(), Error> {
         let number = self.number();
         match purpose {
-            Purpose::Engine { node } | Purpose::Lane { node } if node.node == self.me.node => {
+            Purpose::Engine { node } | Purpose::Lane { node } | Purpose::Rdma { node } if node.node == self.me.node => {
                 connection.refuse("your node id is mine: give every engine its own");
             }
-            Purpose::Engine { node } | Purpose::Lane { node } if !self.current(&node) => {
+            Purpose::Engine { node } | Purpose::Lane { node } | Purpose::Rdma { node } if !self.current(&node) => {
                 connection.refuse("a later life of your node is known here: this one is stale");
             }
             Purpose::Engine { node } => {
@@ -768,6 +780,14 @@ impl Shared {
                 };
                 connection.welcome();
                 lanes.adopt(connection.into_lane()?, &node)?;
+            }
+            #[cfg(feature = "rdma")]
+            Purpose::Rdma { node } if self.queue_pairs.is_some() => {
+                let Some(shared) = &self.queue_pairs else { return Ok(()) };
+                rdma::serve(shared, connection, &node, link)?;
+            }
+            Purpose::Rdma { .. } => {
+                connection.refuse("this engine takes no copies by rdma: it was started with other transports");
             }
             _ => connection.refuse("this is a transfer engine: only other engines connect to it"),
         }

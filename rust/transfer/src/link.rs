@@ -369,6 +369,13 @@ impl Connection {
         Ok(self.stream)
     }
 
+    /// Gives socket and session to a caller that drives them itself, with the bytes that are still to be sent and what
+    /// has come already.
+    pub fn into_parts(mut self) -> (Stream, Session, Vec<u8>, Vec<Event>) {
+        let pending = self.pending.split_off(self.sent);
+        (self.stream, self.session, pending, self.events)
+    }
+
     /// Runs until the connection ends; returns why. `deliver` gets each message. The socket closes with the connection.
     pub fn drive(&mut self, mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<(), Ended>) -> Ended {
         let mut result = Ok(());

@@ -184,6 +184,8 @@ pub enum Purpose {
     Local { incarnation: Incarnation },
     /// A transfer engine that speaks `EngineMessage`: the dialler asks, the acceptor answers.
     Engine { node: NodeAddress },
+    /// The control connection of an rdma path, from that node and its life.
+    Rdma { node: NodeAddress },
 }
 
 /// A registered region, as its own engine describes it.

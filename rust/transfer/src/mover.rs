@@ -43,7 +43,7 @@ pub use stats::{Histogram, PathStats, PeerStats};
 
 use crate::random::Random;
 use crate::region::Regions;
-use crate::transport::{Busy, Completion, Copy, CopyId, Kind, Op, Outcome, Path, Transport};
+use crate::transport::{Busy, Completion, Copy, CopyId, Kind, Op, Outcome, PIECE_BYTES, Path, Transport};
 use crate::types::{Nanos, NodeAddress, NodeId, Span};
 use breaker::Breaker;
 use queue::Queue;
@@ -178,6 +178,8 @@ pub struct PathReport {
 /// Limits. Everything that can grow has one.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
+    /// Most bytes of one copy, but for a single grain that is larger.
+    pub piece_bytes: u32,
     /// Bytes under way per peer and path: at 2 GB/s 4 ms of them, which is what an urgent copy waits at most, and what
     /// a cancelled transfer needs to come to rest. On slower networks proportionally more.
     pub window_bytes: u64,
@@ -198,6 +200,7 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
+            piece_bytes: PIECE_BYTES,
             window_bytes: 8 << 20,
             window_copies: 2048,
             transfers_per_peer: 16 << 10,
@@ -383,7 +386,7 @@ impl Mover {
             return Err(Busy);
         }
         self.last = id;
-        let transfer = Transfer::new(number, peer.round, request);
+        let transfer = Transfer::new(number, peer.round, request, self.settings.piece_bytes);
         let wrong = match &self.regions {
             Some(regions) => transfer.wrong(regions),
             None => {
@@ -904,7 +907,10 @@ impl Mover {
                 Room::None
             }
         };
-        if let BreakerState::Open { until } = way.breaker.state() {
+        // A rest that is over while the path is still being made ends when that does.
+        if let BreakerState::Open { until } = way.breaker.state()
+            && until > now
+        {
             *tick = Some(tick.map_or(until, |tick| tick.min(until)));
         }
         room

@@ -122,6 +122,11 @@ impl Buffer {
         self.lock().closed = true;
     }
 
+    /// How many hold some of it now.
+    pub fn holds(&self) -> u32 {
+        self.lock().holds
+    }
+
     /// True if it is closed and no hold is out.
     pub fn is_quiet(&self) -> bool {
         let state = self.lock();
@@ -202,7 +207,11 @@ pub struct Regions {
     table: RwLock<HashMap<RegionId, Region>>,
     last: AtomicU32,
     fenced: AtomicU64,
+    removal: RwLock<Vec<Removed>>,
 }
+
+/// Told that a region is gone.
+type Removed = Box<dyn Fn(RegionId) + Send + Sync>;
 
 impl Regions {
     /// No regions.
@@ -248,10 +257,17 @@ impl Regions {
                 table.remove(&id);
                 drop(table);
                 buffer.close();
+                self.removal.read().unwrap_or_else(PoisonError::into_inner).iter().for_each(|tell| tell(id));
                 Some(buffer)
             }
             _ => None,
         }
+    }
+
+    /// Has `tell` called within every removal, after it: for transports that made the memory known to a device. What
+    /// they must undo before the memory goes, they undo there, or hold the memory until they have.
+    pub fn on_removal(&self, tell: Removed) {
+        self.removal.write().unwrap_or_else(PoisonError::into_inner).push(tell);
     }
 
     /// A region by its number.

@@ -4,6 +4,8 @@
 //! expectation below is a function over a [`Harness`], and `suite!` makes it a test of each implementation.
 
 mod lanes;
+#[cfg(feature = "rdma")]
+mod rails;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
@@ -21,6 +23,10 @@ const SLOTS: u64 = 16;
 /// Two nodes that can reach each other.
 trait Harness {
     type Transport: Transport;
+    /// Why this machine cannot run it: its tests then say so and end.
+    fn absent() -> Option<String> {
+        None
+    }
     /// Arenas are registered; nothing is connected.
     fn new(source: Arc<Arena>, destination: Arc<Arena>) -> Self;
     /// The sending node's transport.
@@ -105,6 +111,44 @@ impl Harness for Tcp {
 
     fn kill_peer(&mut self) {
         self.receiver.kill();
+    }
+}
+
+/// Verbs devices, where there are some.
+#[cfg(feature = "rdma")]
+struct Rdma {
+    sending: rails::Node,
+    receiving: rails::Node,
+}
+
+#[cfg(feature = "rdma")]
+impl Harness for Rdma {
+    type Transport = pyengine_transfer::transport::rdma::RdmaTransport;
+
+    fn absent() -> Option<String> {
+        rails::absent()
+    }
+
+    fn new(source: Arc<Arena>, destination: Arc<Arena>) -> Self {
+        let sending = rails::Node::new("source", 2, rails::side(0), Regions::of(source));
+        let receiving = rails::Node::new("destination", 1, rails::side(1), Regions::of(destination));
+        Self { sending, receiving }
+    }
+
+    fn transport(&mut self) -> &mut Self::Transport {
+        &mut self.sending.transport
+    }
+
+    fn peer(&self) -> NodeAddress {
+        self.receiving.address.clone()
+    }
+
+    fn progress(&mut self) {
+        self.sending.woken.recv_timeout(rails::PATIENCE).expect("every copy completes");
+    }
+
+    fn kill_peer(&mut self) {
+        self.receiving.kill();
     }
 }
 
@@ -303,26 +347,41 @@ macro_rules! suite {
 
             #[test]
             fn done_means_applied() {
+                if let Some(why) = <$harness>::absent() {
+                    return eprintln!("skipped: {why}");
+                }
                 super::done_means_applied::<$harness>();
             }
 
             #[test]
             fn late_copies_are_fenced() {
+                if let Some(why) = <$harness>::absent() {
+                    return eprintln!("skipped: {why}");
+                }
                 super::late_copies_are_fenced::<$harness>();
             }
 
             #[test]
             fn corruption_is_found() {
+                if let Some(why) = <$harness>::absent() {
+                    return eprintln!("skipped: {why}");
+                }
                 super::corruption_is_found::<$harness>();
             }
 
             #[test]
             fn every_copy_completes_once() {
+                if let Some(why) = <$harness>::absent() {
+                    return eprintln!("skipped: {why}");
+                }
                 super::every_copy_completes_once::<$harness>();
             }
 
             #[test]
             fn a_full_queue_is_busy() {
+                if let Some(why) = <$harness>::absent() {
+                    return eprintln!("skipped: {why}");
+                }
                 super::a_full_queue_is_busy::<$harness>();
             }
         }
@@ -331,3 +390,5 @@ macro_rules! suite {
 
 suite!(sim, Sim);
 suite!(tcp, Tcp);
+#[cfg(feature = "rdma")]
+suite!(rdma, Rdma);

@@ -381,8 +381,9 @@ fn what_ended_early_is_quiet_and_what_is_not_stays_fenced() {
     let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
     let within = Duration::from_secs(1);
     for deadline in [None, Some(within)] {
-        let into = memory(&a, &vec![0; 4 * MIB], None);
-        let from = memory(&b, &vec![9; 4 * MIB], None);
+        // More than is ever under way, so that it cannot be done by what is.
+        let into = memory(&a, &vec![0; 32 * MIB], None);
+        let from = memory(&b, &vec![9; 32 * MIB], None);
         let list = whole(&into, from.handle());
         // It stops in the middle of a piece, which may go on coming into the memory at any time.
         proxy.freeze_after(1_000_000);
@@ -411,9 +412,10 @@ fn unregistering_waits_for_a_peers_write_and_fences_the_next() {
     let source = memory(&a, &vec![1; 4 * MIB], None);
     let target = memory(&b, &vec![0; 4 * MIB], None);
     let list = whole(&source, target.handle());
-    proxy.freeze_after(1_000_000);
+    // It stops within the first piece.
+    proxy.freeze_after(100_000);
     let transfer = a.submit(&peer, Op::Write, &list, How { retries: 1000, ..How::default() }).expect("room");
-    eventually("it is in the middle", || proxy.is_frozen());
+    eventually("it is in the middle", || proxy.is_frozen() && target.buffer().holds() > 0);
     let error = target.unregister(Duration::from_millis(30)).expect_err("a lane is writing");
     assert!(error.message.contains("stays fenced") && !target.is_quiet(), "{error}");
     proxy.freeze(false);

@@ -1,5 +1,6 @@
 //! A transfer as its submitter sees it.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -135,7 +136,10 @@ impl State {
         if sleepers > 0 {
             self.ended.notify_all();
         }
-        then.into_iter().for_each(|call| call());
+        for call in then {
+            // It is the user's; the hook has printed its panic, which must not end an I/O thread.
+            let _ = catch_unwind(AssertUnwindSafe(call));
+        }
     }
 
     fn wait(&self, timeout: Duration) -> bool {

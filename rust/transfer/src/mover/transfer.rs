@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Ended, Failure, Part, Priority, Progress, Request};
 use crate::region::{Region, Regions};
-use crate::transport::{Copy, CopyId, Kind, Op, PIECE_BYTES};
+use crate::transport::{Copy, CopyId, Kind, Op};
 use crate::types::{Nanos, RegionId, Span};
 
 /// A part's bytes that one copy moves.
@@ -24,6 +24,7 @@ pub(super) struct Transfer {
     pub peer: u64,
     pub op: Op,
     parts: Arc<[Part]>,
+    piece_bytes: u32,
     pub priority: Priority,
     pub deadline: Option<Nanos>,
     pub retries: u32,
@@ -49,13 +50,14 @@ pub(super) struct Transfer {
 }
 
 impl Transfer {
-    pub fn new(peer: u64, round: u64, request: Request) -> Self {
+    pub fn new(peer: u64, round: u64, request: Request, piece_bytes: u32) -> Self {
         let Request { op, parts, priority, deadline, retries } = request;
         let bytes = parts.iter().map(|part| part.bytes).fold(0, u64::saturating_add);
         Self {
             peer,
             op,
             parts,
+            piece_bytes,
             priority,
             deadline,
             retries,
@@ -137,7 +139,10 @@ impl Transfer {
         let part = self.parts.get(self.part)?;
         // Ends at a border of grains, so that checksums are never cut; one larger grain is a piece of its own. A part
         // of no bytes is a piece of no bytes.
-        let most = if part.grain == 0 { PIECE_BYTES } else { part.grain * (PIECE_BYTES / part.grain).max(1) };
+        let most = match part.grain {
+            0 => self.piece_bytes,
+            grain => grain * (self.piece_bytes / grain).max(1),
+        };
         let bytes = (part.bytes - self.offset).min(u64::from(most)) as u32;
         Some(Piece { part: self.part as u32, offset: self.offset, bytes, attempt: 0 })
     }
@@ -180,6 +185,7 @@ impl Transfer {
 mod tests {
     use super::*;
     use crate::region::{Access, Buffer};
+    use crate::transport::PIECE_BYTES;
 
     fn request(parts: &[(u64, u32)]) -> Request {
         let span = Span { region: RegionId(1), life: 0, offset: 10 };
@@ -188,7 +194,7 @@ mod tests {
     }
 
     fn pieces(parts: &[(u64, u32)]) -> Vec<(u32, u64, u32)> {
-        let mut transfer = Transfer::new(1, 0, request(parts));
+        let mut transfer = Transfer::new(1, 0, request(parts), PIECE_BYTES);
         std::iter::from_fn(|| {
             let expected = transfer.next_bytes();
             let piece = transfer.take();
@@ -217,7 +223,9 @@ mod tests {
         let regions = Regions::new();
         regions.add(Arc::new(Buffer::owned(100, Access { read: true, write: true })));
         let good = request(&[(90, 0)]).parts[0];
-        let judge = |bad: Part| match Transfer::new(1, 0, Request::new(Op::Read, [good, bad].into())).wrong(&regions) {
+        let judge = |bad: Part| match Transfer::new(1, 0, Request::new(Op::Read, [good, bad].into()), PIECE_BYTES)
+            .wrong(&regions)
+        {
             None => None,
             Some(Ended::Failed { part, why, .. }) => Some((part, why)),
             Some(other) => panic!("{other:?}"),

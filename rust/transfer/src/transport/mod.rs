@@ -1,6 +1,8 @@
 //! How bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
 
 pub mod lanes;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod sim;
 pub mod tcp;
 
