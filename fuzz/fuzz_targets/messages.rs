@@ -7,7 +7,8 @@ use std::fmt::Debug;
 use libfuzzer_sys::fuzz_target;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use transfer::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
+use transfer::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
+use transfer::transport::rdma::control::Message as RdmaMessage;
 use transfer::wire::{decode, encode};
 
 fn round_trip<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8]) {
@@ -18,12 +19,14 @@ fn round_trip<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8])
 
 fuzz_target!(|data: &[u8]| {
     let [kind, bytes @ ..] = data else { return };
-    match kind % 6 {
+    match kind % 8 {
         0 => round_trip::<LocalRequest>(bytes),
         1 => round_trip::<LocalEvent>(bytes),
         2 => round_trip::<PeerMessage>(bytes),
         3 => round_trip::<DaemonReport>(bytes),
         4 => round_trip::<DaemonOrder>(bytes),
+        5 => round_trip::<EngineMessage>(bytes),
+        6 => round_trip::<RdmaMessage>(bytes),
         _ => round_trip::<Purpose>(bytes),
     }
 });

@@ -7,6 +7,7 @@ mod bench;
 mod engine;
 mod ping;
 mod target;
+mod topology;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -71,6 +72,8 @@ enum Command {
     Target(target::Arguments),
     /// Measures copies to and from a target
     Bench(bench::Arguments),
+    /// Says which network cards are near which memory
+    Topology(topology::Arguments),
     /// Says by which path a peer is reached, how fast it answers, and in which life it is; or why not
     Ping(ping::Arguments),
 }
@@ -116,7 +119,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
     };
     logging(arguments.log.unwrap_or(match arguments.command {
         None | Some(Command::Target(_)) => LevelFilter::INFO,
-        Some(Command::Bench(_) | Command::Ping(_)) => LevelFilter::WARN,
+        Some(Command::Bench(_) | Command::Ping(_) | Command::Topology(_)) => LevelFilter::WARN,
     }));
     match obey(&arguments) {
         Ok(()) => 0,
@@ -137,6 +140,7 @@ fn obey(arguments: &Arguments) -> Result<(), Error> {
         Some(Command::Target(target)) => target::run(target),
         Some(Command::Bench(bench)) => bench::run(bench),
         Some(Command::Ping(ping)) => ping::run(ping),
+        Some(Command::Topology(topology)) => topology::run(topology),
     }
 }
 
