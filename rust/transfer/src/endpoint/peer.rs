@@ -170,6 +170,14 @@ impl Remote {
 
     /// Asks for the region of this name.
     pub fn find(&self, name: &str, within: Duration) -> Result<RegionHandle, Error> {
+        self.ask(name, within)?.ok_or_else(|| {
+            let node = self.node().map_or_else(|| self.address.clone(), |node| node.node);
+            Error::retry(format!("{node} has no region {name:?} (yet): it registers one by `name`"))
+        })
+    }
+
+    /// Asks whether there is a region of this name.
+    pub fn ask(&self, name: &str, within: Duration) -> Result<Option<RegionHandle>, Error> {
         let until = Instant::now() + within;
         let mut state = self.lock();
         let ticket = state.tickets;
@@ -191,10 +199,7 @@ impl Remote {
                 Some(Answer::Found(found)) => {
                     let found = *found;
                     let node = state.node.clone().unwrap_or_else(|| unreachable!("a peer that has answered"));
-                    break found.map(|info| RegionHandle::of(&node, info)).ok_or_else(|| {
-                        let node = &node.node;
-                        Error::retry(format!("{node} has no region {name:?} (yet): it registers one by `name`"))
-                    });
+                    break Ok(found.map(|info| RegionHandle::of(&node, info)));
                 }
                 Some(Answer::Lost) => asked = false,
                 Some(Answer::Awaited) | None => {}
