@@ -26,7 +26,7 @@ use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
 use pyengine_transfer::session::Session;
 use pyengine_transfer::transport::lanes::LaneTransport;
 use pyengine_transfer::transport::{Completion, Copy, Outcome, Transport};
-use pyengine_transfer::types::{BlockKey, Layout, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Kind, Layout, NodeAddress, SlotRef, Tag};
 use pyengine_transfer::wire;
 
 use lanes::{KEY, PATIENCE};
@@ -40,7 +40,7 @@ fn config(node: &str) -> Config {
         dram_bytes: 256 << 10,
         listen: Some("127.0.0.1:0".into()),
         advertise: None,
-        transport: Via::Auto,
+        transport: Via::Only(Kind::Tcp),
         socket: None,
         conductor: None,
         session_key: Some(KEY),
@@ -187,7 +187,22 @@ fn assert_comes_to_rest(daemon: &Daemon) {
 
 #[test]
 fn a_push_over_tcp_is_exact_and_leaves_nothing_behind() {
-    let (a, b) = (daemon("a"), daemon("b"));
+    a_push_is_exact_and_leaves_nothing_behind(Via::Only(Kind::Tcp), "tcp");
+}
+
+#[test]
+fn a_push_over_shm_is_exact_and_leaves_nothing_behind() {
+    a_push_is_exact_and_leaves_nothing_behind(Via::Only(Kind::Shm), "shm");
+}
+
+#[test]
+fn daemons_of_one_host_choose_shm() {
+    a_push_is_exact_and_leaves_nothing_behind(Via::Auto, "shm");
+}
+
+fn a_push_is_exact_and_leaves_nothing_behind(transport: Via, name: &str) {
+    let start = |node| Daemon::start(&Config { transport, ..config(node) }).expect("a daemon starts");
+    let (a, b) = (start("a"), start("b"));
     let (prefill, decode) = (attach(&a, 1), attach(&b, 2));
     let (there, here) = (tag(1, 2), tag(1, 1));
     let keys: Vec<BlockKey> = (1..=10).map(key).collect();
@@ -205,8 +220,8 @@ fn a_push_over_tcp_is_exact_and_leaves_nothing_behind() {
     assert_eq!(note, b"first token");
     assert_holds(&decode, &slots);
     let bytes = 11 * LAYOUT.block_bytes() as u64;
-    assert_eq!(counter(&a, &["transfer_bytes_total", "tcp", "\"out\""]), bytes);
-    assert_eq!(counter(&b, &["transfer_bytes_total", "tcp", "\"in\""]), bytes);
+    assert_eq!(counter(&a, &["transfer_bytes_total", name, "\"out\""]), bytes);
+    assert_eq!(counter(&b, &["transfer_bytes_total", name, "\"in\""]), bytes);
 
     prefill.request(LocalRequest::End { tag: here }).expect("sent");
     prefill.request(LocalRequest::End { tag: there }).expect("sent");
