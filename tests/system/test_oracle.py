@@ -117,7 +117,7 @@ def test_both(cases: list[oracle.Case], model_state: Path) -> None:
     with Server("--both", "1", state_dir=model_state) as server:
         tally = compare(server, cases, 4)
         expect_counters(server, tally, "both-0")
-        assert crossed(server, "tcp") == crossed(server, "arena") == 0
+        assert server.metric("pyengine_transfer_blocks_total") == 0
 
 
 def test_apart_on_one_node(cases: list[oracle.Case], model_state: Path) -> None:
@@ -130,14 +130,15 @@ def test_apart_on_one_node(cases: list[oracle.Case], model_state: Path) -> None:
         assert server.metric("pyengine_transfer_bytes_total") == 0
 
 
-def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_state: Path) -> None:
-    """Over tcp; then once more, eight at a time and with prefixes cached."""
-    flags = ("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp")
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_state: Path, transport: str) -> None:
+    """Four at a time; then once more, eight at a time and with prefixes cached."""
+    flags = ("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", transport)
     with Server(*flags, state_dir=model_state) as server:
         tally = compare(server, cases, 4)
         expect_counters(server, tally, "decode-0")
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
-        blocks = settled(lambda: crossed(server, "tcp"))
+        blocks = settled(lambda: crossed(server, transport))
         assert len(tally.distinct_blocks) <= blocks <= tally.prompt_blocks
         again = compare(server, cases, 8)
         again.decoded += tally.decoded

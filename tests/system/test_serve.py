@@ -31,7 +31,8 @@ def expect(answer: dict, ids: list[int], tokens: int) -> None:  # type: ignore[t
 SHAPES = {
     "one node": (("--prefill", "1", "--decode", "1"), ("prefill-0", "decode-0")),
     "both": (("--both", "1"), ("both-0",)),
-    "two nodes": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp"), ("prefill-0", "decode-0")),
+    "tcp": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp"), ("prefill-0", "decode-0")),
+    "shm": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "shm"), ("prefill-0", "decode-0")),
     "2 + 2 on two nodes": (
         ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "round-robin"),
         ("prefill-0", "prefill-1", "decode-0", "decode-1"),
@@ -52,11 +53,11 @@ def test_every_shape_answers_and_its_workers_counters_move(shape: str, state_dir
 
         until(lambda: all(map(worked, workers)), "the counters of all workers move")
         assert server.metric("pyengine_recomputed_tokens_total") == 0
-        if shape == "two nodes":
-            until(lambda: server.metric("pyengine_transfer_bytes_total", transport="tcp") > 0, "bytes crossed")
+        if shape in ("tcp", "shm"):
+            until(lambda: server.metric("pyengine_transfer_bytes_total", transport=shape) > 0, "bytes crossed")
             # 7 blocks each: six full ones and the partial one.
             until(
-                lambda: server.metric("pyengine_transfer_blocks_total", transport="tcp", direction="in") == 28,
+                lambda: server.metric("pyengine_transfer_blocks_total", transport=shape, direction="in") == 28,
                 "all blocks crossed",
             )
         if shape == "one node":

@@ -49,7 +49,8 @@ class Request(msgspec.Struct):
 class Cluster:
     """Daemons by node name and workers by name; the test is the gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str = "tcp") -> None:
+        self.transport = transport
         self.daemons: dict[str, _native.Daemon] = {}
         self.workers: dict[str, Worker] = {}
         self.node_of: dict[str, str] = {}
@@ -63,7 +64,11 @@ class Cluster:
         spec = backend.namespace.kv
         slot_bytes = -(-spec.block_bytes // 4096) * 4096 + 4 * spec.strips + 8
         self.daemons[name] = _native.Daemon(
-            node=name, dram_bytes=slots * slot_bytes + 8192, session_key=SESSION_KEY, listen="127.0.0.1:0"
+            node=name,
+            dram_bytes=slots * slot_bytes + 8192,
+            session_key=SESSION_KEY,
+            listen="127.0.0.1:0",
+            transport=self.transport,
         )
 
     def add_worker(

@@ -35,8 +35,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [generator.randrange(256) for _ in range(length)]
 
 
-def two_nodes(slots: int = 128, pages: int = 256, **wraps: Callable[[_native.PoolClient], Pool]) -> Cluster:
-    cluster = Cluster()
+def two_nodes(
+    slots: int = 128, pages: int = 256, transport: str = "tcp", **wraps: Callable[[_native.PoolClient], Pool]
+) -> Cluster:
+    cluster = Cluster(transport)
     for node, worker in (("a", "prefill"), ("b", "decode")):
         cluster.add_node(node, slots, backend())
         cluster.add_worker(worker, node, backend(), pages=pages, wrap=wraps.get(worker))
@@ -54,10 +56,10 @@ def one_node(slots: int = 128) -> Cluster:
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 300)
 
 
-@pytest.mark.parametrize("make", [two_nodes, one_node], ids=["tcp", "arena"])
+@pytest.mark.parametrize("way", ["tcp", "shm", "arena"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_apart_equals_oracle(make: Callable[[], Cluster], length: int) -> None:
-    with make() as cluster:
+def test_apart_equals_oracle(way: str, length: int) -> None:
+    with one_node() if way == "arena" else two_nodes(transport=way) as cluster:
         request = cluster.submit(prompt(length), "prefill", "decode")
         cluster.run(request)
         assert request.failed is None
@@ -66,9 +68,9 @@ def test_apart_equals_oracle(make: Callable[[], Cluster], length: int) -> None:
         assert (decode["recomputed"], decode["prefill"], decode["decode"]) == (0, 0, 7)
         cluster.settle()
         blocks = -(-length // BLOCK)
-        if make is two_nodes:
-            assert cluster.counter("a", "pyengine_transfer_blocks_total", transport="tcp", direction="out") == blocks
-            assert cluster.counter("b", "pyengine_transfer_blocks_total", transport="tcp", direction="in") == blocks
+        if way != "arena":
+            assert cluster.counter("a", "pyengine_transfer_blocks_total", transport=way, direction="out") == blocks
+            assert cluster.counter("b", "pyengine_transfer_blocks_total", transport=way, direction="in") == blocks
         else:
             assert cluster.counter("a", "pyengine_transfer_blocks_total", transport="arena", direction="in") == blocks
             assert cluster.counter("a", "pyengine_transfer_bytes_total") == 0
