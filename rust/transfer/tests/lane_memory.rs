@@ -426,3 +426,33 @@ fn lies_and_trickles_end_a_lane_and_give_back_what_it_held() {
     assert!((1..60).contains(&sent), "{sent} bytes of a header were waited for");
     assert!(theirs.remove(far_id).expect("registered").wait_quiet(PATIENCE), "the stuck lane holds nothing");
 }
+
+#[test]
+fn a_thread_that_waits_takes_the_answer_itself() {
+    for (name, mut pair, mine, theirs) in pairs() {
+        let (near, far) = (buffer(mine, 4096, ALL), buffer(theirs, 4096, ALL));
+        let (near_id, far_id) = (pair.mine.add(near), pair.theirs.add(far));
+        let copy = |id| {
+            let (local, remote) = (span(near_id, 0), span(far_id, 0));
+            Copy { id, op: if id % 2 == 0 { Op::Write } else { Op::Read }, local, remote, bytes: 4096, grain: 0 }
+        };
+        assert_eq!(pair.one(copy(0)), Outcome::Done, "{name}: the path stands");
+        let peer = pair.peer.node.clone();
+        let mut helped = 0;
+        for id in 1..200 {
+            pair.submit(&[copy(id)]);
+            let helper = pair.end.transport().helper(&peer).expect("lanes have one");
+            if helper.help(PATIENCE) {
+                helped += 1;
+                let mut completions = Vec::new();
+                pair.end.transport().poll(&mut completions);
+                pair.outcomes.extend(completions.iter().map(|completion| (completion.id, completion.outcome)));
+            }
+            pair.wait(id as usize + 1);
+            assert_eq!(pair.outcomes[&id], Outcome::Done);
+        }
+        assert!(helped > 0, "{name}: no answer was taken by who waited for it");
+        let helper = pair.end.transport().helper(&peer).expect("lanes have one");
+        assert!(!helper.help(PATIENCE), "nothing is under way, so nobody waits");
+    }
+}

@@ -21,7 +21,7 @@ use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::transport::lanes::{Acceptor, Counters, Dial, LaneTransport, Settings};
-use crate::transport::{Busy, Completion, Copy, Path, Transport, tcp};
+use crate::transport::{Busy, Completion, Copy, Helper, Path, Transport, tcp};
 use crate::types::{NodeAddress, NodeId};
 
 /// The abstract name at which that life of that node listens.
@@ -150,6 +150,10 @@ impl Transport for ShmTransport {
 
     fn poll(&mut self, into: &mut Vec<Completion>) {
         self.lanes.poll(into);
+    }
+
+    fn helper(&self, peer: &NodeId) -> Option<Box<dyn Helper>> {
+        self.lanes.helper(peer)
     }
 
     fn close(&mut self, peer: &NodeId) {

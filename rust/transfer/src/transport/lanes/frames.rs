@@ -40,7 +40,7 @@
 //! zero u32, offset u64, in the memory of the frame's sender. A REGION frame has told of that region before: number u32,
 //! how u32 (0: by the descriptor beside this frame; 1: private memory of this process), bytes u64 (0: the region is gone),
 //! address u64 of its first byte, and address u64 and value u64 of a random number: who reads that there reads the right
-//! process. With `Flags::MADE` the bytes had no checksums before, so whoever copies makes them.
+//! process. With `Flags::COMPARE` the bytes have no checksums, so whoever copies compares what has come with what is there.
 
 use std::ops::BitOr;
 
@@ -111,8 +111,8 @@ impl Flags {
     pub const BARE: Self = Self(1);
     /// The body stays in the sender's memory.
     pub const SHARED: Self = Self(2);
-    /// The copies have no checksums yet: whoever copies them makes some, of what is there and of what has come.
-    pub const MADE: Self = Self(4);
+    /// The copies have no checksums: whoever copies them compares what has come with what is there, where it sees both.
+    pub const COMPARE: Self = Self(4);
 
     /// True if all of these bits are set.
     pub fn has(self, flags: Self) -> bool {

@@ -138,7 +138,7 @@ impl Incoming {
                 count(&self.hub.tally.frames_in, 1);
                 let regions = self.hub.regions().ok_or_else(out_of_turn)?;
                 let mut body =
-                    if header.flags.has(Flags::SHARED | Flags::MADE) { Body::making() } else { Body::new(sums) };
+                    if header.flags.has(Flags::SHARED | Flags::COMPARE) { Body::comparing() } else { Body::new(sums) };
                 for entry in &entries {
                     let held = regions.begin_write(entry.at, entry.bytes.into(), By::Peer);
                     body.push(held, entry.bytes, entry.grain);
@@ -254,6 +254,10 @@ impl Lane for Incoming {
         let busy = !self.outflow.is_empty() || self.inflow.due().is_some() || self.pulling.is_some();
         let silent = busy.then(|| self.moved + STALLED_AFTER);
         [silent, self.inflow.due()].into_iter().flatten().min()
+    }
+
+    fn is_blocked(&self) -> bool {
+        !self.outflow.is_writable()
     }
 
     fn is_tired(&self, _: Instant) -> bool {

@@ -4,6 +4,7 @@
 //! any thread -- kick --> inbox + eventfd --\
 //! sockets -- edge-triggered epoll ----------> I/O thread: turn of lane a, turn of lane b, ... sweep (what stalls, ends)
 //! submit, if the lane is free: a turn on the caller's own thread, so that a small copy waits for no other thread
+//! help, of a thread that would only wait: it takes the answer itself, and the lane's I/O thread sleeps on
 //! ```
 //!
 //! A lane is locked during its turn, and a turn is short (`TURN_BYTES`); whoever holds the lock of a peer's queue takes no
@@ -17,7 +18,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::time::TimeSpec;
 
 use crate::error::Error;
 use crate::link::Stream;
@@ -61,6 +64,8 @@ pub trait Lane: Send {
     fn turn(&mut self, socket: BorrowedFd<'_>, ready: Ready, now: Instant) -> Turn;
     /// When the lane counts as stalled if nothing moves; `None` if nothing is due on it.
     fn stalls_at(&self) -> Option<Instant>;
+    /// True if the socket was full: the lane goes on when it is not.
+    fn is_blocked(&self) -> bool;
     /// True if it has idled so long that it is not worth its connection.
     fn is_tired(&self, now: Instant) -> bool;
     /// It is over: gives back what it holds and tells who waits. Called once.
@@ -73,6 +78,10 @@ pub struct Seat {
     token: u64,
     lane: Mutex<Option<Box<dyn Lane>>>,
     over: AtomicBool,
+    /// Its thread is told when the socket takes bytes again. Changed only with the lane locked.
+    watches_out: AtomicBool,
+    /// A waiting thread takes what comes; its own thread leaves that alone. Changed only with the lane locked.
+    helped: AtomicBool,
     worker: Arc<Worker>,
 }
 
@@ -98,14 +107,67 @@ impl Seat {
         let Ok(mut lane) = self.lane.try_lock() else { return false };
         let Some(open) = lane.as_mut() else { return false };
         let turn = open.turn(self.stream.as_fd(), Ready::default(), now);
+        self.watch(open.as_ref());
         drop(lane);
+        self.follow(turn);
+        true
+    }
+
+    fn follow(&self, turn: Turn) {
         match turn {
             // Its thread must watch it from now on.
             Turn::Wait => self.worker.undoze(),
             Turn::Again => self.kick(),
             Turn::Over(reason) => self.end(&reason),
         }
-        true
+    }
+
+    /// Waits on this thread for an answer on this lane and takes it, so that nobody else has to be woken for it. False:
+    /// none has come, or there is nothing to wait for here.
+    pub fn help(&self, within: Duration) -> bool {
+        {
+            let lane = self.lock();
+            let waits = lane.as_ref().is_some_and(|lane| lane.stalls_at().is_some() && !lane.is_blocked());
+            let nothing = &mut EpollEvent::new(EpollFlags::EPOLLET, self.token);
+            if !waits || self.helped.load(Ordering::Relaxed) || self.worker.epoll.modify(&self.stream, nothing).is_err()
+            {
+                return false;
+            }
+            self.helped.store(true, Ordering::Relaxed);
+        }
+        let mut wait = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
+        // An error is an interrupted call, which is a wait that was too short.
+        let found = ppoll(&mut wait, Some(TimeSpec::from_duration(within)), None).unwrap_or(0) > 0;
+        let mut lane = self.lock();
+        self.helped.store(false, Ordering::Relaxed);
+        let Some(open) = lane.as_mut() else { return false };
+        let hangup = found && wait[0].revents().is_none_or(|events| events.intersects(!PollFlags::POLLIN));
+        let ready = Ready { readable: found, writable: false, hangup };
+        let turn = found.then(|| open.turn(self.stream.as_fd(), ready, Instant::now()));
+        // Its thread watches again, and is told of what has come meanwhile.
+        let blocked = open.is_blocked();
+        self.watches_out.store(blocked, Ordering::Relaxed);
+        let restored = self.worker.epoll.modify(&self.stream, &mut EpollEvent::new(wants(blocked), self.token));
+        drop(lane);
+        match (turn, restored) {
+            (_, Err(errno)) => self.end(&format!("epoll: {errno}")),
+            (Some(turn), _) => self.follow(turn),
+            (None, _) => {}
+        }
+        found
+    }
+
+    /// Sees to it that a full socket tells when it is not. Called with the lane locked.
+    fn watch(&self, lane: &dyn Lane) {
+        if lane.is_blocked() && !self.watches_out.swap(true, Ordering::Relaxed) {
+            // It fails only for a lane that is not in its epoll yet, and that is put in with what it wants then.
+            let _ = self.worker.epoll.modify(&self.stream, &mut EpollEvent::new(wants(true), self.token));
+        }
+    }
+
+    /// True if an answer is due on it.
+    pub fn waits(&self) -> bool {
+        self.lane.try_lock().is_ok_and(|lane| lane.as_ref().is_some_and(|lane| lane.stalls_at().is_some()))
     }
 
     /// Ends it; waits for its turn, if it has one. What it held is given back when this returns.
@@ -204,8 +266,9 @@ impl Io {
     pub fn seat(&self, stream: Stream, make: impl FnOnce(u64) -> Box<dyn Lane>) -> Option<Arc<Seat>> {
         let token = self.next.fetch_add(1, Ordering::Relaxed) + 1;
         let worker = self.workers[token as usize % self.workers.len()].clone();
-        let seat =
-            Arc::new(Seat { stream, token, lane: Mutex::new(Some(make(token))), over: AtomicBool::new(false), worker });
+        let (over, watches_out, helped) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+        let lane = Mutex::new(Some(make(token)));
+        let seat = Arc::new(Seat { stream, token, lane, over, watches_out, helped, worker });
         let mut inbox = seat.worker.lock();
         if inbox.stop {
             return None;
@@ -314,9 +377,14 @@ impl Rounds {
 
     fn arrive(&mut self, seat: Arc<Seat>) -> u64 {
         let token = seat.token;
-        let wants = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
         self.seats.insert(token, seat.clone());
-        if let Err(errno) = self.worker.epoll.add(&seat.stream, EpollEvent::new(wants, token)) {
+        let added = {
+            // Locked, so that nobody finds its socket full meanwhile.
+            let _lane = seat.lock();
+            let wants = wants(seat.watches_out.load(Ordering::Relaxed));
+            self.worker.epoll.add(&seat.stream, EpollEvent::new(wants, token))
+        };
+        if let Err(errno) = added {
             seat.end(&format!("no room in epoll: {errno}"));
         }
         token
@@ -331,9 +399,13 @@ impl Rounds {
                 self.forget(token);
                 return;
             };
+            // What had come before the helper began to wait it finds too; afterwards epoll tells again of what is left.
+            let ready = if seat.helped.load(Ordering::Relaxed) { Ready::default() } else { ready };
             let socket = seat.stream.as_fd();
-            catch_unwind(AssertUnwindSafe(|| open.turn(socket, ready, now)))
-                .unwrap_or_else(|_| Turn::Over("a bug: its turn panicked".into()))
+            let turn = catch_unwind(AssertUnwindSafe(|| open.turn(socket, ready, now)))
+                .unwrap_or_else(|_| Turn::Over("a bug: its turn panicked".into()));
+            seat.watch(open.as_ref());
+            turn
         };
         match turn {
             Turn::Wait => {}
@@ -380,6 +452,12 @@ impl Rounds {
         }
         busy
     }
+}
+
+/// Room in the socket is news only if it was full: otherwise each look at it would be an event.
+fn wants(out: bool) -> EpollFlags {
+    let always = EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET;
+    if out { always | EpollFlags::EPOLLOUT } else { always }
 }
 
 fn timeout(duration: Duration) -> EpollTimeout {

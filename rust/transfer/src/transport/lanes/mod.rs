@@ -39,12 +39,12 @@ use std::time::Instant;
 use crate::error::Error;
 use crate::link::{Link, Stream};
 use crate::region::Regions;
-use crate::transport::{Busy, Completion, Copy, Outcome, PIECE_BYTES, Path, Transport};
+use crate::transport::{Busy, Completion, Copy, Helper, Outcome, PIECE_BYTES, Path, Transport};
 use crate::types::{NodeAddress, NodeId};
 
 use incoming::Incoming;
 use io::{Io, Lane, Seat};
-use outgoing::Peer;
+use outgoing::{Peer, Waiter};
 use sharing::Sharing;
 
 /// How the lanes of one transport behave.
@@ -164,9 +164,14 @@ impl Hub {
 
     /// Tells the owner, if there is anything to tell. Never called from within a method.
     pub fn tell(&self) {
-        if self.news.swap(false, Ordering::AcqRel) {
+        if self.take_news() {
             (self.notify)();
         }
+    }
+
+    /// True if there was something to tell; the caller does it.
+    pub fn take_news(&self) -> bool {
+        self.news.swap(false, Ordering::AcqRel)
     }
 
     /// Makes somebody else tell the owner.
@@ -324,6 +329,10 @@ impl Transport for LaneTransport {
 
     fn poll(&mut self, into: &mut Vec<Completion>) {
         into.append(&mut self.hub.completions.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn helper(&self, peer: &NodeId) -> Option<Box<dyn Helper>> {
+        self.peers.get(peer).map(|peer| -> Box<dyn Helper> { Box::new(Waiter(peer.clone())) })
     }
 
     fn close(&mut self, peer: &NodeId) {

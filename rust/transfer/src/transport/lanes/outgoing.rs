@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use crate::link::Link;
 use crate::region::{By, Reading, Writing, sum_count};
-use crate::transport::{Busy, Completion, Copy, Op, Outcome, Path, STALLED_AFTER};
+use crate::transport::{Busy, Completion, Copy, Helper, Op, Outcome, Path, STALLED_AFTER};
 use crate::types::{NodeAddress, RegionId, Span};
 
 use super::body::{Body, outcome_of};
@@ -39,6 +39,8 @@ use super::{FRAME_BYTES, Hub, count};
 const SHARE_BYTES: u64 = 64 << 10;
 /// A submission up to this size is sent by the caller's thread, if a lane is free: 30 us at most.
 const INLINE_BYTES: u64 = 64 << 10;
+/// Longest wait of a helping thread: what is small comes sooner, and for the rest it is no help.
+const HELP_AT_MOST: Duration = Duration::from_millis(10);
 /// Bytes in the queue, per lane, above which another lane is made.
 const GROW_BYTES: u64 = 1 << 20;
 /// After a failed attempt to make another lane none is made for so long.
@@ -276,6 +278,16 @@ impl Peer {
         self.lock().lanes.len() > 1
     }
 
+    /// Waits on this thread for what is under way on the only lane that is busy.
+    fn help(&self, within: Duration) -> bool {
+        let lanes = self.lock().lanes.clone();
+        let mut busy = lanes.iter().filter(|lane| lane.waits());
+        match (busy.next(), busy.next()) {
+            (Some(lane), None) => lane.help(within.min(HELP_AT_MOST)) && self.hub.take_news(),
+            _ => false,
+        }
+    }
+
     /// Ends all lanes and attempts. What was queued or under way is complete as `Lost` when this returns.
     pub(super) fn close(&self, reason: &str) {
         let (lanes, lost) = {
@@ -286,6 +298,15 @@ impl Peer {
         };
         self.hub.complete(lost);
         lanes.iter().for_each(|lane| lane.end(reason));
+    }
+}
+
+/// A handle for threads that wait.
+pub struct Waiter(pub(super) Arc<Peer>);
+
+impl Helper for Waiter {
+    fn help(&self, within: Duration) -> bool {
+        self.0.help(within)
     }
 }
 
@@ -373,8 +394,8 @@ impl Outgoing {
         let shared = if self.sharing.is_some() { Flags::SHARED } else { Flags::NONE };
         match self.hub.settings.checksums {
             false => shared | Flags::BARE,
-            // To make them here would read all bytes twice; who copies makes them on the way.
-            true if self.sharing.is_some() && !from_arena(like) => shared | Flags::BARE | Flags::MADE,
+            // To make checksums here would read all bytes once more; who copies has both sides in cache.
+            true if self.sharing.is_some() && !from_arena(like) => shared | Flags::BARE | Flags::COMPARE,
             true => shared,
         }
     }
@@ -584,7 +605,7 @@ impl Outgoing {
             self.sent.push_back(sent);
             return Err(FrameError::Inconsistent("answer"));
         };
-        let mut body = if flags.has(Flags::MADE) { Body::making() } else { Body::new(sums) };
+        let mut body = if flags.has(Flags::COMPARE) { Body::comparing() } else { Body::new(sums) };
         for ((copy, hold), outcome) in sent.copies.iter().zip(std::mem::take(&mut sent.holds)).zip(&outcomes) {
             if *outcome == Outcome::Done {
                 body.push(Ok(hold), copy.bytes, copy.grain);
@@ -662,6 +683,10 @@ impl Lane for Outgoing {
         let busy = !self.sent.is_empty() || self.reading.is_some() || !self.outflow.is_empty();
         let silent = busy.then(|| self.moved + STALLED_AFTER);
         [silent, self.inflow.due()].into_iter().flatten().min()
+    }
+
+    fn is_blocked(&self) -> bool {
+        !self.outflow.is_writable()
     }
 
     fn is_tired(&self, now: Instant) -> bool {
