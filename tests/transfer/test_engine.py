@@ -37,9 +37,9 @@ def b() -> Iterator[TransferEngine]:
         yield engine
 
 
-@pytest.fixture
-def peer(a: TransferEngine, b: TransferEngine) -> Peer:
-    return a.connect(b.address)
+@pytest.fixture(params=["tcp", "shm"])
+def peer(a: TransferEngine, b: TransferEngine, request: pytest.FixtureRequest) -> Peer:
+    return a.connect(b.address, transport=request.param)
 
 
 def finish(transfer: Transfer) -> Transfer:
@@ -59,16 +59,18 @@ def test_write_read_and_what_is_told_of_it(a: TransferEngine, b: TransferEngine,
     assert (remote.node, remote.nbytes, remote.readable, remote.writable) == ("b", 4000, True, True)
     transfer = finish(a.submit(peer, "write", [(region, 0, remote, 0, 4000)]))
     assert theirs == mine.tobytes()
-    assert (transfer.progress, transfer.via, transfer.fell_back, transfer.retries) == ((4000, 4000), "tcp", False, 0)
+    (path,) = peer.transports
+    assert (path.state, path.why, path.taken) == ("up", "", True)
+    assert (transfer.progress, transfer.via, transfer.fell_back) == ((4000, 4000), path.transport, False)
+    assert transfer.retries == 0
     theirs[:4] = b"\0\0\x80?"
     finish(a.submit(peer, "read", [(region, 396, remote, 0, 4)], priority="urgent"))
     assert mine[99] == 1.0
-    (path,) = [path for path in peer.transports if path.taken]
-    assert (path.transport, path.state, path.why) == ("tcp", "up", "")
     assert peer.node == "b" and peer.address.address == b.address and peer.down is None
-    assert "done, 4000 of 4000 bytes" in repr(transfer) and "tcp up" in repr(peer)
+    assert "done, 4000 of 4000 bytes" in repr(transfer) and " up" in repr(peer)
     metrics = a.metrics()
-    assert metrics['pyengine_engine_bytes_total{node="a",peer="b",transport="tcp",direction="written"}'] == 4000
+    written = f'pyengine_engine_bytes_total{{node="a",peer="b",transport="{path.transport}",direction="written"}}'
+    assert metrics[written] == 4000
     region.unregister()
     assert not region.registered
 

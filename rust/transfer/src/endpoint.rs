@@ -61,6 +61,7 @@ use crate::session::{Ended as SessionEnded, Event, Session};
 use crate::transport::lanes::{Acceptor, Settings as LaneSettings};
 #[cfg(feature = "rdma")]
 use crate::transport::rdma;
+use crate::transport::shm::ShmTransport;
 use crate::transport::{Kind, Op, Path, Transport, tcp};
 use crate::types::{NodeAddress, NodeId};
 use crate::wire;
@@ -73,6 +74,7 @@ use transfer::State as TransferState;
 
 /// The transports that are built in, in the order in which `Via::Auto` prefers them.
 pub const KINDS: &[Kind] = &[
+    Kind::Shm,
     #[cfg(feature = "rdma")]
     Kind::Rdma,
     Kind::Tcp,
@@ -149,8 +151,9 @@ struct Shared {
     peers: Mutex<HashMap<NodeId, Weak<PeerHandle>>>,
     /// All peers that are being reached, by their number.
     remotes: Mutex<HashMap<u64, Arc<Remote>>>,
-    /// Where lanes that peers have dialled over the listener go: the tcp transport's, if it is used.
-    lanes: Vec<Acceptor>,
+    /// Of the transports over lanes: where lanes go that peers have dialled over the listener (tcp), and what is closed
+    /// when a peer's life is over.
+    lanes: Vec<(Kind, Acceptor)>,
     /// Where the rdma paths of peers are served, if that transport is used.
     #[cfg(feature = "rdma")]
     queue_pairs: Option<Arc<rdma::Shared>>,
@@ -209,12 +212,17 @@ impl Endpoint {
         let mut lanes = Vec::new();
         #[cfg(feature = "rdma")]
         let mut queue_pairs = None;
+        let of_lanes = LaneSettings { checksums: settings.checksums, ..LaneSettings::default() };
         for kind in &settings.transports {
             match kind {
+                Kind::Shm => {
+                    let transport = ShmTransport::new(key, me.clone(), of_lanes.clone(), bell.notify())?;
+                    lanes.push((Kind::Shm, transport.acceptor()));
+                    transports.push((Kind::Shm, Box::new(transport)));
+                }
                 Kind::Tcp => {
-                    let settings = LaneSettings { checksums: settings.checksums, ..LaneSettings::default() };
-                    let transport = tcp::transport(key, me.clone(), settings, bell.notify())?;
-                    lanes.push(transport.acceptor());
+                    let transport = tcp::transport(key, me.clone(), of_lanes.clone(), bell.notify())?;
+                    lanes.push((Kind::Tcp, transport.acceptor()));
                     transports.push((Kind::Tcp, Box::new(transport)));
                 }
                 #[cfg(feature = "rdma")]
@@ -311,12 +319,14 @@ impl Endpoint {
         Registration::new(&self.shared.me, &self.shared.regions, &self.shared.names, buffer, name, false)
     }
 
-    /// Registers memory of the engine's own, zeroed.
+    /// Registers memory of the engine's own, zeroed, which engines of this host can map.
     ///
     /// # Errors
-    /// As `register`.
+    /// As `register`. Give up: no memory.
     pub fn allocate(&self, bytes: usize, access: Access, name: Option<&str>) -> Result<Registration, Error> {
-        self.register(Buffer::owned(bytes, access), name)
+        // No mapping has 0 bytes.
+        let buffer = if bytes == 0 { Buffer::owned(0, access) } else { Buffer::shared(bytes as u64, access)? };
+        self.register(buffer, name)
     }
 
     // -- peers -------------------------------------------------------------------------------------------------------
@@ -548,6 +558,11 @@ impl Peer {
         self.0.remote.node().unwrap_or_else(unknown)
     }
 
+    /// By which paths it was asked to be reached.
+    pub fn via(&self) -> Via {
+        self.0.remote.via
+    }
+
     /// How the paths to it are, the preferred first: which one is taken, and why not the others.
     pub fn paths(&self) -> Vec<PathReport> {
         self.0.shared.driver.paths(&self.node())
@@ -725,7 +740,7 @@ impl Shared {
         let seen = lock(&self.lives).see(&node.node, node.incarnation);
         if seen == Seen::New {
             // What the life before still has open here, if it hangs somewhere.
-            self.lanes.iter().for_each(|lanes| lanes.close(&node.node, "the peer restarted"));
+            self.lanes.iter().for_each(|(_, lanes)| lanes.close(&node.node, "the peer restarted"));
         }
         seen != Seen::Stale
     }
@@ -750,7 +765,7 @@ impl Shared {
                 tracing::debug!(peer = %node.node, "its session ended: {ended}");
             }
             Purpose::Lane { node } => {
-                let Some(lanes) = self.lanes.first() else {
+                let Some((_, lanes)) = self.lanes.iter().find(|(kind, _)| *kind == Kind::Tcp) else {
                     connection.refuse("this engine takes no copies by tcp: it was started with other transports");
                     return Ok(());
                 };

@@ -100,7 +100,7 @@ impl SlotState {
 /// One node's block memory. See the module's head for the byte table.
 pub struct Arena {
     fd: OwnedFd,
-    base: NonNull<u8>,
+    mapping: Mapping,
     bytes: u64,
     layout: Layout,
     slots: u32,
@@ -110,12 +110,6 @@ pub struct Arena {
     /// Writes refused because the life was over.
     fenced: AtomicU64,
 }
-
-// SAFETY: `base` is a mapping that lives as long as the value; all access to it goes through the methods below, which
-// exclude each other by `states` (daemon) or copy through raw pointers and atomics (clients).
-unsafe impl Send for Arena {}
-// SAFETY: as above.
-unsafe impl Sync for Arena {}
 
 impl std::fmt::Debug for Arena {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -146,12 +140,7 @@ impl Arena {
             )));
         }
         let length = file_length(slots, stride, layout);
-        let system = |what: &str, errno: nix::errno::Errno| Error::give_up(format!("arena: {what}: {errno}"));
-        let fd = memfd_create("pyengine-arena", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)
-            .map_err(|errno| system("memfd_create", errno))?;
-        ftruncate(&fd, length as i64).map_err(|errno| system("ftruncate", errno))?;
-        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-        fcntl(&fd, FcntlArg::F_ADD_SEALS(seals)).map_err(|errno| system("sealing", errno))?;
+        let fd = sealed_memory("pyengine-arena", length)?;
         let words = (layout.strips as usize).div_ceil(64);
         let states = (0..slots)
             .map(|_| {
@@ -160,7 +149,7 @@ impl Arena {
             })
             .collect();
         let arena = Self {
-            base: map(&fd, length)?,
+            mapping: Mapping::new(&fd, length, true)?,
             fd,
             bytes: length,
             layout,
@@ -186,13 +175,11 @@ impl Arena {
         if slots == 0 || size != bytes || bytes != file_length(slots, stride, layout) {
             return Err(refuse(&format!("{size} bytes, {bytes} announced for {slots} slots")));
         }
-        // Unsealed memory could be cut short under us, and a read would then kill the process.
-        let seals = fcntl(&fd, FcntlArg::F_GET_SEALS).map_err(|errno| refuse(errno.desc()))?;
-        if !SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_SHRINK) {
+        if !is_sealed(&fd) {
             return Err(refuse("it is not sealed against shrinking"));
         }
         let arena = Self {
-            base: map(&fd, bytes)?,
+            mapping: Mapping::new(&fd, bytes, true)?,
             fd,
             bytes,
             layout,
@@ -427,7 +414,7 @@ impl Arena {
         debug_assert!(slot < self.slots && strip < self.layout.strips);
         let offset = self.offset_of(slot, strip);
         // SAFETY: slot and strip are in range (checked by every caller), so the offset is inside the mapping.
-        unsafe { self.base.as_ptr().add(offset as usize) }
+        unsafe { self.mapping.pointer().as_ptr().add(offset as usize) }
     }
 
     fn generation_word(&self, slot: u32) -> &AtomicU32 {
@@ -446,15 +433,7 @@ impl Arena {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.bytes, "table offset outside the arena");
         // SAFETY: aligned (the mapping is page aligned) and inside the mapping, which lives as long as `self`; header
         // and table are touched only as atomics, here and in every other process.
-        unsafe { AtomicU32::from_ptr(self.base.as_ptr().add(offset as usize).cast()) }
-    }
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: `base` and `bytes` are just what `map` returned, and no reference into it outlives `self` (holds keep
-        // an Arc). A failure would only leak the mapping.
-        let _ = unsafe { munmap(self.base.cast(), self.bytes as usize) };
+        unsafe { AtomicU32::from_ptr(self.mapping.pointer().as_ptr().add(offset as usize).cast()) }
     }
 }
 
@@ -581,14 +560,59 @@ fn file_length(slots: u32, stride: u64, layout: Layout) -> u64 {
     PAGE + u64::from(slots) * (stride + 4 * (1 + u64::from(layout.strips)))
 }
 
-fn map(fd: &OwnedFd, length: u64) -> Result<NonNull<u8>, Error> {
-    let length = usize::try_from(length).ok().and_then(NonZeroUsize::new);
-    let length = length.ok_or_else(|| Error::give_up("arena: too large for this machine's addresses"))?;
-    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: a new mapping at an address of the kernel's choice; nothing else is affected.
-    unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE, fd, 0) }
-        .map(NonNull::cast)
-        .map_err(|errno| Error::give_up(format!("arena: mmap of {length} bytes: {errno}")))
+/// New memory that other processes can map by its descriptor, and nobody can resize.
+pub(crate) fn sealed_memory(name: &str, bytes: u64) -> Result<OwnedFd, Error> {
+    let system = |what: &str, errno: nix::errno::Errno| Error::give_up(format!("{name}: {what}: {errno}"));
+    let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)
+        .map_err(|errno| system("memfd_create", errno))?;
+    ftruncate(&fd, bytes as i64).map_err(|errno| system("ftruncate", errno))?;
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+    fcntl(&fd, FcntlArg::F_ADD_SEALS(seals)).map_err(|errno| system("sealing", errno))?;
+    Ok(fd)
+}
+
+/// True if nobody can shrink this memory. Other memory could be cut short under us, and a read would then kill the process.
+pub(crate) fn is_sealed(fd: &OwnedFd) -> bool {
+    fcntl(fd, FcntlArg::F_GET_SEALS)
+        .is_ok_and(|seals| SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_SHRINK))
+}
+
+/// Mapped memory of a descriptor.
+pub(crate) struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: plain memory that lives as long as the value. All access to it is through raw pointers, and whoever makes one
+// says why that is right.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first `bytes` bytes.
+    pub fn new(fd: &OwnedFd, bytes: u64, writable: bool) -> Result<Self, Error> {
+        let length = usize::try_from(bytes).ok().and_then(NonZeroUsize::new);
+        let length = length.ok_or_else(|| Error::give_up(format!("{bytes} bytes cannot be mapped on this machine")))?;
+        let protection = if writable { ProtFlags::PROT_READ | ProtFlags::PROT_WRITE } else { ProtFlags::PROT_READ };
+        // SAFETY: a new mapping at an address of the kernel's choice; nothing else is affected.
+        let base = unsafe { mmap(None, length, protection, MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE, fd, 0) }
+            .map_err(|errno| Error::give_up(format!("mmap of {length} bytes: {errno}")))?;
+        Ok(Self { base: base.cast(), bytes: length.get() })
+    }
+
+    /// Its first byte.
+    pub fn pointer(&self) -> NonNull<u8> {
+        self.base
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: just what `mmap` returned, and no reference into it outlives the value (holds keep its owner). A
+        // failure would only leak the mapping.
+        let _ = unsafe { munmap(self.base.cast(), self.bytes) };
+    }
 }
 
 /// Bytes that can be used without swapping, if the kernel says so.

@@ -19,12 +19,14 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
-use crate::memory::{Arena, ReadHold, WriteHold, checksum};
+use crate::error::Error;
+use crate::memory::{Arena, Mapping, ReadHold, WriteHold, checksum, sealed_memory};
 use crate::types::{RegionId, SlotRef, Span};
 
 /// What peers may do with a region.
@@ -63,6 +65,8 @@ pub struct Buffer {
     access: Access,
     state: Mutex<BufferState>,
     quiet: Condvar,
+    /// Of memory that other processes of this host can map.
+    descriptor: Option<OwnedFd>,
     /// Keeps the memory alive; dropped with the last hold.
     _owner: Box<dyn Send + Sync>,
 }
@@ -91,7 +95,26 @@ impl Buffer {
     /// # Safety
     /// `pointer..pointer + bytes` stays mapped, and writable if anybody is to write it, until `owner` is dropped.
     pub unsafe fn new(pointer: NonNull<u8>, bytes: u64, access: Access, owner: Box<dyn Send + Sync>) -> Self {
-        Self { pointer, bytes, access, state: Mutex::default(), quiet: Condvar::new(), _owner: owner }
+        let (state, quiet) = (Mutex::default(), Condvar::new());
+        Self { pointer, bytes, access, state, quiet, descriptor: None, _owner: owner }
+    }
+
+    /// Memory of the engine's own, zeroed, that engines of this host can map: a copy between them reads it there.
+    ///
+    /// # Errors
+    /// Give up: no memory, or no bytes.
+    pub fn shared(bytes: u64, access: Access) -> Result<Self, Error> {
+        let fd = sealed_memory("pyengine-buffer", bytes)?;
+        let mapping = Mapping::new(&fd, bytes, true)?;
+        let pointer = mapping.pointer();
+        // SAFETY: the mapping is writable and lives until the buffer drops it.
+        let buffer = unsafe { Self::new(pointer, bytes, access, Box::new(Mapped(mapping))) };
+        Ok(Self { descriptor: Some(fd), ..buffer })
+    }
+
+    /// The descriptor of memory that other processes can map.
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
     /// Memory of the engine's own, zeroed.
@@ -170,6 +193,9 @@ impl Buffer {
 
 /// Keeps what `Buffer::owned` points into.
 struct Kept(#[expect(dead_code, reason = "held for its memory only")] Box<[u8]>);
+
+/// Keeps what `Buffer::shared` points into.
+struct Mapped(#[expect(dead_code, reason = "held for its memory only")] Mapping);
 
 struct BufferHold {
     buffer: Arc<Buffer>,

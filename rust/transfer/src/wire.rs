@@ -149,7 +149,8 @@ mod tests {
     //! Method: proptest over messages, cut frames, flipped bytes and noise.
     use super::*;
     use crate::messages::{
-        DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, PeerMessage, Purpose, Refusal,
+        DaemonOrder, DaemonReport, EngineMessage, GrantMode, GrantedSlot, LocalEvent, LocalRequest, PeerMessage,
+        Purpose, Refusal,
     };
     use crate::types::{BlockKey, NodeAddress, SlotRef, Tag};
     use proptest::prelude::*;
@@ -225,6 +226,7 @@ mod tests {
             let _ = decode::<PeerMessage>(&noise);
             let _ = decode::<DaemonReport>(&noise);
             let _ = decode::<DaemonOrder>(&noise);
+            let _ = decode::<EngineMessage>(&noise);
             let _ = decode::<Purpose>(&noise);
             let mut framed = frame(Kind::Message, &noise);
             prop_assert_eq!(parse(&framed, BODY_LIMIT).expect("own frame").expect("whole").body, &noise[..]);

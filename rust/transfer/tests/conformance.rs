@@ -13,6 +13,7 @@ use std::sync::{Arc, mpsc};
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::region::Regions;
 use pyengine_transfer::transport::lanes::LaneTransport;
+use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::sim::{Faults, Network, SimTransport};
 use pyengine_transfer::transport::{Busy, Completion, Copy, CopyId, Outcome, Transport};
 use pyengine_transfer::types::{Layout, NodeAddress, SlotRef};
@@ -149,6 +150,41 @@ impl Harness for Rdma {
 
     fn kill_peer(&mut self) {
         self.receiving.kill();
+    }
+}
+
+/// Memory of one host, read by the side that writes.
+struct Shm {
+    transport: ShmTransport,
+    woken: mpsc::Receiver<()>,
+    peer: NodeAddress,
+    /// The receiving end lives as long as this.
+    receiver: Option<ShmTransport>,
+}
+
+impl Harness for Shm {
+    type Transport = ShmTransport;
+
+    fn new(source: Arc<Arena>, destination: Arc<Arena>) -> Self {
+        let (_, transport, woken) = lanes::shm("source", source);
+        let (peer, receiver, _) = lanes::shm("destination", destination);
+        Self { transport, woken, peer, receiver: Some(receiver) }
+    }
+
+    fn transport(&mut self) -> &mut ShmTransport {
+        &mut self.transport
+    }
+
+    fn peer(&self) -> NodeAddress {
+        self.peer.clone()
+    }
+
+    fn progress(&mut self) {
+        self.woken.recv_timeout(lanes::PATIENCE).expect("every copy completes");
+    }
+
+    fn kill_peer(&mut self) {
+        self.receiver = None;
     }
 }
 
@@ -390,5 +426,6 @@ macro_rules! suite {
 
 suite!(sim, Sim);
 suite!(tcp, Tcp);
+suite!(shm, Shm);
 #[cfg(feature = "rdma")]
 suite!(rdma, Rdma);

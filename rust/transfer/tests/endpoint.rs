@@ -196,42 +196,82 @@ fn pass_on(mut from: TcpStream, mut to: TcpStream, left: &(Mutex<usize>, Condvar
 
 // -- moving ----------------------------------------------------------------------------------------------------------
 
+/// By which paths the promises are looked at. (The proxy stands in the way of tcp only.)
+const VIAS: [Via; 3] = [Via::Only(Kind::Tcp), Via::Only(Kind::Shm), Via::Auto];
+
 #[test]
 fn done_means_applied_in_both_directions() {
-    let (a, b) = (engine("a"), engine("b"));
-    let peer = connect(&a, &b);
-    for bytes in [0, 1, 4096, 3 * MIB + 17] {
-        let source = memory(&a, &pattern(bytes, 1), None);
-        let target = memory(&b, &pattern(bytes, 2), None);
-        let list = whole(&source, target.handle());
-        let transfer = a.submit(&peer, Op::Write, &list, How::default()).expect("room");
-        done(&transfer);
-        assert_eq!(transfer.progress().bytes_done, bytes as u64);
-        assert_eq!(content(&b, &target), pattern(bytes, 1));
-        fill(&b, &target, &pattern(bytes, 3));
-        // The same list again, the other way.
-        done(&a.submit(&peer, Op::Read, &list, How::default()).expect("room"));
-        assert_eq!(content(&a, &source), pattern(bytes, 3));
+    for via in VIAS {
+        let (a, b) = (engine("a"), engine("b"));
+        let peer = a.connect(&b.address().address, via, PATIENCE).expect("reachable");
+        for bytes in [0, 1, 4096, 3 * MIB + 17] {
+            let source = memory(&a, &pattern(bytes, 1), None);
+            // Memory that only its process sees, and memory that others can map.
+            let own = a.register(Buffer::owned(bytes, ALL), None).expect("registers");
+            let target = memory(&b, &pattern(bytes, 2), None);
+            let list = whole(&source, target.handle());
+            let transfer = a.submit(&peer, Op::Write, &list, How::default()).expect("room");
+            done(&transfer);
+            assert_eq!(transfer.progress().bytes_done, bytes as u64);
+            assert_eq!(content(&b, &target), pattern(bytes, 1));
+            fill(&b, &target, &pattern(bytes, 3));
+            // The same list again, the other way.
+            done(&a.submit(&peer, Op::Read, &list, How::default()).expect("room"));
+            assert_eq!(content(&a, &source), pattern(bytes, 3));
+            fill(&a, &own, &pattern(bytes, 4));
+            let transfer = a.submit(&peer, Op::Write, &whole(&own, target.handle()), How::default()).expect("room");
+            done(&transfer);
+            assert_eq!(content(&b, &target), pattern(bytes, 4));
+            if let (Via::Only(asked), Some(Ended::Done { via, fallback, .. })) = (peer.via(), transfer.outcome()) {
+                assert_eq!((asked, fallback), (via, false), "the one asked for is the one used");
+            }
+        }
+        a.driver().check();
+        assert!(sample(&a, "pyengine_engine_bytes_total") >= 9 * MIB as u64);
+        // In `Auto` the other paths were not needed.
+        assert_eq!(peer.paths().iter().filter(|report| report.path == Path::Up).count(), 1);
     }
-    a.driver().check();
-    assert!(sample(&a, "pyengine_engine_bytes_total") >= 6 * MIB as u64);
 }
 
 #[test]
 fn many_small_copies_are_one_call() {
-    let (a, b) = (engine("a"), engine("b"));
-    let peer = connect(&a, &b);
-    let (source, target) = (memory(&a, &pattern(MIB, 1), None), memory(&b, &vec![0; MIB], None));
-    let mut copies = Copies::build();
-    for index in 0..16384u64 {
-        // Each piece of 64 bytes to the mirrored place.
-        copies.add(&source, index * 64, target.handle(), (16383 - index) * 64, 64).expect("fits");
+    for via in VIAS {
+        let (a, b) = (engine("a"), engine("b"));
+        let peer = a.connect(&b.address().address, via, PATIENCE).expect("reachable");
+        let (source, target) = (memory(&a, &pattern(MIB, 1), None), memory(&b, &vec![0; MIB], None));
+        let mut copies = Copies::build();
+        for index in 0..16384u64 {
+            // Each piece of 64 bytes to the mirrored place.
+            copies.add(&source, index * 64, target.handle(), (16383 - index) * 64, 64).expect("fits");
+        }
+        let list = copies.finish();
+        assert_eq!((list.len(), list.bytes()), (16384, MIB as u64));
+        done(&a.submit(&peer, Op::Write, &list, How::default()).expect("room"));
+        let mirrored: Vec<u8> = pattern(MIB, 1).chunks(64).rev().flatten().copied().collect();
+        assert_eq!(content(&b, &target), mirrored);
     }
-    let list = copies.finish();
-    assert_eq!((list.len(), list.bytes()), (16384, MIB as u64));
-    done(&a.submit(&peer, Op::Write, &list, How::default()).expect("room"));
-    let mirrored: Vec<u8> = pattern(MIB, 1).chunks(64).rev().flatten().copied().collect();
-    assert_eq!(content(&b, &target), mirrored);
+}
+
+#[test]
+fn auto_says_what_it_took_and_why() {
+    let a = engine("a");
+    let b = Endpoint::start(Settings { transports: vec![Kind::Tcp], ..settings("b", "127.0.0.1:0") }).expect("starts");
+    let peer = connect(&a, &b);
+    let (source, target) = (memory(&a, &[1; 64], None), memory(&b, &[0; 64], None));
+    let transfer = a.submit(&peer, Op::Write, &whole(&source, target.handle()), How::default()).expect("room");
+    let ended = end(&transfer);
+    assert!(matches!(ended, Ended::Done { via: Kind::Tcp, .. }), "{ended:?}");
+    let paths = peer.paths();
+    for report in &paths {
+        match report.kind {
+            Kind::Tcp => assert!(report.taken && report.path == Path::Up, "{paths:?}"),
+            _ => assert!(!report.taken && matches!(&report.path, Path::Down(why) if !why.is_empty()), "{paths:?}"),
+        }
+    }
+    // Asked for one that the peer does not have, there is no other.
+    peer.close();
+    let error = a.connect(&b.address().address, Via::Only(Kind::Shm), PATIENCE).map(|_| ()).expect_err("not there");
+    assert!(error.kind == ErrorKind::Retry && error.message.contains("no copies would reach it: shm:"), "{error}");
 }
 
 #[test]
@@ -332,7 +372,7 @@ fn urgent_copies_pass_big_ones_and_are_not_alone() {
 fn a_slow_peer_slows_nobody() {
     let (a, slow, quick) = (engine("a"), engine("slow"), engine("quick"));
     let proxy = Proxy::new(&slow.address().address);
-    let to_slow = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let to_slow = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let to_quick = connect(&a, &quick);
     let source = memory(&a, &pattern(8 * MIB, 1), None);
     let (there, here) = (memory(&slow, &vec![0; 8 * MIB], None), memory(&quick, &vec![0; 8 * MIB], None));
@@ -351,7 +391,7 @@ fn a_slow_peer_slows_nobody() {
 fn a_full_engine_says_so_and_waits_if_asked() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let (source, target) = (memory(&a, &[1; 64], None), memory(&b, &[0; 64], None));
     let list = whole(&source, target.handle());
     proxy.freeze(true);
@@ -378,7 +418,7 @@ fn a_full_engine_says_so_and_waits_if_asked() {
 fn what_ended_early_is_quiet_and_what_is_not_stays_fenced() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let within = Duration::from_secs(1);
     for deadline in [None, Some(within)] {
         // More than is ever under way, so that it cannot be done by what is.
@@ -408,7 +448,7 @@ fn what_ended_early_is_quiet_and_what_is_not_stays_fenced() {
 fn unregistering_waits_for_a_peers_write_and_fences_the_next() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let source = memory(&a, &vec![1; 4 * MIB], None);
     let target = memory(&b, &vec![0; 4 * MIB], None);
     let list = whole(&source, target.handle());
@@ -433,7 +473,7 @@ fn unregistering_waits_for_a_peers_write_and_fences_the_next() {
 fn dropping_an_engine_ends_what_it_had_begun() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let (source, target) = (memory(&a, &vec![1; 16 * MIB], None), memory(&b, &vec![0; 16 * MIB], None));
     proxy.freeze(true);
     let transfer = a.submit(&peer, Op::Write, &whole(&source, target.handle()), how(b"x")).expect("room");
@@ -452,7 +492,7 @@ fn dropping_an_engine_ends_what_it_had_begun() {
 fn notifications_come_after_the_data_in_order_and_once() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let (source, target) = (memory(&a, &[0; 8], None), memory(&b, &[0; 8], None));
     let list = whole(&source, target.handle());
     for round in 1..=50u64 {
@@ -543,7 +583,7 @@ fn who_cannot_be_reached_is_told_why() {
     assert!(again.find("x", PATIENCE).expect_err("closed").message.contains("closed"));
     let fresh = connect(&a, &b);
     let paths = fresh.paths();
-    assert!(paths.iter().any(|report| report.kind == Kind::Tcp && report.path == Path::Up), "{paths:?}");
+    assert!(paths.iter().any(|report| report.path == Path::Up), "{paths:?}");
     for wrong in [settings("a b", "127.0.0.1:0"), settings("x", "nonsense"), settings("x", &b.address().address)] {
         assert!(Endpoint::start(wrong).is_err());
     }
@@ -555,7 +595,7 @@ fn who_cannot_be_reached_is_told_why() {
 fn a_broken_connection_is_replaced_unnoticed() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let (source, target) = (memory(&a, &[0; 4096], None), memory(&b, &[0; 4096], Some("it")));
     for round in 0..10 {
         fill(&a, &source, &[round; 4096]);
@@ -571,7 +611,7 @@ fn a_broken_connection_is_replaced_unnoticed() {
 fn a_silent_peer_is_noticed() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     eventually("the session stands", || peer.down().is_none());
     proxy.freeze(true);
     eventually("it is held dead", || peer.down().is_some());
@@ -588,8 +628,12 @@ fn a_silent_peer_is_noticed() {
 
 #[test]
 fn a_restarted_peer_fences_its_old_handles() {
+    VIAS.into_iter().for_each(restart);
+}
+
+fn restart(via: Via) {
     let (a, b) = (engine("a"), engine("b"));
-    let peer = connect(&a, &b);
+    let peer = a.connect(&b.address().address, via, PATIENCE).expect("reachable");
     let source = memory(&a, &[1; 64], None);
     let old = memory(&b, &[0; 64], Some("it"));
     let list = whole(&source, old.handle());
@@ -614,7 +658,7 @@ fn a_restarted_peer_fences_its_old_handles() {
 fn a_restart_under_way_ends_what_was_meant_for_the_life_before() {
     let (a, b) = (engine("a"), engine("b"));
     let proxy = Proxy::new(&b.address().address);
-    let peer = a.connect(&proxy.address, Via::Auto, PATIENCE).expect("reachable");
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
     let source = memory(&a, &vec![1; 8 * MIB], None);
     let old = memory(&b, &vec![0; 8 * MIB], None);
     proxy.freeze(true);

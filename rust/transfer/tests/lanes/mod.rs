@@ -1,8 +1,12 @@
-//! A sender and a receiver of the tcp transport with nothing above them: what a daemon does for its lanes, and no more.
+//! Senders and receivers of the lane transports with nothing above them: what a daemon does for its lanes, and no more.
+
+// Not every test that includes this file needs all of it.
+#![allow(dead_code)]
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
+use pyengine_transfer::daemon::new_incarnation;
 use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::Purpose;
@@ -11,6 +15,7 @@ use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
+use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::tcp;
 use pyengine_transfer::types::NodeAddress;
 
@@ -30,10 +35,15 @@ pub struct Receiver {
 impl Receiver {
     /// Listens on a free port.
     pub fn new(arena: Arc<Arena>) -> Self {
+        Self::with(Regions::of(arena))
+    }
+
+    /// Serves these regions.
+    pub fn with(regions: Arc<Regions>) -> Self {
         let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation: 1 };
-        let mut transport = transport(&address, Box::new(|| {}));
-        transport.register(Regions::of(arena));
+        let mut transport = transport(&address, short_queue(), Box::new(|| {}));
+        transport.register(regions);
         let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
         let (all, until, me) = (threads.clone(), accepting.clone(), address.clone());
@@ -47,6 +57,12 @@ impl Receiver {
         };
         threads.spawn("accept", &accepting, accept).expect("starts");
         Self { address, accepting, threads, transport: Mutex::new(Some(transport)) }
+    }
+
+    /// Ends the lanes of a peer.
+    pub fn close_lanes(&self, node: &str) {
+        let transport = self.transport.lock().expect("whole");
+        transport.as_ref().expect("not killed").acceptor().close(&node.to_owned(), "closed by a test");
     }
 
     /// Ends the listener and all lanes.
@@ -75,23 +91,55 @@ fn serve(acceptor: &Acceptor, me: NodeAddress, stream: Stream, link: &Link) {
     }
 }
 
-fn transport(me: &NodeAddress, notify: Box<dyn Fn() + Send + Sync>) -> LaneTransport {
-    // A short queue, so that tests can fill it.
-    let settings = Settings { queue_copies: 64, ..Settings::default() };
+fn transport(me: &NodeAddress, settings: Settings, notify: Box<dyn Fn() + Send + Sync>) -> LaneTransport {
     tcp::transport(KEY, me.clone(), settings, notify).expect("threads and descriptors")
 }
 
-/// A sending transport, and what tells that completions wait.
-pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
+/// A short queue, so that tests can fill it.
+fn short_queue() -> Settings {
+    Settings { queue_copies: 64, ..Settings::default() }
+}
+
+/// A `notify`, and what tells that it was called.
+fn alarm() -> (Box<dyn Fn() + Send + Sync>, mpsc::Receiver<()>) {
     let (wake, woken) = mpsc::channel();
     let wake = Mutex::new(wake);
-    let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
     let notify = Box::new(move || {
         // Nobody listens any more when the test is over.
         let _ = wake.lock().expect("whole").send(());
     });
-    let mut transport = transport(&me, notify);
-    transport.register(Regions::of(arena));
+    (notify, woken)
+}
+
+/// An engine's end of the shm transport under this name, in a life that no other test of this host has.
+pub fn shm(node: &str, arena: Arc<Arena>) -> (NodeAddress, ShmTransport, mpsc::Receiver<()>) {
+    shm_with(node, Regions::of(arena), short_queue())
+}
+
+/// The same with any regions and settings.
+pub fn shm_with(
+    node: &str,
+    regions: Arc<Regions>,
+    settings: Settings,
+) -> (NodeAddress, ShmTransport, mpsc::Receiver<()>) {
+    let me = NodeAddress { node: node.into(), address: String::new(), incarnation: new_incarnation() };
+    let (notify, woken) = alarm();
+    let mut transport = ShmTransport::new(KEY, me.clone(), settings, notify).expect("threads and descriptors");
+    transport.register(regions);
+    (me, transport, woken)
+}
+
+/// A sending transport, and what tells that completions wait.
+pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
+    sender_with(Regions::of(arena), short_queue())
+}
+
+/// The same with any regions and settings.
+pub fn sender_with(regions: Arc<Regions>, settings: Settings) -> (LaneTransport, mpsc::Receiver<()>) {
+    let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
+    let (notify, woken) = alarm();
+    let mut transport = transport(&me, settings, notify);
+    transport.register(regions);
     (transport, woken)
 }
 

@@ -1,12 +1,18 @@
 //! The bytes of a frame's copies on their way into registered memory: where each goes, how far it has come, and
 //! whether the checksums hold. Bytes are verified as they come, while they are in cache.
 
+use std::io;
+use std::sync::Arc;
+
 use crc_fast::{CrcAlgorithm, Digest};
+use nix::libc;
 
 use crate::memory::checksum;
 use crate::region::{Denied, Writing, sum_count};
 use crate::transport::Outcome;
 
+use super::frames::Place;
+use super::sharing::{Source, View};
 use super::socket::Slices;
 
 /// Where bytes of refused copies are thrown, piece by piece.
@@ -31,11 +37,37 @@ struct Hold {
 // SAFETY: the pointer is into the memory of `writing`, which goes with it and may be used by any thread.
 unsafe impl Send for Hold {}
 
+/// Bytes that are copied out of a mapping before they are verified: they are still in the first-level cache then.
+const PULL_BYTES: usize = 16 << 10;
+/// Bytes of one `memcpy` that is verified afterwards: above 2 KiB the C library copies by `rep movsb`, whose result is
+/// then read back slowly (EPYC, glibc).
+const COPY_BYTES: usize = 1 << 10;
+/// Bytes that one `process_vm_readv` takes: they are still in the second-level cache when they are verified.
+const READV_BYTES: usize = 128 << 10;
+/// Copies that one `process_vm_readv` takes.
+const READV_COPIES: usize = 64;
+
+/// What is known of the copies' checksums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sums {
+    /// Nothing, and nobody wants to know.
+    None,
+    /// What they must be.
+    Given,
+    /// Made as the bytes are copied, of the source and of what has come.
+    Made,
+}
+
 /// A frame's body.
 pub struct Body {
     sinks: Vec<Sink>,
-    /// One per grain of all copies; empty if nothing is to be verified.
+    /// One per grain of all copies (`Given`: from the start; `Made`: as they come).
     sums: Vec<u32>,
+    mode: Sums,
+    /// `Made`: of the source, of a grain of which only a part has come.
+    source: Digest,
+    /// `Made`: the source cannot be seen, so what has come is believed.
+    unseen: bool,
     /// Which copy is being filled, and how far.
     sink: usize,
     at: usize,
@@ -45,10 +77,26 @@ pub struct Body {
 }
 
 impl Body {
-    /// A body of no copies yet. `sums` is empty, or has all checksums of all copies.
+    /// A body of no copies yet. `sums` is empty (nothing is verified), or has all checksums of all copies.
     pub fn new(sums: Vec<u32>) -> Self {
-        let digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
-        Self { sinks: Vec::new(), sums, sink: 0, at: 0, left: 0, digest }
+        let digest = || Digest::new(CrcAlgorithm::Crc32Iscsi);
+        let mode = if sums.is_empty() { Sums::None } else { Sums::Given };
+        Self {
+            sinks: Vec::new(),
+            sums,
+            mode,
+            source: digest(),
+            unseen: false,
+            sink: 0,
+            at: 0,
+            left: 0,
+            digest: digest(),
+        }
+    }
+
+    /// A body whose checksums are made as its bytes are pulled.
+    pub fn making() -> Self {
+        Self { mode: Sums::Made, ..Self::new(Vec::new()) }
     }
 
     /// Appends a copy: into the memory that was taken for it, or, refused, into nothing.
@@ -59,6 +107,9 @@ impl Body {
             let pointer = writing.bytes_mut().as_mut_ptr();
             Hold { writing, pointer }
         });
+        if self.mode == Sums::Made {
+            self.sums.resize(sum + sum_count(bytes.into(), grain), 0);
+        }
         self.sinks.push(Sink { hold, bytes, grain, sum, outcome });
         self.left += u64::from(bytes);
     }
@@ -135,10 +186,110 @@ impl Body {
         }
     }
 
+    /// Takes the next bytes from where they lie: `places` has one per copy, `views` the regions they are in. Takes what it
+    /// moves off `budget`. True: all is there.
+    ///
+    /// # Errors
+    /// The other process's memory is out of reach: it is dead, or lies.
+    pub fn pull(&mut self, places: &[Place], views: &[Arc<View>], budget: &mut usize) -> io::Result<bool> {
+        loop {
+            self.skip_filled();
+            let Some(sink) = self.sinks.get(self.sink) else { return Ok(true) };
+            if *budget == 0 {
+                return Ok(false);
+            }
+            let left = sink.bytes as usize - self.at;
+            if sink.hold.is_none() {
+                self.advance(left);
+                continue;
+            }
+            let place = &places[self.sink];
+            let source = views[self.sink].source(place.offset, sink.bytes.into());
+            let moved = match source.ok_or_else(|| io::Error::other("a copy from outside its region"))? {
+                Source::Mapped(from) => self.pull_mapped(from.wrapping_add(self.at), left),
+                Source::Private(..) => self.pull_private(places, views)?,
+            };
+            *budget = budget.saturating_sub(moved);
+        }
+    }
+
+    /// Copies the next bytes of the current copy, within one grain of it.
+    fn pull_mapped(&mut self, from: *const u8, left: usize) -> usize {
+        let sink = &self.sinks[self.sink];
+        let Some(hold) = &sink.hold else { return 0 };
+        let into = hold.pointer.wrapping_add(self.at);
+        if self.mode == Sums::None {
+            let left = left.min(READV_BYTES);
+            // SAFETY: `from` is inside a read-only mapping of sealed memory that its view keeps (checked by the caller
+            // against the copy's whole length), `into` inside our hold. The owner may write there meanwhile; the bytes
+            // are plain, and a copy whose source was not held to its end is thrown away.
+            unsafe { std::ptr::copy_nonoverlapping(from, into, left) };
+            self.advance(left);
+            return left;
+        }
+        let grain = if sink.grain == 0 { sink.bytes } else { sink.grain } as usize;
+        let step = (grain - self.at % grain).min(left).min(PULL_BYTES);
+        if self.mode == Sums::Made {
+            // SAFETY: as above.
+            let piece = unsafe { std::slice::from_raw_parts(from, step) };
+            if self.at.is_multiple_of(grain) {
+                self.source.reset();
+            }
+            self.source.update(piece);
+            let end = self.at + step;
+            if end.is_multiple_of(grain) || end == sink.bytes as usize {
+                self.sums[sink.sum + self.at / grain] = self.source.finalize() as u32;
+            }
+        }
+        for piece in (0..step).step_by(COPY_BYTES) {
+            let bytes = COPY_BYTES.min(step - piece);
+            // SAFETY: as above.
+            unsafe { std::ptr::copy_nonoverlapping(from.add(piece), into.add(piece), bytes) };
+        }
+        self.advance(step);
+        step
+    }
+
+    /// Lets the kernel copy the next bytes of this and some following copies.
+    fn pull_private(&mut self, places: &[Place], views: &[Arc<View>]) -> io::Result<usize> {
+        let mut local = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; READV_COPIES];
+        let mut remote = local;
+        let (mut count, mut total, mut at, mut process) = (0, 0, self.at, None);
+        for (index, sink) in self.sinks.iter().enumerate().skip(self.sink) {
+            let Some(hold) = &sink.hold else { break };
+            let Some(Source::Private(pid, address)) = views[index].source(places[index].offset, sink.bytes.into())
+            else {
+                break;
+            };
+            if count == READV_COPIES || total == READV_BYTES || process.is_some_and(|known| known != pid) {
+                break;
+            }
+            process = Some(pid);
+            let step = (sink.bytes as usize - at).min(READV_BYTES - total);
+            local[count] = libc::iovec { iov_base: hold.pointer.wrapping_add(at).cast(), iov_len: step };
+            remote[count] = libc::iovec { iov_base: (address as usize + at) as *mut libc::c_void, iov_len: step };
+            (count, total, at) = (count + 1, total + step, 0);
+        }
+        let Some(pid) = process else { return Err(io::Error::other("a copy from outside its region")) };
+        // SAFETY: the local pieces are inside our holds; the remote ones are the kernel's to check.
+        let read =
+            unsafe { libc::process_vm_readv(pid.as_raw(), local.as_ptr(), count as _, remote.as_ptr(), count as _, 0) };
+        match usize::try_from(read) {
+            Ok(bytes) if bytes > 0 => {
+                self.unseen = true;
+                self.advance(bytes);
+                self.unseen = false;
+                Ok(bytes)
+            }
+            Ok(_) => Err(io::Error::other("the other process's memory is out of reach")),
+            Err(_) => Err(io::Error::last_os_error()),
+        }
+    }
+
     fn verify(&mut self, bytes: usize) {
         let sink = &mut self.sinks[self.sink];
         let Some(hold) = &sink.hold else { return };
-        if self.sums.is_empty() {
+        if self.mode == Sums::None {
             return;
         }
         let whole = sink.bytes as usize;
@@ -160,8 +311,13 @@ impl Body {
                 // The algorithm is 32 bits wide.
                 (until == last).then(|| self.digest.finalize() as u32)
             };
-            if sum.is_some_and(|sum| sum != self.sums[sink.sum + first / grain]) {
-                sink.outcome = Outcome::Corrupt;
+            if let Some(sum) = sum {
+                let expected = &mut self.sums[sink.sum + first / grain];
+                if self.unseen && self.mode == Sums::Made {
+                    *expected = sum;
+                } else if sum != *expected {
+                    sink.outcome = Outcome::Corrupt;
+                }
             }
             at = until;
         }

@@ -10,7 +10,7 @@
 //!      8      1  version
 //!      9      1  kind (see `Kind`)
 //!     10      2  flags (see `Flags`)
-//!     12      4  count: copies in this frame (REGION, RELEASE: 1), 1..=512
+//!     12      4  count: copies in this frame (RELEASE, REGION, REFUSE: 1), 1..=512
 //!     16      8  sequence: running number of WRITE and READ frames on this lane from 1; ACK, DATA and RELEASE repeat it
 //!     24      8  bytes of the body
 //!     32      4  bytes of the table
@@ -27,7 +27,8 @@
 //! DATA     one outcome byte per copy, checksums of those   the copies that     none (shm: RELEASE)
 //!          that are Done                                   are Done
 //! RELEASE  none                                            none                none
-//! REGION   one region (32 bytes), see below                none                none
+//! REGION   one region (40 bytes), see below                none                none
+//! REFUSE   why the lane cannot go on, UTF-8, 1..=500 bytes none                the lane ends
 //!
 //! entry, 24 bytes: region u32, life u32, offset u64 (where the target's bytes are), bytes u32, grain u32
 //! ```
@@ -36,9 +37,10 @@
 //!
 //! Where both ends are on one host (`Flags::SHARED`) a body stays where it is and whoever is to write it copies it from
 //! there. Each entry of a WRITE, and each Done copy of a DATA, is then followed by a place of 16 bytes: region u32,
-//! zero u32, offset u64, in the memory of the frame's sender. A REGION frame has told of that region before:
-//! number u32, how u32 (0: the descriptor beside this frame; 1: private memory of this process), bytes u64,
-//! address u64, probe u64.
+//! zero u32, offset u64, in the memory of the frame's sender. A REGION frame has told of that region before: number u32,
+//! how u32 (0: by the descriptor beside this frame; 1: private memory of this process), bytes u64 (0: the region is gone),
+//! address u64 of its first byte, and address u64 and value u64 of a random number: who reads that there reads the right
+//! process. With `Flags::MADE` the bytes had no checksums before, so whoever copies makes them.
 
 use std::ops::BitOr;
 
@@ -58,7 +60,9 @@ pub const ENTRY_BYTES: usize = 24;
 /// Bytes of a place.
 pub const PLACE_BYTES: usize = 16;
 /// Bytes of a REGION frame's table.
-pub const REGION_BYTES: usize = 32;
+pub const REGION_BYTES: usize = 40;
+/// Most bytes of a REFUSE frame's text.
+pub const REFUSE_LIMIT: usize = 500;
 /// Most copies in one frame.
 pub const COPIES_LIMIT: usize = 512;
 /// Most bytes of a table: a block of 10 MiB in strips of 64 bytes has 640 KiB of checksums.
@@ -84,11 +88,13 @@ pub enum Kind {
     Release = 5,
     /// A region of the sender's that later frames name.
     Region = 6,
+    /// The sender cannot go on.
+    Refuse = 7,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Self> {
-        [Self::Write, Self::Ack, Self::Read, Self::Data, Self::Release, Self::Region]
+        [Self::Write, Self::Ack, Self::Read, Self::Data, Self::Release, Self::Region, Self::Refuse]
             .into_iter()
             .find(|kind| *kind as u8 == byte)
     }
@@ -105,6 +111,8 @@ impl Flags {
     pub const BARE: Self = Self(1);
     /// The body stays in the sender's memory.
     pub const SHARED: Self = Self(2);
+    /// The copies have no checksums yet: whoever copies them makes some, of what is there and of what has come.
+    pub const MADE: Self = Self(4);
 
     /// True if all of these bits are set.
     pub fn has(self, flags: Self) -> bool {
@@ -217,8 +225,8 @@ pub struct Shared {
     pub bytes: u64,
     /// Where it begins in its process.
     pub address: u64,
-    /// Its first 8 bytes when the frame was made (private memory only): who can read them can read the rest.
-    pub probe: u64,
+    /// Where its process keeps a random number, and which: who reads it reads the right process.
+    pub cookie: (u64, u64),
 }
 
 /// A frame's table, by kind.
@@ -256,6 +264,8 @@ pub enum Table {
     Release,
     /// Of a REGION.
     Region(Shared),
+    /// Of a REFUSE.
+    Refuse(String),
 }
 
 /// Puts a header before a table; the body follows by itself.
@@ -316,7 +326,7 @@ pub fn region_table(shared: &Shared) -> Vec<u8> {
     let mut table = Vec::with_capacity(REGION_BYTES);
     table.extend(shared.region.0.to_le_bytes());
     table.extend(u32::from(shared.how == How::Private).to_le_bytes());
-    for word in [shared.bytes, shared.address, shared.probe] {
+    for word in [shared.bytes, shared.address, shared.cookie.0, shared.cookie.1] {
         table.extend(word.to_le_bytes());
     }
     table
@@ -334,7 +344,7 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
         return Err(FrameError::Version(bytes[8]));
     }
     let flags = u16::from_le_bytes([bytes[10], bytes[11]]);
-    let kind = Kind::from_byte(bytes[9]).filter(|_| flags <= 3).ok_or(FrameError::Kind { kind: bytes[9], flags })?;
+    let kind = Kind::from_byte(bytes[9]).filter(|_| flags <= 7).ok_or(FrameError::Kind { kind: bytes[9], flags })?;
     let header = Header {
         kind,
         flags: Flags(flags),
@@ -363,6 +373,7 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
         Kind::Data => table >= count,
         Kind::Release => table == 0 && count == 1,
         Kind::Region => table == REGION_BYTES && count == 1,
+        Kind::Refuse => (1..=REFUSE_LIMIT).contains(&table) && count == 1,
     };
     if count == 0 || !sized {
         return Err(FrameError::Inconsistent("table"));
@@ -436,9 +447,11 @@ pub fn parse_table(header: &Header, bytes: &[u8]) -> Result<Table, FrameError> {
                 _ => return Err(FrameError::Inconsistent("region")),
             };
             let region = RegionId(u32_at(bytes, 0));
-            let (length, address, probe) = (u64_at(bytes, 8), u64_at(bytes, 16), u64_at(bytes, 24));
-            Ok(Table::Region(Shared { region, how, bytes: length, address, probe }))
+            let (length, address, cookie) =
+                (u64_at(bytes, 8), u64_at(bytes, 16), (u64_at(bytes, 24), u64_at(bytes, 32)));
+            Ok(Table::Region(Shared { region, how, bytes: length, address, cookie }))
         }
+        Kind::Refuse => Ok(Table::Refuse(String::from_utf8_lossy(bytes).into_owned())),
     }
 }
 
@@ -556,7 +569,7 @@ mod tests {
             let expected = Table::Data { outcomes, places: Vec::new(), sums: vec![1, 2, 3] };
             prop_assert_eq!(read(&data).expect("own encoding").1, expected);
 
-            let shared = Shared { region: RegionId(4), how: How::Private, bytes: number, address: 5, probe: 6 };
+            let shared = Shared { region: RegionId(4), how: How::Private, bytes: number, address: 5, cookie: (6, 7) };
             let told = encode(Kind::Region, Flags::NONE, 1, 1, 0, &region_table(&shared));
             prop_assert_eq!(read(&told).expect("own encoding").1, Table::Region(shared));
         }
@@ -571,7 +584,7 @@ mod tests {
 
         #[test]
         fn noise_is_refused_and_never_panics(mut noise in vec(any::<u8>(), 40..400), kind in 0u8..9, count in 0u32..20,
-                                             flags in 0u16..5, body: u64, small: bool) {
+                                             flags in 0u16..9, body: u64, small: bool) {
             prop_assert!(read(&noise).is_err());
             // Behind right checksums, so that the lies get further.
             let table = noise.len() - HEADER_BYTES;
@@ -608,7 +621,7 @@ mod tests {
         assert!(lie(0, b"GET ").contains("not a lane"));
         assert!(lie(8, &[9]).contains("protocol 9"));
         assert!(lie(9, &[77]).contains("unknown frame kind 77"));
-        assert!(lie(10, &[8]).contains("flags 0x8"));
+        assert!(lie(10, &[64]).contains("flags 0x40"));
         assert!(lie(12, &513u32.to_le_bytes()).contains("513"));
         assert!(lie(12, &2u32.to_le_bytes()).contains("table"));
         assert!(lie(24, &(1u64 << 63).to_le_bytes()).contains("9223372036854775808"));

@@ -4,22 +4,27 @@
 //! WRITE -> holds (checked: region, life, bounds, permission) -> bytes, verified as they come -> finish -> ACK
 //! READ  -> remembered -> when the socket is free: holds, checksums -> DATA
 //! ```
+//!
+//! On one host (`sharing`) the bytes of a WRITE are copied by this side out of the peer's memory, and those of a DATA by the
+//! peer out of this side's, whose holds last until its RELEASE or the end of the lane.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::region::By;
+use crate::region::{By, Reading};
 use crate::transport::{Outcome, STALLED_AFTER};
-use crate::types::NodeId;
+use crate::types::{NodeId, Span};
 
 use super::body::{Body, outcome_of};
-use super::frames::{self, Entry, Flags, FrameError, Header, Kind, Table};
+use super::frames::{self, Entry, Flags, FrameError, Header, Kind, Place, Table};
 use super::inflow::{Inflow, Step};
 use super::io::{Lane, Ready, TURN_BYTES, Turn};
 use super::outflow::Outflow;
+use super::sharing::{Sharing, View};
+use super::socket::is_hung_up;
 use super::{Hub, count};
 
 /// Reads that a lane remembers; then it listens no more until it has answered some.
@@ -35,22 +40,49 @@ pub struct Incoming {
     inflow: Inflow,
     outflow: Outflow,
     asked: VecDeque<(Header, Vec<Entry>)>,
+    /// On one host: what both sides know of each other's memory.
+    sharing: Option<Sharing>,
+    /// The WRITE whose bytes are being copied out of the peer's memory.
+    pulling: Option<Pulling>,
+    /// What the peer copies out of ours, by the READ's sequence.
+    lent: HashMap<u64, Vec<Reading>>,
     moved: Instant,
 }
 
+struct Pulling {
+    header: Header,
+    body: Body,
+    places: Vec<Place>,
+    views: Vec<Arc<View>>,
+}
+
 impl Incoming {
-    pub(super) fn new(hub: Arc<Hub>, peer: NodeId, token: u64) -> Self {
-        let (inflow, outflow) = (Inflow::new(), Outflow::new());
-        Self { hub, peer, token, inflow, outflow, asked: VecDeque::new(), moved: Instant::now() }
+    pub(super) fn new(hub: Arc<Hub>, peer: NodeId, token: u64, sharing: Option<Sharing>) -> Self {
+        Self {
+            hub,
+            peer,
+            token,
+            inflow: Inflow::new(sharing.is_some()),
+            outflow: Outflow::new(),
+            asked: VecDeque::new(),
+            sharing,
+            pulling: None,
+            lent: HashMap::new(),
+            moved: Instant::now(),
+        }
     }
 
     /// True if there is more to do at once.
     fn work(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
         let mut budget = TURN_BYTES;
         let mut more = false;
-        while self.asked.len() < ASKED_LIMIT && self.outflow.len() < ANSWERS_LIMIT {
+        while !self.is_full() {
+            if !self.pull(socket, &mut budget)? {
+                more = true;
+                break;
+            }
             match self.inflow.next(socket, now, &mut budget)? {
-                Step::Frame(header, table) => self.asked_for(header, table).map_err(io::Error::other)?,
+                Step::Frame(header, table) => self.asked_for(header, table)?,
                 Step::Body(header, body) => self.applied(&header, *body),
                 Step::Dry => break,
                 Step::Spent => {
@@ -59,7 +91,7 @@ impl Incoming {
                 }
             }
         }
-        let full = self.asked.len() >= ASKED_LIMIT || self.outflow.len() >= ANSWERS_LIMIT;
+        let full = self.is_full();
         let mut sent = 0;
         while self.outflow.is_writable() && sent < TURN_BYTES {
             if self.outflow.is_empty() {
@@ -76,29 +108,69 @@ impl Incoming {
         Ok(more || (self.outflow.is_writable() && (unsent || full)))
     }
 
-    fn asked_for(&mut self, header: Header, table: Table) -> Result<(), FrameError> {
+    fn is_full(&self) -> bool {
+        self.asked.len() + self.lent.len() >= ASKED_LIMIT || self.outflow.len() >= ANSWERS_LIMIT
+    }
+
+    /// Copies what a WRITE has named out of the peer's memory. False: the budget is used up.
+    fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
+        let Some(pulling) = &mut self.pulling else { return Ok(true) };
+        if !pulling.body.pull(&pulling.places, &pulling.views, budget)? {
+            return Ok(false);
+        }
+        // The peer shuts the lane down before it takes its memory back: if it stands, all bytes were held.
+        if is_hung_up(socket) {
+            return Err(io::Error::other("the peer has left"));
+        }
+        if let Some(Pulling { header, body, .. }) = self.pulling.take() {
+            self.applied(&header, body);
+        }
+        Ok(true)
+    }
+
+    fn asked_for(&mut self, header: Header, table: Table) -> io::Result<()> {
+        let out_of_turn = || io::Error::other(FrameError::OutOfTurn(header.kind));
+        if header.flags.has(Flags::SHARED) && self.sharing.is_none() {
+            return Err(out_of_turn());
+        }
         match table {
-            Table::Write { entries, sums, .. } => {
+            Table::Write { entries, places, sums } => {
                 count(&self.hub.tally.frames_in, 1);
-                let regions = self.hub.regions().ok_or(FrameError::OutOfTurn(header.kind))?;
-                let mut body = Body::new(sums);
+                let regions = self.hub.regions().ok_or_else(out_of_turn)?;
+                let mut body =
+                    if header.flags.has(Flags::SHARED | Flags::MADE) { Body::making() } else { Body::new(sums) };
                 for entry in &entries {
                     let held = regions.begin_write(entry.at, entry.bytes.into(), By::Peer);
                     body.push(held, entry.bytes, entry.grain);
                 }
-                if header.body == 0 {
+                if let Some(sharing) = self.sharing.as_ref().filter(|_| header.flags.has(Flags::SHARED)) {
+                    let views = places.iter().map(|place| sharing.view(place.region)).collect::<Option<_>>();
+                    let views = views.ok_or_else(|| io::Error::other("a place in a region that was not told of"))?;
+                    self.pulling = Some(Pulling { header, body, places, views });
+                } else if header.body == 0 {
                     self.applied(&header, body);
                 } else {
                     self.inflow.expect(header, body);
                 }
                 Ok(())
             }
+            Table::Release => self.lent.remove(&header.sequence).map(drop).ok_or_else(out_of_turn),
+            Table::Region(told) => {
+                let descriptor = self.inflow.take_descriptor();
+                let sharing = self.sharing.as_mut().ok_or_else(out_of_turn)?;
+                sharing.learn(told, descriptor).map_err(|reason| {
+                    let text = reason.as_bytes();
+                    let text = &text[..text.len().min(frames::REFUSE_LIMIT)];
+                    self.outflow.push(frames::encode(Kind::Refuse, Flags::NONE, 1, 0, 0, text), Vec::new());
+                    io::Error::other(reason)
+                })
+            }
             Table::Read { entries } => {
                 count(&self.hub.tally.frames_in, 1);
                 self.asked.push_back((header, entries));
                 Ok(())
             }
-            _ => Err(FrameError::OutOfTurn(header.kind)),
+            _ => Err(out_of_turn()),
         }
     }
 
@@ -121,9 +193,9 @@ impl Incoming {
     /// Answers a READ.
     fn read(&mut self, header: &Header, entries: &[Entry]) -> io::Result<()> {
         let regions = self.hub.regions().ok_or_else(|| io::Error::other("a read before the regions"))?;
-        let bare = header.flags.has(Flags::BARE);
+        let (bare, shared) = (header.flags.has(Flags::BARE), header.flags.has(Flags::SHARED));
         let (mut table, mut sums) = (Vec::with_capacity(entries.len() * 5), Vec::new());
-        let (mut bodies, mut bytes) = (Vec::new(), 0);
+        let (mut bodies, mut bytes, mut places) = (Vec::new(), 0, Vec::new());
         for entry in entries {
             let outcome = match regions.begin_read(entry.at, entry.bytes.into(), By::Peer) {
                 Ok(reading) => {
@@ -132,6 +204,12 @@ impl Incoming {
                     }
                     bytes += u64::from(entry.bytes);
                     bodies.push(reading);
+                    if let Some(sharing) = self.sharing.as_mut().filter(|_| shared) {
+                        let Span { region, offset, .. } = entry.at;
+                        // The hold says that it exists.
+                        sharing.offer(regions, region, &mut self.outflow)?;
+                        frames::put_place(&mut places, &Place { region, offset });
+                    }
                     Outcome::Done
                 }
                 Err(denied) => outcome_of(denied),
@@ -140,9 +218,13 @@ impl Incoming {
         }
         count(&self.hub.tally.copies_in, bodies.len() as u64);
         count(&self.hub.tally.bytes_in, bytes);
+        table.extend(places);
         frames::put_sums(&mut table, &sums);
-        let flags = if bare { Flags::BARE } else { Flags::NONE };
-        let data = frames::encode(Kind::Data, flags, entries.len(), header.sequence, bytes, &table);
+        if shared {
+            self.lent.insert(header.sequence, std::mem::take(&mut bodies));
+            bytes = 0;
+        }
+        let data = frames::encode(Kind::Data, header.flags, entries.len(), header.sequence, bytes, &table);
         self.outflow.push(data, bodies);
         Ok(())
     }
@@ -159,12 +241,17 @@ impl Lane for Incoming {
         match self.work(socket, now) {
             Ok(true) => Turn::Again,
             Ok(false) => Turn::Wait,
-            Err(error) => Turn::Over(error.to_string()),
+            Err(error) => {
+                // A last word, if there is one and the socket takes it.
+                let _ = self.outflow.flush(socket);
+                Turn::Over(error.to_string())
+            }
         }
     }
 
     fn stalls_at(&self) -> Option<Instant> {
-        let busy = !self.outflow.is_empty() || self.inflow.due().is_some();
+        // What is lent to a peer is lent until it is given back, however long that takes (design notes, 4).
+        let busy = !self.outflow.is_empty() || self.inflow.due().is_some() || self.pulling.is_some();
         let silent = busy.then(|| self.moved + STALLED_AFTER);
         [silent, self.inflow.due()].into_iter().flatten().min()
     }
@@ -176,8 +263,10 @@ impl Lane for Incoming {
 
     fn end(&mut self, reason: &str) {
         // Gives back the memory that a frame under way holds.
-        self.inflow = Inflow::new();
+        self.inflow = Inflow::new(false);
         self.outflow = Outflow::new();
+        self.pulling = None;
+        self.lent.clear();
         tracing::debug!(peer = %self.peer, transport = self.hub.name, "an incoming lane ended: {reason}");
         self.hub.incoming_ended(self.token);
     }

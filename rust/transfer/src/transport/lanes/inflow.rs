@@ -2,7 +2,7 @@
 //! registered one.
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use super::body::{Body, DISCARD_BYTES};
@@ -17,6 +17,9 @@ const FRONT_BYTES: usize = HEADER_BYTES + ENTRY_BYTES + 4;
 const CHUNK_BYTES: usize = 256 << 10;
 /// A frame that comes more slowly than so many bytes a second, beyond 3 s, is one of a peer that wants to hold memory.
 const SLOWEST: u64 = 64 << 10;
+
+/// Descriptors that may wait for their frames.
+const DESCRIPTORS_LIMIT: usize = 8;
 
 enum Stage {
     Front,
@@ -43,32 +46,44 @@ pub struct Inflow {
     to: usize,
     stage: Stage,
     discard: Vec<u8>,
-    readable: bool,
-    /// The other side has said that it sends no more: read until the end is seen.
-    hangup: bool,
+    socket: State,
     /// When the frame that has begun must be here.
     due: Option<Instant>,
 }
 
+/// What is known of the socket.
+struct State {
+    readable: bool,
+    /// The other side has said that it sends no more: read until the end is seen.
+    hangup: bool,
+    /// What has come beside the bytes and nobody has taken yet; `None`: not a unix socket.
+    descriptors: Option<Vec<OwnedFd>>,
+}
+
 impl Inflow {
     /// Nothing has come.
-    pub fn new() -> Self {
+    pub fn new(unix: bool) -> Self {
+        let descriptors = unix.then(Vec::new);
         Self {
             front: [0; FRONT_BYTES],
             from: 0,
             to: 0,
             stage: Stage::Front,
             discard: Vec::new(),
-            readable: true,
-            hangup: false,
+            socket: State { readable: true, hangup: false, descriptors },
             due: None,
         }
     }
 
     /// The socket has something.
     pub fn set_readable(&mut self, hangup: bool) {
-        self.readable = true;
-        self.hangup |= hangup;
+        self.socket.readable = true;
+        self.socket.hangup |= hangup;
+    }
+
+    /// A descriptor that has come beside the frames so far.
+    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.socket.descriptors.as_mut().filter(|list| !list.is_empty()).map(|list| list.remove(0))
     }
 
     /// By when the frame that has begun must be here; `None` between frames.
@@ -103,7 +118,7 @@ impl Inflow {
                     let rest = &mut self.front[self.to..];
                     slices.push(rest.as_mut_ptr(), rest.len());
                     // SAFETY: the list is of `front`, which is ours.
-                    match unsafe { receive(&mut slices, socket, &mut self.readable, self.hangup, budget) }? {
+                    match unsafe { self.socket.receive(&mut slices, socket, budget) }? {
                         Ok(bytes) => self.to += bytes,
                         Err(step) => return Ok(step),
                     }
@@ -126,7 +141,7 @@ impl Inflow {
                     let mut slices = Slices::new();
                     slices.push(table[*have..].as_mut_ptr(), table.len() - *have);
                     // SAFETY: the list is of `table`, which is ours.
-                    match unsafe { receive(&mut slices, socket, &mut self.readable, self.hangup, budget) }? {
+                    match unsafe { self.socket.receive(&mut slices, socket, budget) }? {
                         Ok(bytes) => *have += bytes,
                         Err(step) => return Ok(step),
                     }
@@ -153,7 +168,7 @@ impl Inflow {
                         slices.push(self.front.as_mut_ptr(), FRONT_BYTES);
                     }
                     // SAFETY: the list is of the body's holds, `discard` and `front`; all are ours.
-                    match unsafe { receive(&mut slices, socket, &mut self.readable, self.hangup, budget) }? {
+                    match unsafe { self.socket.receive(&mut slices, socket, budget) }? {
                         Ok(bytes) => {
                             body.advance(bytes.min(listed));
                             self.to = bytes.saturating_sub(listed);
@@ -171,34 +186,40 @@ impl Inflow {
     }
 }
 
-/// One call. `Err`: nothing came.
-///
-/// # Safety
-/// As `Slices::receive`.
-unsafe fn receive(
-    slices: &mut Slices,
-    socket: BorrowedFd<'_>,
-    readable: &mut bool,
-    hangup: bool,
-    budget: &mut usize,
-) -> io::Result<Result<usize, Step>> {
-    if !*readable {
-        return Ok(Err(Step::Dry));
-    }
-    if *budget == 0 {
-        return Ok(Err(Step::Spent));
-    }
-    // SAFETY: by the caller's promise.
-    match unsafe { slices.receive(socket) }? {
-        Some(bytes) => {
-            // Less than there was room for: the socket is empty, and the next call would only say so.
-            *readable = hangup || bytes == slices.bytes();
-            *budget = budget.saturating_sub(bytes);
-            Ok(Ok(bytes))
+impl State {
+    /// One call. `Err`: nothing came.
+    ///
+    /// # Safety
+    /// As `Slices::receive`.
+    unsafe fn receive(
+        &mut self,
+        slices: &mut Slices,
+        socket: BorrowedFd<'_>,
+        budget: &mut usize,
+    ) -> io::Result<Result<usize, Step>> {
+        if !self.readable {
+            return Ok(Err(Step::Dry));
         }
-        None => {
-            *readable = false;
-            Ok(Err(Step::Dry))
+        if *budget == 0 {
+            return Ok(Err(Step::Spent));
+        }
+        // SAFETY: by the caller's promise.
+        match unsafe { slices.receive(socket, self.descriptors.as_mut()) }? {
+            Some(bytes) => {
+                // A flood of descriptors must not use up our table.
+                if self.descriptors.as_ref().is_some_and(|list| list.len() > DESCRIPTORS_LIMIT) {
+                    return Err(io::Error::other("descriptors without frames that name them"));
+                }
+                // Less than there was room for: the socket is empty, and the next call would only say so. Where
+                // descriptors may come, a call ends at them too.
+                self.readable = self.hangup || self.descriptors.is_some() || bytes == slices.bytes();
+                *budget = budget.saturating_sub(bytes);
+                Ok(Ok(bytes))
+            }
+            None => {
+                self.readable = false;
+                Ok(Err(Step::Dry))
+            }
         }
     }
 }

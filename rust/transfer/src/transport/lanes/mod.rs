@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `frames` | what travels |
 //! | `outflow`, `inflow`, `body`, `socket` | how frames get into and out of a socket without a copy in between |
+//! | `sharing` | how memory of two processes on one host is read without a socket (shm) |
 //! | `outgoing` | the side that asks: the queue of a peer, the window, what an answer means |
 //! | `incoming` | the side that is asked |
 //! | `io` | which thread does it |
@@ -27,6 +28,7 @@ mod inflow;
 mod io;
 mod outflow;
 mod outgoing;
+mod sharing;
 mod socket;
 
 use std::collections::HashMap;
@@ -43,6 +45,7 @@ use crate::types::{NodeAddress, NodeId};
 use incoming::Incoming;
 use io::{Io, Lane, Seat};
 use outgoing::Peer;
+use sharing::Sharing;
 
 /// How the lanes of one transport behave.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -206,7 +209,8 @@ impl Acceptor {
         if incoming.len() >= hub.settings.incoming_lanes {
             return Err(Error::retry(format!("{} lanes of peers stand already", hub.settings.incoming_lanes)));
         }
-        let make = |token| -> Box<dyn Lane> { Box::new(Incoming::new(hub.clone(), peer.node.clone(), token)) };
+        let sharing = Sharing::over(&stream);
+        let make = |token| -> Box<dyn Lane> { Box::new(Incoming::new(hub.clone(), peer.node.clone(), token, sharing)) };
         let seat = io.seat(stream, make).ok_or_else(|| Error::retry("the engine stops"))?;
         incoming.insert(seat.token(), (peer.node.clone(), seat));
         Ok(())

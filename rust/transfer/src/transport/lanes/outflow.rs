@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::region::Reading;
 
@@ -13,6 +13,8 @@ const SEND_BYTES: usize = 512 << 10;
 
 struct Frame {
     head: Vec<u8>,
+    /// Goes beside the first byte.
+    descriptor: Option<OwnedFd>,
     bodies: Vec<Reading>,
     /// Which part is being sent (0: the head), and how much of it is gone.
     part: usize,
@@ -53,7 +55,12 @@ impl Outflow {
 
     /// Appends a frame: header and table, and the memory that follows them. It is held until the kernel has it.
     pub fn push(&mut self, head: Vec<u8>, bodies: Vec<Reading>) {
-        self.frames.push_back(Frame { head, bodies, part: 0, at: 0 });
+        self.frames.push_back(Frame { head, descriptor: None, bodies, part: 0, at: 0 });
+    }
+
+    /// Appends a frame without a body, and a descriptor beside it (unix sockets only).
+    pub fn push_with(&mut self, head: Vec<u8>, descriptor: Option<OwnedFd>) {
+        self.frames.push_back(Frame { head, descriptor, bodies: Vec::new(), part: 0, at: 0 });
     }
 
     /// Sends what the socket takes, in one call; returns the number of bytes, of which 0 means none now.
@@ -65,7 +72,12 @@ impl Outflow {
             return Ok(0);
         }
         let mut slices = Slices::new();
-        'frames: for frame in &self.frames {
+        let descriptor = self.frames.front().and_then(|first| first.descriptor.as_ref()).map(AsFd::as_fd);
+        'frames: for (index, frame) in self.frames.iter().enumerate() {
+            if index > 0 && (frame.descriptor.is_some() || descriptor.is_some()) {
+                // One descriptor at a time, beside its own frame.
+                break;
+            }
             let mut at = frame.at;
             for part in frame.part..=frame.bodies.len() {
                 let bytes = frame.bytes(part);
@@ -77,7 +89,7 @@ impl Outflow {
             }
         }
         // SAFETY: heads and holds are owned by the frames, which stay.
-        match unsafe { slices.send(socket) }? {
+        match unsafe { slices.send(socket, descriptor) }? {
             Some(sent) => {
                 // Less than was offered: the socket is full, and the next call would only say so.
                 self.writable = sent == slices.bytes();
@@ -96,6 +108,10 @@ impl Outflow {
             let step = (frame.bytes(frame.part).len() - frame.at).min(bytes);
             frame.at += step;
             bytes -= step;
+            if step > 0 {
+                // It went with the first byte.
+                frame.descriptor = None;
+            }
             if frame.at < frame.bytes(frame.part).len() {
                 return;
             }

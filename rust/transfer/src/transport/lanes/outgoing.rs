@@ -20,17 +20,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::link::Link;
-use crate::region::{By, Writing, sum_count};
+use crate::region::{By, Reading, Writing, sum_count};
 use crate::transport::{Busy, Completion, Copy, Op, Outcome, Path, STALLED_AFTER};
-use crate::types::NodeAddress;
+use crate::types::{NodeAddress, RegionId, Span};
 
 use super::body::{Body, outcome_of};
 use super::frames::{
-    self, BODY_LIMIT, COPIES_LIMIT, ENTRY_BYTES, Entry, Flags, FrameError, Header, Kind, TABLE_LIMIT, Table,
+    self, BODY_LIMIT, COPIES_LIMIT, ENTRY_BYTES, Entry, Flags, FrameError, Header, Kind, Place, TABLE_LIMIT, Table,
 };
 use super::inflow::{Inflow, Step};
 use super::io::{Lane, Ready, Seat, TURN_BYTES, Turn};
 use super::outflow::Outflow;
+use super::sharing::{Sharing, View};
+use super::socket::is_hung_up;
 use super::{FRAME_BYTES, Hub, count};
 
 /// A batch of small copies is split over the lanes down to frames of so many bytes; below, a frame costs more than a core.
@@ -149,7 +151,8 @@ impl Peer {
             let result = peer.hub.dial.dial(&peer.address, &dialling).map_err(|error| error.to_string());
             let result = result.and_then(|stream| {
                 let (hub, owner) = (peer.hub.clone(), peer.clone());
-                let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, token)) };
+                let sharing = Sharing::over(&stream);
+                let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, token, sharing)) };
                 peer.hub.io().and_then(|io| io.seat(stream, make)).ok_or_else(|| "the engine stops".into())
             });
             peer.dialled(Some(&dialling), result);
@@ -243,7 +246,7 @@ impl Peer {
             && let Some(next) = state.queue.front()
         {
             let (more, room) = (bytes + u64::from(next.bytes), table + table_bytes(next));
-            let fits = more <= share && room <= TABLE_LIMIT && copies.first().is_none_or(|first| first.op == next.op);
+            let fits = more <= share && room <= TABLE_LIMIT && copies.first().is_none_or(|first| alike(first, next));
             if !copies.is_empty() && !fits {
                 break;
             }
@@ -286,6 +289,17 @@ impl Peer {
     }
 }
 
+/// True if both can travel in one frame: the same way, and both with checksums that exist (an arena's) or both without.
+fn alike(one: &Copy, other: &Copy) -> bool {
+    one.op == other.op && from_arena(one) == from_arena(other)
+}
+
+/// True if the bytes come from an arena, so that they have checksums.
+fn from_arena(copy: &Copy) -> bool {
+    let source = if copy.op == Op::Write { copy.local } else { copy.remote };
+    source.region == RegionId::ARENA
+}
+
 /// Bytes of a copy in a frame's table, at most.
 fn table_bytes(copy: &Copy) -> usize {
     ENTRY_BYTES + frames::PLACE_BYTES + 4 * sum_count(copy.bytes.into(), copy.grain)
@@ -303,6 +317,16 @@ struct Sent {
     bytes: u64,
     /// Of a READ: where the bytes go, one per copy.
     holds: Vec<Writing>,
+    /// Of a WRITE whose bodies stay where they are: held until the target has copied them.
+    _lent: Vec<Reading>,
+}
+
+/// A DATA whose bytes this side copies itself.
+struct Pulling {
+    sequence: u64,
+    body: Body,
+    places: Vec<Place>,
+    views: Vec<Arc<View>>,
 }
 
 /// The asking side of one lane.
@@ -317,30 +341,42 @@ pub struct Outgoing {
     sent_bytes: u64,
     /// The frame whose DATA is coming in: its copies, and what the target said of each.
     reading: Option<(Vec<Copy>, Vec<Outcome>)>,
+    /// On one host: what both sides know of each other's memory, and what is being copied out of it.
+    sharing: Option<Sharing>,
+    pulling: Option<Pulling>,
     /// When bytes last moved, or something became due.
     moved: Instant,
     ended: Vec<Completion>,
 }
 
 impl Outgoing {
-    fn new(hub: Arc<Hub>, peer: Arc<Peer>, token: u64) -> Self {
+    fn new(hub: Arc<Hub>, peer: Arc<Peer>, token: u64, sharing: Option<Sharing>) -> Self {
         Self {
             hub,
             peer,
             token,
-            inflow: Inflow::new(),
+            inflow: Inflow::new(sharing.is_some()),
             outflow: Outflow::new(),
             sequence: 0,
             sent: VecDeque::new(),
             sent_bytes: 0,
             reading: None,
+            sharing,
+            pulling: None,
             moved: Instant::now(),
             ended: Vec::new(),
         }
     }
 
-    fn flags(&self) -> Flags {
-        if self.hub.settings.checksums { Flags::NONE } else { Flags::BARE }
+    /// How copies that are like this one travel.
+    fn flags(&self, like: &Copy) -> Flags {
+        let shared = if self.sharing.is_some() { Flags::SHARED } else { Flags::NONE };
+        match self.hub.settings.checksums {
+            false => shared | Flags::BARE,
+            // To make them here would read all bytes twice; who copies makes them on the way.
+            true if self.sharing.is_some() && !from_arena(like) => shared | Flags::BARE | Flags::MADE,
+            true => shared,
+        }
     }
 
     /// True if there is more to do at once.
@@ -358,7 +394,7 @@ impl Outgoing {
         while self.outflow.is_writable() {
             // Frame by frame, so that the kernel finds in cache what the checksum has read.
             while self.outflow.is_empty() {
-                if !self.build(now) {
+                if !self.build(now)? {
                     return Ok(false);
                 }
             }
@@ -374,21 +410,22 @@ impl Outgoing {
     }
 
     /// Makes the next frame. False: nothing to send, or the window is full. No frame may have come of it.
-    fn build(&mut self, now: Instant) -> bool {
+    fn build(&mut self, now: Instant) -> io::Result<bool> {
         let settings = &self.hub.settings;
         if self.sent.len() >= settings.window_frames || self.sent_bytes >= settings.window_bytes {
-            return false;
+            return Ok(false);
         }
         let mut taken = self.peer.take(self.token);
-        let Some(op) = taken.first().map(|copy| copy.op) else { return false };
+        let Some(first) = taken.first() else { return Ok(false) };
+        let (op, flags) = (first.op, self.flags(first));
         let Some(regions) = self.hub.regions().cloned() else {
             self.end_all(taken, Outcome::Lost);
-            return true;
+            return Ok(true);
         };
-        let flags = self.flags();
         let (mut table, mut sums) = (Vec::with_capacity(taken.len() * (ENTRY_BYTES + 4)), Vec::new());
         let (mut bodies, mut holds, mut bytes) = (Vec::new(), Vec::new(), 0);
-        let ended = &mut self.ended;
+        let mut broken = None;
+        let Self { ended, sharing, outflow, .. } = self;
         taken.retain(|copy| {
             let length = u64::from(copy.bytes);
             let refused = if length > BODY_LIMIT || table_bytes(copy) > TABLE_LIMIT {
@@ -419,38 +456,79 @@ impl Outgoing {
             }
             bytes += length;
             frames::put_entry(&mut table, &Entry { at: copy.remote, bytes: copy.bytes, grain: copy.grain });
+            if let Some(sharing) = sharing.as_mut().filter(|_| op == Op::Write) {
+                let Span { region, offset, .. } = copy.local;
+                frames::put_place(&mut table, &Place { region, offset });
+                // The hold says that it exists.
+                broken = broken.take().or(sharing.offer(&regions, region, outflow).err());
+            }
             true
         });
         if taken.is_empty() {
-            return true;
+            return Ok(true);
         }
         if self.sent.is_empty() {
             self.moved = now;
         }
         self.sequence += 1;
         let (sequence, copies) = (self.sequence, taken.len());
-        self.sent.push_back(Sent { sequence, copies: taken, bytes, holds });
+        let lent = if flags.has(Flags::SHARED) { std::mem::take(&mut bodies) } else { Vec::new() };
+        self.sent.push_back(Sent { sequence, copies: taken, bytes, holds, _lent: lent });
         self.sent_bytes += bytes;
+        if let Some(error) = broken {
+            return Err(error);
+        }
         let head = if op == Op::Write {
             frames::put_sums(&mut table, &sums);
-            frames::encode(Kind::Write, flags, copies, sequence, bytes, &table)
+            let body = if flags.has(Flags::SHARED) { 0 } else { bytes };
+            frames::encode(Kind::Write, flags, copies, sequence, body, &table)
         } else {
             frames::encode(Kind::Read, flags, copies, sequence, 0, &table)
         };
         self.outflow.push(head, bodies);
         count(&self.hub.tally.frames_out, 1);
-        true
+        Ok(true)
     }
 
     /// True if the budget was used up before the socket was empty.
     fn receive(&mut self, socket: BorrowedFd<'_>, now: Instant, budget: &mut usize) -> io::Result<bool> {
         loop {
+            if !self.pull(socket, budget)? {
+                return Ok(true);
+            }
             match self.inflow.next(socket, now, budget)? {
-                Step::Frame(header, table) => self.answer(header, table).map_err(io::Error::other)?,
+                Step::Frame(header, table) => self.heard(header, table)?,
                 Step::Body(_, body) => self.arrived(*body),
                 Step::Dry => return Ok(false),
                 Step::Spent => return Ok(true),
             }
+        }
+    }
+
+    /// Copies what a DATA has named out of the target's memory. False: the budget is used up.
+    fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
+        let Some(pulling) = &mut self.pulling else { return Ok(true) };
+        if !pulling.body.pull(&pulling.places, &pulling.views, budget)? {
+            return Ok(false);
+        }
+        // The target shuts the lane down before it takes its memory back: if it stands, all bytes were held.
+        if is_hung_up(socket) {
+            return Err(io::Error::other("the target has left"));
+        }
+        if let Some(Pulling { sequence, body, .. }) = self.pulling.take() {
+            self.arrived(body);
+            self.outflow.push(frames::encode(Kind::Release, Flags::NONE, 1, sequence, 0, &[]), Vec::new());
+        }
+        Ok(true)
+    }
+
+    fn heard(&mut self, header: Header, table: Table) -> io::Result<()> {
+        match (table, &mut self.sharing) {
+            (Table::Region(told), Some(sharing)) => {
+                sharing.learn(told, self.inflow.take_descriptor()).map_err(io::Error::other)
+            }
+            (Table::Refuse(reason), _) => Err(io::Error::other(format!("the target refuses: {reason}"))),
+            (table, _) => self.answer(header, table).map_err(io::Error::other),
         }
     }
 
@@ -470,7 +548,9 @@ impl Outgoing {
                 self.end_each(&sent.copies, outcomes);
                 Ok(())
             }
-            Table::Data { outcomes, sums, .. } if op == Some(Op::Read) => self.take_data(header, sent, outcomes, sums),
+            Table::Data { outcomes, places, sums } if op == Some(Op::Read) => {
+                self.take_data(header, sent, outcomes, places, sums)
+            }
             _ => {
                 self.sent.push_back(sent);
                 Err(FrameError::OutOfTurn(header.kind))
@@ -483,24 +563,37 @@ impl Outgoing {
         header: Header,
         mut sent: Sent,
         outcomes: Vec<Outcome>,
+        places: Vec<Place>,
         sums: Vec<u32>,
     ) -> Result<(), FrameError> {
         let done = || sent.copies.iter().zip(&outcomes).filter(|(_, outcome)| **outcome == Outcome::Done);
         let bytes: u64 = done().map(|(copy, _)| u64::from(copy.bytes)).sum();
         let expected: usize = done().map(|(copy, _)| sum_count(copy.bytes.into(), copy.grain)).sum();
-        let expected = if self.hub.settings.checksums { expected } else { 0 };
-        if outcomes.len() != sent.copies.len() || header.body != bytes || sums.len() != expected {
+        let flags = sent.copies.first().map_or(Flags::NONE, |first| self.flags(first));
+        let expected = if flags.has(Flags::BARE) { 0 } else { expected };
+        let views: Option<Vec<Arc<View>>> = match &self.sharing {
+            Some(sharing) => places.iter().map(|place| sharing.view(place.region)).collect(),
+            None => Some(Vec::new()),
+        };
+        let inside = if flags.has(Flags::SHARED) { 0 } else { bytes };
+        let fits = outcomes.len() == sent.copies.len()
+            && header.flags == flags
+            && header.body == inside
+            && sums.len() == expected;
+        let (true, Some(views)) = (fits, views) else {
             self.sent.push_back(sent);
             return Err(FrameError::Inconsistent("answer"));
-        }
-        let mut body = Body::new(sums);
+        };
+        let mut body = if flags.has(Flags::MADE) { Body::making() } else { Body::new(sums) };
         for ((copy, hold), outcome) in sent.copies.iter().zip(std::mem::take(&mut sent.holds)).zip(&outcomes) {
             if *outcome == Outcome::Done {
                 body.push(Ok(hold), copy.bytes, copy.grain);
             }
         }
         self.reading = Some((sent.copies, outcomes));
-        if header.body == 0 {
+        if flags.has(Flags::SHARED) {
+            self.pulling = Some(Pulling { sequence: header.sequence, body, places, views });
+        } else if header.body == 0 {
             self.arrived(body);
         } else {
             self.inflow.expect(header, body);
@@ -566,7 +659,7 @@ impl Lane for Outgoing {
     }
 
     fn stalls_at(&self) -> Option<Instant> {
-        let busy = !self.sent.is_empty() || self.reading.is_some();
+        let busy = !self.sent.is_empty() || self.reading.is_some() || !self.outflow.is_empty();
         let silent = busy.then(|| self.moved + STALLED_AFTER);
         [silent, self.inflow.due()].into_iter().flatten().min()
     }
@@ -578,8 +671,9 @@ impl Lane for Outgoing {
     fn end(&mut self, reason: &str) {
         let idle = self.sent.is_empty() && self.reading.is_none();
         // The holds first: a completion says that this side's memory is quiet.
-        self.inflow = Inflow::new();
+        self.inflow = Inflow::new(false);
         self.outflow = Outflow::new();
+        self.pulling = None;
         let sent = std::mem::take(&mut self.sent);
         let reading = self.reading.take().map(|(copies, _)| copies);
         for copies in sent.into_iter().map(|sent| sent.copies).chain(reading) {
