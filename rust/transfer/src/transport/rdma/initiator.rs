@@ -31,6 +31,7 @@ use crate::types::NodeAddress;
 use super::control::{self, Answer, Control, Message, PortAddress, QueueAddress, SUMS_PER_MESSAGE, Wanted};
 use super::device::{Pair, Side, Work};
 use super::pinned::{Chunk, Run};
+use super::slices::{Cut, cut};
 use super::topology::Location;
 use super::{Cards, End, Phase, SLICE_BYTES, STALLED_AFTER, Shared, WINDOW, broken, random};
 
@@ -407,23 +408,21 @@ impl<'a> Path<'a> {
             return Err(broken("grants something else than was asked for"));
         }
         flight.sums = sums;
-        let mut theirs = theirs.iter().map(|run| (run.address, run.bytes, Arc::<[u32]>::from(&run.keys[..])));
-        let mut there = theirs.next();
-        for run in &flight.runs {
-            let (mut local, mut left) = (run.address, run.bytes);
-            while left > 0 {
-                // Both sides' runs add up to the same, so one is there.
-                let Some((remote, open, keys)) = &mut there else { break };
-                let step = left.min(*open).min(SLICE_BYTES);
-                let (chunk, keys) = (run.chunk.clone(), keys.clone());
-                self.ready.push_back(Slice { copy: number, write, local, chunk, remote: *remote, keys, bytes: step });
-                flight.left += 1;
-                (local, left) = (local + u64::from(step), left - step);
-                (*remote, *open) = (remote.wrapping_add(u64::from(step)), *open - step);
-                if *open == 0 {
-                    there = theirs.next();
-                }
-            }
+        let keys: Vec<Arc<[u32]>> = theirs.iter().map(|run| run.keys.as_slice().into()).collect();
+        let bytes_here: Vec<u32> = flight.runs.iter().map(|run| run.bytes).collect();
+        let bytes_there: Vec<u32> = theirs.iter().map(|run| run.bytes).collect();
+        for Cut { here, there, bytes } in cut(&bytes_here, &bytes_there, SLICE_BYTES) {
+            let run = &flight.runs[here.0];
+            self.ready.push_back(Slice {
+                copy: number,
+                write,
+                local: run.address + u64::from(here.1),
+                chunk: run.chunk.clone(),
+                remote: theirs[there.0].address.wrapping_add(u64::from(there.1)),
+                keys: keys[there.0].clone(),
+                bytes,
+            });
+            flight.left += 1;
         }
         if write {
             self.unsummed.push(number);

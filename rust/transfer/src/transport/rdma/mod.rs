@@ -11,6 +11,7 @@
 //! * `verbs`, `device`: libibverbs, loaded at run time, and owners for what it makes.
 //! * `topology`: which ports there are, their addresses, which memory they are near.
 //! * `pinned`: registered memory as the cards know it.
+//! * `slices`: how copies are cut; `sieve`: which path makes room for another.
 //! * `control`: what both ends say to each other (a diagram), and the connection for it.
 //! * `initiator`, `target`: the two ends of a path. A path has one direction; its reads come back on it.
 //!
@@ -35,6 +36,7 @@ pub mod device;
 mod initiator;
 pub mod pinned;
 pub mod sieve;
+mod slices;
 mod target;
 pub mod topology;
 pub mod verbs;

@@ -16,6 +16,7 @@ use crate::region::{Access, Region, Regions};
 use crate::types::{RegionId, Span};
 
 use super::device::{Rail, Registration};
+use super::slices::chunks;
 use super::verbs::{ACCESS_LOCAL_WRITE, ACCESS_REMOTE_READ, ACCESS_REMOTE_WRITE};
 
 const CHUNK_BYTES: u64 = 256 << 20;
@@ -80,16 +81,12 @@ impl Pinned {
         pointer: NonNull<u8>,
         bytes: u32,
     ) -> Result<Option<Vec<Run>>, Error> {
-        let (mut runs, mut offset, end) = (Vec::with_capacity(1), at.offset, at.offset + u64::from(bytes));
-        while offset < end {
-            let index = offset / CHUNK_BYTES;
-            let step = end.min((index + 1) * CHUNK_BYTES) - offset;
+        let mut runs = Vec::with_capacity(1);
+        for (index, offset, bytes) in chunks(at.offset, bytes, CHUNK_BYTES) {
             let address = pointer.as_ptr() as u64 + (offset - at.offset);
             let base = address - (offset - index * CHUNK_BYTES);
             let Some(chunk) = self.chunk(regions, at.region, index, base)? else { return Ok(None) };
-            // A step is at most `bytes`.
-            runs.push(Run { address, bytes: step as u32, chunk });
-            offset += step;
+            runs.push(Run { address, bytes, chunk });
         }
         Ok(Some(runs))
     }
