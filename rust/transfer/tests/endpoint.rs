@@ -486,6 +486,26 @@ fn dropping_an_engine_ends_what_it_had_begun() {
     assert!(peer.find("x", Duration::ZERO).is_err());
 }
 
+#[test]
+fn closing_a_peer_ends_its_transfers_and_no_others() {
+    let (a, b, c) = (engine("a"), engine("b"), engine("c"));
+    let proxy = Proxy::new(&b.address().address);
+    let peer = a.connect(&proxy.address, Via::Only(Kind::Tcp), PATIENCE).expect("reachable");
+    let other = connect(&a, &c);
+    let source = memory(&a, &vec![1; 16 * MIB], None);
+    let (there, elsewhere) = (memory(&b, &vec![0; 16 * MIB], None), memory(&c, &vec![0; 16 * MIB], None));
+    proxy.freeze(true);
+    let stuck = a.submit(&peer, Op::Write, &whole(&source, there.handle()), how(b"never")).expect("room");
+    let going = a.submit(&other, Op::Write, &whole(&source, elsewhere.handle()), How::default()).expect("room");
+    peer.close();
+    assert_eq!(failure(&stuck), Failure::Unreachable);
+    done(&going);
+    let late = a.submit(&peer, Op::Write, &whole(&source, there.handle()), How::default()).map(|_| ());
+    assert!(late.expect_err("closed").message.contains("closed"));
+    source.unregister(PATIENCE).expect("quiet");
+    a.driver().check();
+}
+
 // -- notifications ---------------------------------------------------------------------------------------------------
 
 #[test]
