@@ -18,7 +18,7 @@ help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worker on two nodes, KV over shm
-	$(BIN)/pyengine serve --nodes 2 --prefill 1 --decode 1 --transport tcp $(SERVE_FLAGS)
+	$(BIN)/pyengine serve --nodes 2 --prefill 1 --decode 1 $(SERVE_FLAGS)
 
 test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
