@@ -69,15 +69,17 @@ pub fn size(text: &str) -> Result<u64, String> {
 
 /// For flags that are a time in seconds.
 pub fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
-    // A year is for ever; more would not fit.
-    Duration::try_from_secs_f64(seconds.min(3.2e7)).map_err(|_| format!("{text:?} is no number of seconds"))
+    let refuse = || format!("{text:?} is no number of seconds");
+    let seconds: f64 = text.parse().map_err(|_| refuse())?;
+    // A year is for ever; much more would not fit. Not by `min`, which prefers any number to one that is none.
+    let seconds = if seconds > 3.2e7 { 3.2e7 } else { seconds };
+    Duration::try_from_secs_f64(seconds).map_err(|_| refuse())
 }
 
 /// Microseconds of measured times: the value below which `per_mille` of them lie (nearest rank). `times` is sorted.
 pub fn microseconds(times: &[Duration], per_mille: usize) -> f64 {
     let rank = (times.len() * per_mille).div_ceil(1000).clamp(1, times.len().max(1));
-    times.get(rank - 1).map_or(f64::NAN, |time| time.as_secs_f64() * 1e6)
+    times.get(rank - 1).map_or(f64::NAN, |time| time.as_nanos() as f64 / 1e3)
 }
 
 /// `64KiB`, `1MiB`, `1000`.

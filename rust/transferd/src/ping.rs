@@ -81,7 +81,7 @@ pub fn run(arguments: &Arguments) -> Result<(), Error> {
             Path::Up => ("up", String::new()),
             Path::Connecting => ("connecting", String::new()),
             Path::Down(why) => ("down", why.clone()),
-            Path::None => ("none", "not asked for".into()),
+            Path::None => ("none", "not tried".into()),
         };
         PathLine { transport: report.kind.name(), state, why, taken: taken == Some(index) }
     });
