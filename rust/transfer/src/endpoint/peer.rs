@@ -29,7 +29,7 @@ use crate::mailbox::poll_timeout;
 use crate::messages::{EngineMessage, Purpose, RegionInfo};
 use crate::mover::{Ended, Failure, Progress, TransferId, Via};
 use crate::session::{Ended as SessionEnded, Event, Session};
-use crate::types::{Nanos, NodeAddress};
+use crate::types::{Incarnation, Nanos, NodeAddress};
 use crate::wire;
 
 /// Between two attempts to reach a peer again: from, to.
@@ -86,6 +86,8 @@ struct Pending {
     transfer: Arc<TransferState>,
     /// Keeps the connection while the transfer lasts. So a `Pending` is never dropped under the lock.
     _peer: Peer,
+    /// The life of the peer that it goes to.
+    life: Incarnation,
     id: Option<TransferId>,
     notifies: bool,
     payload: Option<Vec<u8>>,
@@ -190,12 +192,8 @@ impl Remote {
             if state.closed {
                 break Err(Error::bug(format!("the connection to {} was closed", self.address)));
             }
-            if !asked && state.standing {
-                say(&self.link, &EngineMessage::Find { ticket, name: name.into() });
-                state.finds.insert(ticket, Answer::Awaited);
-                asked = true;
-            }
             match state.finds.get(&ticket) {
+                // Of the life that `node` tells: the end of a session turns all answers into lost ones.
                 Some(Answer::Found(found)) => {
                     let found = *found;
                     let node = state.node.clone().unwrap_or_else(|| unreachable!("a peer that has answered"));
@@ -203,6 +201,11 @@ impl Remote {
                 }
                 Some(Answer::Lost) => asked = false,
                 Some(Answer::Awaited) | None => {}
+            }
+            if !asked && state.standing {
+                say(&self.link, &EngineMessage::Find { ticket, name: name.into() });
+                state.finds.insert(ticket, Answer::Awaited);
+                asked = true;
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -239,8 +242,17 @@ impl Remote {
         }
         let notifies = payload.is_some();
         let number = transfer.number;
-        let pending =
-            Pending { transfer, _peer: peer, id: None, notifies, payload, deadline, moved: None, wanted: None };
+        let pending = Pending {
+            transfer,
+            _peer: peer,
+            life: life.incarnation,
+            id: None,
+            notifies,
+            payload,
+            deadline,
+            moved: None,
+            wanted: None,
+        };
         state.pending.insert(number, pending);
         Ok(life)
     }
@@ -262,21 +274,33 @@ impl Remote {
 
     /// The driver is done with a transfer.
     pub fn moved(&self, number: u64, ended: Ended) {
-        let mut state = self.lock();
+        let mut guard = self.lock();
+        let state = &mut *guard;
         let Some(pending) = state.pending.get_mut(&number) else { return };
-        if matches!(ended, Ended::Done { .. }) {
-            match (pending.payload.take(), pending.wanted.clone()) {
-                (None, _) => self.finish(state, number, ended),
-                // In time for the data, but not for the notification.
-                (Some(_), Some(wanted)) => self.finish(state, number, wanted),
-                (Some(payload), None) => {
-                    pending.moved = Some(ended);
-                    state.outbox.push(number, payload);
-                    self.flush(&mut state);
-                }
-            }
+        let (payload, wanted) = (pending.payload.take(), pending.wanted.clone());
+        let (Some(payload), Ended::Done { .. }) = (payload, &ended) else {
+            self.finish(guard, number, ended);
+            return;
+        };
+        let copies = pending.transfer.copies;
+        let failed = |why, message: &str| Some(Ended::Failed { part: copies, why, message: message.into() });
+        let in_vain = if wanted.is_some() {
+            // In time for the data, but not for the notification.
+            wanted
+        } else if state.closed {
+            failed(Failure::Unreachable, "the connection was closed before it was notified")
+        } else if state.node.as_ref().is_some_and(|node| node.incarnation != pending.life) {
+            failed(Failure::Fenced, "the peer restarted before it was notified")
         } else {
-            self.finish(state, number, ended);
+            None
+        };
+        match in_vain {
+            Some(ended) => self.finish(guard, number, ended),
+            None => {
+                pending.moved = Some(ended);
+                state.outbox.push(number, payload);
+                self.flush(state);
+            }
         }
     }
 
@@ -288,7 +312,9 @@ impl Remote {
         if pending.moved.is_none() {
             return pending.id;
         }
-        state.ending.push(number);
+        if !state.ending.contains(&number) {
+            state.ending.push(number);
+        }
         self.settle(state);
         None
     }
@@ -551,5 +577,127 @@ impl State {
             }
         }
         Some(pending)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: what happens between two steps of the session's thread is not lost, and nothing told of one life reaches the
+    //! next. Method: real engines; the test takes the part of the driver or of the thread at the moment in question.
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::endpoint::{Endpoint, Settings};
+    use crate::server::{Listener, Threads, accept_all};
+    use crate::transport::Kind;
+    use crate::types::RegionId;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    fn engine(node: &str, listen: &str) -> Endpoint {
+        let settings = Settings { node: Some(node.into()), listen: Some(listen.into()), ..Settings::default() };
+        Endpoint::start(settings).expect("starts")
+    }
+
+    fn connect(from: &Endpoint, to: &Endpoint) -> Peer {
+        from.connect(&to.address().address, Via::Auto, PATIENCE).expect("reachable")
+    }
+
+    /// A transfer with a notification whose data move.
+    fn moving(peer: &Peer) -> Arc<TransferState> {
+        let transfer = TransferState::new(1 << 40, 1, 1);
+        let beginning =
+            Beginning { peer: peer.clone(), transfer: transfer.clone(), payload: Some(vec![1]), deadline: None };
+        assert!(peer.0.remote.begin(beginning).is_ok());
+        transfer
+    }
+
+    fn done() -> Ended {
+        Ended::Done { via: Kind::Tcp, fallback: false, retries: 0 }
+    }
+
+    fn failure(transfer: &TransferState) -> Option<Failure> {
+        match transfer.outcome() {
+            Some(Ended::Failed { why, .. }) => Some(why),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn data_that_have_moved_when_the_peer_is_closed_are_not_forgotten() {
+        let (a, b) = (engine("a", "127.0.0.1:0"), engine("b", "127.0.0.1:0"));
+        let peer = connect(&a, &b);
+        let transfer = moving(&peer);
+        peer.0.remote.close("closed");
+        peer.0.remote.moved(transfer.number, done());
+        assert_eq!(failure(&transfer), Some(Failure::Unreachable));
+    }
+
+    #[test]
+    fn data_that_have_moved_to_the_life_before_notify_nobody() {
+        let (a, b) = (engine("a", "127.0.0.1:0"), engine("b", "127.0.0.1:0"));
+        let peer = connect(&a, &b);
+        let (transfer, life) = (moving(&peer), peer.address());
+        drop(b);
+        let restarted = engine("b", &life.address);
+        // It answers, so it is reached in its new life.
+        assert!(peer.find("nothing", PATIENCE).is_err() && peer.address().incarnation != life.incarnation);
+        peer.0.remote.moved(transfer.number, done());
+        assert_eq!(failure(&transfer), Some(Failure::Fenced));
+        assert!(!restarted.wait_notification(Duration::from_millis(50)));
+    }
+
+    #[test]
+    fn a_question_that_was_lost_is_asked_again() {
+        // An engine that hears questions and answers the second.
+        let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
+        let me = NodeAddress { node: "b".into(), address: at.to_string(), incarnation: 1 };
+        let (threads, until) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
+        let (heard, questions) = mpsc::channel();
+        let (all, stop, node) = (threads.clone(), until.clone(), me.clone());
+        let accept = move || {
+            accept_all(&[listener], &stop, |stream| {
+                let (link, node, heard) = (Link::new().expect("an eventfd"), node.clone(), heard.clone());
+                let (within, mut asked) = (link.clone(), 0);
+                let serve = move || {
+                    let key = crate::config::open_key();
+                    let session = Session::accept(key, node, nonce().expect("random"), now());
+                    let mut connection = Connection::new(stream, session, within.clone()).expect("a socket");
+                    connection.handshake().expect("it knows the key");
+                    connection.welcome();
+                    connection.drive(|payload, _| {
+                        if let Ok(EngineMessage::Find { ticket, .. }) = wire::decode(&payload) {
+                            asked += 1;
+                            let region = RegionId(asked);
+                            let info = RegionInfo { region, bytes: 1, grain: 0, read: true, write: true };
+                            if asked == 2 {
+                                say(&within, &EngineMessage::Found { ticket, region: Some(info) });
+                            }
+                            heard.send(asked).expect("the test listens");
+                        }
+                        Ok(())
+                    });
+                };
+                all.spawn("answers", &link, serve).expect("not stopping");
+            });
+        };
+        threads.spawn("accept", &until, accept).expect("starts");
+        let a = engine("a", "127.0.0.1:0");
+        let remote = Remote::new(&me.address, Via::Auto, 1).expect("an eventfd");
+        let (at, to) = (a.shared.clone(), remote.clone());
+        a.threads.spawn("peer", &remote.link, move || to.run(&at)).expect("starts");
+        remote.met(Instant::now() + PATIENCE).expect("it answers");
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| remote.find("it", PATIENCE));
+            assert_eq!(questions.recv_timeout(PATIENCE), Ok(1));
+            // The session was lost and stands again before the asker had a chance to look.
+            remote.lock().finds.values_mut().for_each(|answer| *answer = Answer::Lost);
+            remote.changed.notify_all();
+            assert_eq!(questions.recv_timeout(PATIENCE), Ok(2));
+            assert_eq!(asking.join().expect("no panic").expect("answered").region, RegionId(2));
+        });
+        remote.close("over");
+        until.close("over");
+        threads.stop("over");
     }
 }

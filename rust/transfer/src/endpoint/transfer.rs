@@ -37,7 +37,7 @@ impl Transfer {
 
     /// How it ended, if it has.
     pub fn outcome(&self) -> Option<Ended> {
-        self.state.lock().outcome.clone()
+        self.state.outcome()
     }
 
     /// True if it has ended.
@@ -54,7 +54,7 @@ impl Transfer {
     /// How far it is.
     pub fn progress(&self) -> Progress {
         let bytes = self.state.bytes;
-        match self.outcome() {
+        match self.state.outcome() {
             Some(Ended::Done { .. }) => Progress { bytes_done: bytes, bytes },
             _ => self.peer.progress(self.state.number).unwrap_or(Progress { bytes_done: 0, bytes }),
         }
@@ -121,6 +121,10 @@ impl State {
     pub fn new(number: u64, copies: usize, bytes: u64) -> Arc<Self> {
         let (slot, ended) = (Mutex::default(), Condvar::new());
         Arc::new(Self { number, copies, bytes, over: AtomicBool::new(false), slot, ended })
+    }
+
+    pub fn outcome(&self) -> Option<Ended> {
+        self.lock().outcome.clone()
     }
 
     /// It has ended. Only the first call counts.
