@@ -262,12 +262,13 @@ fn unregistered_memory_is_given_back() {
     let before = sender.outcomes.len();
     sender.wait(before + 1);
     let buffer = peer.regions.remove(remote).expect("registered");
+    let late = sender.submit(&peer.address, Op::Write, at(local, 0), at(remote, 0), PIECE, 0);
     assert!(buffer.wait_quiet(PATIENCE));
     assert_eq!(peer.transport.shared().pinned_chunks(), 0, "the cards have forgotten it");
     let outcomes = sender.finish();
     let path = sender.node.transport.path(&peer.address.node);
     assert!(outcomes.iter().all(|it| matches!(it, Outcome::Done | Outcome::Fenced)), "{outcomes:?}, path: {path:?}");
-    assert_eq!(outcomes.last(), Some(&Outcome::Fenced));
+    assert_eq!(sender.outcomes[&late], Outcome::Fenced);
     assert_eq!(sender.one(&peer.address, Op::Write, at(local, 0), at(other, 0), 64, 0), Outcome::Done);
     let mine = sender.node.regions.remove(local).expect("registered");
     assert!(mine.wait_quiet(PATIENCE) && sender.node.transport.shared().pinned_chunks() == 0);
