@@ -6,6 +6,7 @@
 
 pub mod client;
 pub mod config;
+pub mod crc;
 pub mod daemon;
 pub mod engine;
 pub mod error;
