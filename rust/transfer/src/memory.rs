@@ -34,6 +34,7 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::stat::fstat;
 use nix::unistd::ftruncate;
 
+use crate::crc::Crc;
 use crate::error::Error;
 use crate::types::{Layout, SlotRef};
 
@@ -48,8 +49,9 @@ const COPY_PIECE: usize = 1024;
 
 /// CRC-32C (iSCSI) of a strip, as stored and as sent.
 pub fn checksum(bytes: &[u8]) -> u32 {
-    // The algorithm is 32 bits wide, so the upper half is zero.
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+    let mut crc = Crc::new();
+    crc.update(bytes);
+    crc.sum()
 }
 
 /// The slot's life is over, or somebody else is writing it: nothing may be written.

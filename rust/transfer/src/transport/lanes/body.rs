@@ -4,10 +4,9 @@
 use std::io;
 use std::sync::Arc;
 
-use crc_fast::{CrcAlgorithm, Digest};
 use nix::libc;
 
-use crate::memory::checksum;
+use crate::crc::Crc;
 use crate::region::{Denied, Writing, sum_count};
 use crate::transport::Outcome;
 
@@ -58,14 +57,13 @@ pub struct Body {
     at: usize,
     left: u64,
     /// Of a grain of which only a part has come.
-    digest: Digest,
+    partial: Crc,
 }
 
 impl Body {
     /// A body of no copies yet. `sums` is empty (nothing is verified), or has all checksums of all copies.
     pub fn new(sums: Vec<u32>) -> Self {
-        let digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
-        Self { sinks: Vec::new(), sums, compares: false, sink: 0, at: 0, left: 0, digest }
+        Self { sinks: Vec::new(), sums, compares: false, sink: 0, at: 0, left: 0, partial: Crc::new() }
     }
 
     /// A body without checksums whose bytes are compared with their source when they are pulled.
@@ -254,17 +252,11 @@ impl Body {
             // SAFETY: within the hold, which is ours; other threads of a buffer's owner may write there, and then the
             // checksum fails or not, as the contract of buffers says.
             let piece = unsafe { std::slice::from_raw_parts(hold.pointer.add(at), until - at) };
-            let sum = if at == first && until == last {
-                Some(checksum(piece))
-            } else {
-                if at == first {
-                    self.digest.reset();
-                }
-                self.digest.update(piece);
-                // The algorithm is 32 bits wide.
-                (until == last).then(|| self.digest.finalize() as u32)
-            };
-            if sum.is_some_and(|sum| sum != self.sums[sink.sum + first / grain]) {
+            if at == first {
+                self.partial = Crc::new();
+            }
+            self.partial.update(piece);
+            if until == last && self.partial.sum() != self.sums[sink.sum + first / grain] {
                 sink.outcome = Outcome::Corrupt;
             }
             at = until;
