@@ -105,11 +105,13 @@ class Bench:
         if not Path(command[0]).exists():
             note(f"{name}: left out: {command[0]} is not there (`make peers`)")
             return False
-        child = Child([str(word) for word in command], {**os.environ, **env}, cwd=ROOT)
+        # Ours is heard; others say much, which is kept where it can be looked up.
+        log = None if command[0] == sys.executable else (ROOT / ".venv-peers" / f"{name}.log").open("w")
+        child = Child([str(word) for word in command], {**os.environ, **env}, cwd=ROOT, log=log)
         try:
             child.hear()
         except EOFError as error:
-            note(f"{name}: left out: {error}")
+            note(f"{name}: left out: {error}" + (f" (see {log.name})" if log else ""))
             child.__exit__()
             return False
         self.children[name] = self.stack.enter_context(child)
@@ -138,7 +140,7 @@ class Bench:
             settings = (("--streams", streams, "--buffer", buffer) for streams in STREAMS for buffer in BUFFERS)
         tried = [(self.bare(what, op, batch, block, 0.2, *setting)["gbps"], setting) for setting in settings]
         best = max(tried)[1]
-        note(f"{transport} {op} {batch}x{block}: limit {what} with {' '.join(map(str, best)) or 'defaults'}")
+        note(f"{transport} {op} {batch}x{name_of(block)}: limit {what} with {' '.join(map(str, best)) or 'defaults'}")
         return lambda op, batch, block, seconds: self.bare(what, op, batch, block, seconds, *best)
 
     # -- cases ---------------------------------------------------------------------------------------------------------
@@ -156,9 +158,9 @@ class Bench:
                     )
                     for name, child in self.children.items()
                 }
-                limit = "limit" if transport == "tcp" else "memcpy"
-                if not (transport == "shm" and batch == 1):
-                    measures[limit] = self.seek(transport, op, batch, block)
+                # One small copy is compared with a ping-pong over a socket, whichever way it goes.
+                limit = "memcpy" if transport == "shm" and batch > 1 else "limit"
+                measures[limit] = self.seek(transport, op, batch, block)
                 if transport == "tcp" and (batch, block) == SHAPES[0] and have("iperf3"):
                     measures["iperf3"] = iperf3
                 self.report(case, batch, self.interleave(case, measures, op, batch, block))
@@ -185,7 +187,9 @@ class Bench:
             suffix = "" if ours == "ours" else f" {ours}"
             what, unit = ("p50_us", "us") if batch == 1 else ("gbps", "GB/s")
             value = turns.value(ours, what)
-            compared: list[str | None] = [*others] or [None]
+            # Others check nothing above TCP, so our figure without checksums is for the limit alone.
+            wanted = [name for name in others if ours != "unchecked" or name in ("limit", "memcpy")]
+            compared: list[str | None] = [*wanted] or [None]
             for other in compared:
                 more: dict[str, Any] = {"cpu_s_per_gb": turns.value(ours, "cpu_s_per_gb"), "turns": self.turns}
                 if other is None:

@@ -23,7 +23,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +94,7 @@ def measure(engine: Engine, target: Child, op: str, block: int, batch: int, seco
     """Batches of one shape, one after the other, for so long."""
     memory = engine.memory
     order = shuffled(batch)
-    sets = max(2, min(1024, POOL_BYTES // (block * batch)))
+    sets = max(2, min(64, POOL_BYTES // (block * batch)))
     assert sets * batch * block <= POOL_BYTES
     plain = np.arange(batch, dtype=np.uint64) * np.uint64(block)
     base = np.arange(sets, dtype=np.uint64) * np.uint64(block * batch)
@@ -142,9 +142,11 @@ def digest(memory: Memory, offsets: Offsets, block: int) -> int:
 class Child:
     """A process that is spoken with line by line, and ends with its standard input."""
 
-    def __init__(self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None, log: IO[str] | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=env, cwd=cwd, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout

@@ -23,7 +23,7 @@ class Ours:
             self.region = self.engine.register(self.memory, name="bench")
         else:
             self.region = self.engine.allocate(POOL_BYTES, name="bench")
-            self.memory = np.frombuffer(self.region, np.uint8)
+            self.memory = np.frombuffer(memoryview(self.region), np.uint8)
         self.more: list[TransferEngine] = []
 
     def start(self, checksums: bool) -> TransferEngine:

@@ -354,7 +354,7 @@ struct Pool {
 impl Pool {
     fn new(arguments: &Arguments) -> Self {
         let set = arguments.batch * arguments.block;
-        let sets = POOL_BYTES.div_ceil(set).max(2);
+        let sets = POOL_BYTES.div_ceil(set).clamp(2, 64);
         let length = (sets * set).try_into().expect("a batch of at least one block of at least one byte");
         let flags = MapFlags::MAP_PRIVATE;
         // SAFETY: a new mapping that nobody else knows; it is never unmapped, so 'static holds.
