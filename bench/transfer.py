@@ -36,6 +36,9 @@ PING = (1, 4 * KIB)
 STREAMS = sorted({1, 2, CORES, 2 * CORES})
 BUFFERS = (0, 256 * KIB, 512 * KIB, MIB)
 
+#: CPU time of both processes, and what of it was spent in the kernel.
+CPU = ("cpu_s_per_gb", "system_s_per_gb")
+
 #: Something that can be measured: (op, blocks, bytes, seconds) -> what the contender's driver says.
 Measure = Callable[[str, int, int, float], dict[str, float]]
 
@@ -191,13 +194,13 @@ class Bench:
             wanted = [name for name in others if ours != "unchecked" or name in ("limit", "memcpy")]
             compared: list[str | None] = [*wanted] or [None]
             for other in compared:
-                more: dict[str, Any] = {"cpu_s_per_gb": turns.value(ours, "cpu_s_per_gb"), "turns": self.turns}
+                more: dict[str, Any] = {name: turns.value(ours, name) for name in CPU} | {"turns": self.turns}
                 if other is None:
                     line("transfer", case + suffix, value, unit, **more)
                     continue
                 theirs = turns.value(other, what)
                 ratio = theirs / value if batch == 1 else value / theirs
-                more |= {"theirs": theirs, "their_cpu_s_per_gb": turns.value(other, "cpu_s_per_gb")}
+                more |= {"theirs": theirs} | {f"their_{name}": turns.value(other, name) for name in CPU}
                 line("transfer", case + suffix, value, unit, against=other, ratio=ratio, **more)
         if "ours" in turns.results and "unchecked" in turns.results and batch > 1:
             cost = turns.value("ours", "cpu_s_per_gb") - turns.value("unchecked", "cpu_s_per_gb")
@@ -240,8 +243,8 @@ def iperf3(op: str, batch: int, block: int, seconds: float) -> dict[str, float]:
     end = json.loads(result.stdout)["end"]
     cpu = end["cpu_utilization_percent"]
     rate = end["sum_received"]["bits_per_second"] / 8e9
-    used = (cpu["host_total"] + cpu["remote_total"]) / 100
-    return {"gbps": rate, "cpu_s_per_gb": used / rate, "p50_us": float("nan")}
+    used, system = ((cpu[f"host_{kind}"] + cpu[f"remote_{kind}"]) / 100 for kind in ("total", "system"))
+    return {"gbps": rate, "cpu_s_per_gb": used / rate, "system_s_per_gb": system / rate, "p50_us": float("nan")}
 
 
 def have(program: str) -> bool:

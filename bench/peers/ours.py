@@ -17,6 +17,7 @@ SHARE = POOL_BYTES // 64
 class Ours:
     def __init__(self, role: str, options: list[str]) -> None:
         self.transport: Any = options[0]
+        self.region: Any
         self.engine = self.start("unchecked" not in options)
         if "private" in options:
             self.memory = plain_memory()
