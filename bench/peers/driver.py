@@ -107,14 +107,14 @@ def measure(engine: Engine, target: Child, op: str, block: int, batch: int, seco
     there = target.ask({"digest": place[order].tolist(), "block": block})
     if digest(memory, place, block) != there:
         raise SystemExit(f"{op} of {batch} x {block} bytes: other bytes arrived than were sent")
-    before = np.add(cpu_seconds(), target.ask({}))
+    used = np.add(cpu_seconds(), target.ask({}))
     times: list[float] = []
     start = now = time.perf_counter()
     while now - start < seconds:
         engine.run(batches[len(times) % sets])
         before, now = now, time.perf_counter()
         times.append(now - before)
-    user, system = np.add(cpu_seconds(), target.ask({})) - before
+    user, system = np.add(cpu_seconds(), target.ask({})) - used
     moved = len(times) * batch * block
     times.sort()
     return {
