@@ -36,6 +36,9 @@ PING = (1, 4 * KIB)
 STREAMS = sorted({1, 2, CORES, 2 * CORES})
 BUFFERS = (0, 256 * KIB, 512 * KIB, MIB)
 
+#: CPU time of both processes, and what of it was spent in the kernel.
+CPU = ("cpu_s_per_gb", "system_s_per_gb")
+
 #: Something that can be measured: (op, blocks, bytes, seconds) -> what the contender's driver says.
 Measure = Callable[[str, int, int, float], dict[str, float]]
 
@@ -105,11 +108,13 @@ class Bench:
         if not Path(command[0]).exists():
             note(f"{name}: left out: {command[0]} is not there (`make peers`)")
             return False
-        child = Child([str(word) for word in command], {**os.environ, **env}, cwd=ROOT)
+        # Ours is heard; others say much, which is kept where it can be looked up.
+        log = None if command[0] == sys.executable else (ROOT / ".venv-peers" / f"{name}.log").open("w")
+        child = Child([str(word) for word in command], {**os.environ, **env}, cwd=ROOT, log=log)
         try:
             child.hear()
         except EOFError as error:
-            note(f"{name}: left out: {error}")
+            note(f"{name}: left out: {error}" + (f" (see {log.name})" if log else ""))
             child.__exit__()
             return False
         self.children[name] = self.stack.enter_context(child)
@@ -138,7 +143,7 @@ class Bench:
             settings = (("--streams", streams, "--buffer", buffer) for streams in STREAMS for buffer in BUFFERS)
         tried = [(self.bare(what, op, batch, block, 0.2, *setting)["gbps"], setting) for setting in settings]
         best = max(tried)[1]
-        note(f"{transport} {op} {batch}x{block}: limit {what} with {' '.join(map(str, best)) or 'defaults'}")
+        note(f"{transport} {op} {batch}x{name_of(block)}: limit {what} with {' '.join(map(str, best)) or 'defaults'}")
         return lambda op, batch, block, seconds: self.bare(what, op, batch, block, seconds, *best)
 
     # -- cases ---------------------------------------------------------------------------------------------------------
@@ -156,9 +161,9 @@ class Bench:
                     )
                     for name, child in self.children.items()
                 }
-                limit = "limit" if transport == "tcp" else "memcpy"
-                if not (transport == "shm" and batch == 1):
-                    measures[limit] = self.seek(transport, op, batch, block)
+                # One small copy is compared with a ping-pong over a socket, whichever way it goes.
+                limit = "memcpy" if transport == "shm" and batch > 1 else "limit"
+                measures[limit] = self.seek(transport, op, batch, block)
                 if transport == "tcp" and (batch, block) == SHAPES[0] and have("iperf3"):
                     measures["iperf3"] = iperf3
                 self.report(case, batch, self.interleave(case, measures, op, batch, block))
@@ -185,15 +190,17 @@ class Bench:
             suffix = "" if ours == "ours" else f" {ours}"
             what, unit = ("p50_us", "us") if batch == 1 else ("gbps", "GB/s")
             value = turns.value(ours, what)
-            compared: list[str | None] = [*others] or [None]
+            # Others check nothing above TCP, so our figure without checksums is for the limit alone.
+            wanted = [name for name in others if ours != "unchecked" or name in ("limit", "memcpy")]
+            compared: list[str | None] = [*wanted] or [None]
             for other in compared:
-                more: dict[str, Any] = {"cpu_s_per_gb": turns.value(ours, "cpu_s_per_gb"), "turns": self.turns}
+                more: dict[str, Any] = {name: turns.value(ours, name) for name in CPU} | {"turns": self.turns}
                 if other is None:
                     line("transfer", case + suffix, value, unit, **more)
                     continue
                 theirs = turns.value(other, what)
                 ratio = theirs / value if batch == 1 else value / theirs
-                more |= {"theirs": theirs, "their_cpu_s_per_gb": turns.value(other, "cpu_s_per_gb")}
+                more |= {"theirs": theirs} | {f"their_{name}": turns.value(other, name) for name in CPU}
                 line("transfer", case + suffix, value, unit, against=other, ratio=ratio, **more)
         if "ours" in turns.results and "unchecked" in turns.results and batch > 1:
             cost = turns.value("ours", "cpu_s_per_gb") - turns.value("unchecked", "cpu_s_per_gb")
@@ -236,8 +243,8 @@ def iperf3(op: str, batch: int, block: int, seconds: float) -> dict[str, float]:
     end = json.loads(result.stdout)["end"]
     cpu = end["cpu_utilization_percent"]
     rate = end["sum_received"]["bits_per_second"] / 8e9
-    used = (cpu["host_total"] + cpu["remote_total"]) / 100
-    return {"gbps": rate, "cpu_s_per_gb": used / rate, "p50_us": float("nan")}
+    used, system = ((cpu[f"host_{kind}"] + cpu[f"remote_{kind}"]) / 100 for kind in ("total", "system"))
+    return {"gbps": rate, "cpu_s_per_gb": used / rate, "system_s_per_gb": system / rate, "p50_us": float("nan")}
 
 
 def have(program: str) -> bool:

@@ -17,13 +17,14 @@ SHARE = POOL_BYTES // 64
 class Ours:
     def __init__(self, role: str, options: list[str]) -> None:
         self.transport: Any = options[0]
+        self.region: Any
         self.engine = self.start("unchecked" not in options)
         if "private" in options:
             self.memory = plain_memory()
             self.region = self.engine.register(self.memory, name="bench")
         else:
             self.region = self.engine.allocate(POOL_BYTES, name="bench")
-            self.memory = np.frombuffer(self.region, np.uint8)
+            self.memory = np.frombuffer(memoryview(self.region), np.uint8)
         self.more: list[TransferEngine] = []
 
     def start(self, checksums: bool) -> TransferEngine:

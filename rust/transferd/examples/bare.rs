@@ -138,7 +138,7 @@ fn memcpy(arguments: &Arguments) -> io::Result<()> {
         }
     });
     let measured = measure(arguments, sets, work.collect())?;
-    report(arguments, &measured, 0.0)
+    report(arguments, &measured, Cpu::default())
 }
 
 fn pull(arguments: &Arguments) -> io::Result<()> {
@@ -179,7 +179,8 @@ fn target(arguments: &Arguments) -> io::Result<()> {
         for thread in threads {
             thread.join().expect("no panic")?;
         }
-        println!("{}", cpu_seconds()? - before);
+        let Cpu { user, system } = cpu_seconds()?.since(before);
+        println!("{user} {system}");
         Ok(())
     })
 }
@@ -214,7 +215,7 @@ fn memory(arguments: &Arguments) -> io::Result<()> {
     let pool = Pool::new(arguments);
     println!("{}", pool.bytes.as_ptr() as usize);
     io::stdin().read_to_end(&mut Vec::new())?;
-    println!("0");
+    println!("0 0");
     Ok(())
 }
 
@@ -314,12 +315,16 @@ impl Other {
         Ok(line.trim().into())
     }
 
-    /// Lets it end; returns the seconds of CPU that it says it has used.
-    fn end(mut self) -> io::Result<f64> {
+    /// Lets it end; returns what it says it has used.
+    fn end(mut self) -> io::Result<Cpu> {
         self.input = None;
         let line = self.line()?;
         self.process.wait()?;
-        line.parse().map_err(|_| io::Error::other(format!("the other process said {line:?}")))
+        let numbers: Vec<f64> = line.split(' ').filter_map(|number| number.parse().ok()).collect();
+        match numbers[..] {
+            [user, system] => Ok(Cpu { user, system }),
+            _ => Err(io::Error::other(format!("the other process said {line:?}"))),
+        }
     }
 }
 
@@ -354,7 +359,7 @@ struct Pool {
 impl Pool {
     fn new(arguments: &Arguments) -> Self {
         let set = arguments.batch * arguments.block;
-        let sets = POOL_BYTES.div_ceil(set).max(2);
+        let sets = POOL_BYTES.div_ceil(set).clamp(2, 64);
         let length = (sets * set).try_into().expect("a batch of at least one block of at least one byte");
         let flags = MapFlags::MAP_PRIVATE;
         // SAFETY: a new mapping that nobody else knows; it is never unmapped, so 'static holds.
@@ -396,7 +401,14 @@ fn order(batch: usize) -> Vec<usize> {
 struct Measured {
     batches: Vec<Duration>,
     all: Duration,
-    cpu: f64,
+    cpu: Cpu,
+}
+
+/// Seconds of CPU: in a process's own code, and in the kernel.
+#[derive(Clone, Copy, Default)]
+struct Cpu {
+    user: f64,
+    system: f64,
 }
 
 /// Runs the streams batch by batch.
@@ -440,31 +452,39 @@ where
         results.try_for_each(|result| result.map(drop))?;
         Ok::<_, io::Error>(first)
     })?;
-    Ok(Measured { batches, all, cpu: cpu_seconds()? - before })
+    Ok(Measured { batches, all, cpu: cpu_seconds()?.since(before) })
 }
 
-fn report(arguments: &Arguments, measured: &Measured, other_cpu: f64) -> io::Result<()> {
+fn report(arguments: &Arguments, measured: &Measured, other: Cpu) -> io::Result<()> {
     let bytes = (measured.batches.len() * arguments.batch * arguments.block) as f64;
     let mut batches: Vec<f64> = measured.batches.iter().map(|time| time.as_secs_f64() * 1e6).collect();
     batches.sort_by(f64::total_cmp);
     let percentile = |percent: usize| batches[(batches.len() * percent / 100).min(batches.len() - 1)];
+    let (user, system) = (measured.cpu.user + other.user, measured.cpu.system + other.system);
     let what = arguments.what.to_possible_value().map(|value| value.get_name().to_owned());
     let op = arguments.op.to_possible_value().map(|value| value.get_name().to_owned());
     let line = serde_json::json!({
         "what": what, "op": op, "block": arguments.block, "batch": arguments.batch, "streams": arguments.streams,
         "buffer": arguments.buffer, "call": arguments.call, "batches": batches.len(),
         "gbps": bytes / measured.all.as_secs_f64() / 1e9, "p50_us": percentile(50), "p99_us": percentile(99),
-        "cpu_s_per_gb": (measured.cpu + other_cpu) / bytes * 1e9,
+        "cpu_s_per_gb": (user + system) / bytes * 1e9, "system_s_per_gb": system / bytes * 1e9,
     });
     println!("{line}");
     Ok(())
 }
 
 /// Seconds of CPU that this process has used. The kernel counts them in ticks of 10 ms.
-fn cpu_seconds() -> io::Result<f64> {
+fn cpu_seconds() -> io::Result<Cpu> {
     let stat = std::fs::read_to_string("/proc/self/stat")?;
     // Behind the program's name, which may contain anything: fields 3 and following; 14 and 15 are user and system.
     let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
     let ticks = |field: usize| fields.get(field - 3).and_then(|text| text.parse::<f64>().ok());
-    ticks(14).zip(ticks(15)).map(|(user, system)| (user + system) / 100.0).ok_or_else(|| io::Error::other("no stat"))
+    let seconds = ticks(14).zip(ticks(15)).map(|(user, system)| Cpu { user: user / 100.0, system: system / 100.0 });
+    seconds.ok_or_else(|| io::Error::other("/proc/self/stat is not what it was"))
+}
+
+impl Cpu {
+    fn since(self, before: Self) -> Self {
+        Self { user: self.user - before.user, system: self.system - before.system }
+    }
 }
