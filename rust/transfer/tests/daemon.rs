@@ -4,13 +4,14 @@
 //! event, with a generous limit that only a failure reaches.
 
 mod lanes;
+mod proxy;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use pyengine_transfer::client::{ClientEvent, PoolClient};
@@ -29,6 +30,7 @@ use pyengine_transfer::types::{BlockKey, Layout, NodeAddress, SlotRef, Tag};
 use pyengine_transfer::wire;
 
 use lanes::{KEY, PATIENCE};
+use proxy::Proxy;
 
 const LAYOUT: Layout = Layout { strips: 6, strip_bytes: 512 };
 const HEAD: BlockKey = BlockKey([0; 16]);
@@ -539,56 +541,10 @@ impl Source {
     }
 }
 
-/// A proxy that passes bytes on, flips one of them, and cuts everything when told.
-struct Proxy {
-    address: String,
-    /// Flips the byte this far into the dialler's bytes after the next call; below zero: none.
-    flip: Arc<AtomicI64>,
-    streams: Arc<Mutex<Vec<TcpStream>>>,
-}
-
-fn proxy(to: &str) -> Proxy {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
-    let address = listener.local_addr().expect("bound").to_string();
-    let flip = Arc::new(AtomicI64::new(-1));
-    let streams: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
-    let (to, flipping, all) = (to.to_owned(), flip.clone(), streams.clone());
-    std::thread::spawn(move || {
-        for dialler in listener.incoming().map_while(Result::ok) {
-            let Ok(acceptor) = TcpStream::connect(&to) else { continue };
-            all.lock().expect("whole").extend([dialler.try_clone(), acceptor.try_clone()].into_iter().flatten());
-            let (there, back) = (dialler.try_clone().expect("clones"), acceptor.try_clone().expect("clones"));
-            let flip = flipping.clone();
-            std::thread::spawn(move || relay(there, acceptor, Some(&flip)));
-            std::thread::spawn(move || relay(back, dialler, None));
-        }
-    });
-    Proxy { address, flip, streams }
-}
-
-fn relay(mut from: TcpStream, mut to: TcpStream, flip: Option<&AtomicI64>) {
-    let mut buffer = [0; 65536];
-    while let Ok(bytes @ 1..) = from.read(&mut buffer) {
-        if let Some(flip) = flip {
-            let at = flip.load(Ordering::SeqCst);
-            if (0..bytes as i64).contains(&at) {
-                buffer[at as usize] ^= 4;
-                flip.store(-1, Ordering::SeqCst);
-            } else if at >= 0 {
-                flip.store(at - bytes as i64, Ordering::SeqCst);
-            }
-        }
-        if to.write_all(&buffer[..bytes]).is_err() {
-            break;
-        }
-    }
-    let _ = to.shutdown(Shutdown::Both);
-}
-
 #[test]
 fn a_byte_flipped_on_the_wire_is_found_wherever_it_is() {
     let (mut source, sink) = (source(), sink());
-    let proxy = proxy(&sink.lanes.address.address);
+    let proxy = Proxy::new(&sink.lanes.address.address);
     let peer = NodeAddress { address: proxy.address.clone(), ..sink.lanes.address.clone() };
     let head = 40 + 24 + 4 * i64::from(LAYOUT.strips);
     source.transport.connect(&peer);
@@ -626,7 +582,7 @@ fn daemons_survive_cut_and_damaged_lanes() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("binds");
     let port = listener.local_addr().expect("bound").to_string();
     drop(listener);
-    let proxy = proxy(&port);
+    let proxy = Proxy::new(&port);
     let behind = Config { listen: Some(port), advertise: Some(proxy.address.clone()), ..config("b") };
     let b = Daemon::start(&behind).expect("starts");
     let (prefill, decode) = (attach(&a, 1), attach(&b, 2));
@@ -651,9 +607,7 @@ fn daemons_survive_cut_and_damaged_lanes() {
     let there = tag(11, 2);
     grant(&decode, there, &[key(90)], 0);
     open(&prefill, there, &b).expect("granted");
-    for stream in proxy.streams.lock().expect("whole").drain(..) {
-        let _ = stream.shutdown(Shutdown::Both);
-    }
+    proxy.cut();
     let refusal = expect(&prefill, "Refused", |event| match event {
         LocalEvent::Refused { tag, refusal } if *tag == there => Some(*refusal),
         _ => None,

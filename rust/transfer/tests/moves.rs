@@ -644,7 +644,7 @@ fn run_seeds(test: &str, calm: bool, usual: u64) {
     }
     println!("{done} done, {busy} busy, {others:?}");
     // A model that never gets anywhere proves nothing.
-    assert!(count < 50 || done > count * 5, "too little happened: {done}");
+    assert!(count < 10 || done > count * 5, "too little happened: {done}");
     let expected: &[&str] =
         if calm { &["Cancelled"] } else { &["Cancelled", "DeadlinePassed", "Fenced", "Unreachable"] };
     assert!(count < 50 || expected.iter().all(|what| others.contains_key(*what)), "too little happened: {others:?}");
@@ -652,12 +652,12 @@ fn run_seeds(test: &str, calm: bool, usual: u64) {
 
 #[test]
 fn gentle_network() {
-    run_seeds("gentle_network", true, 30);
+    run_seeds("gentle_network", true, 15);
 }
 
 #[test]
 fn rough_network() {
-    run_seeds("rough_network", false, 100);
+    run_seeds("rough_network", false, 50);
 }
 
 // Goal: the same seed does the same. Method: run twice, compare how all transfers ended.

@@ -111,9 +111,11 @@ pub enum Outcome {
     Fenced,
     /// Refused there: outside the region, not whole strips, or not permitted. Nothing was touched.
     Denied,
-    /// A checksum did not hold at the destination. The bytes there are garbage; the copy may be sent again.
+    /// A checksum did not hold at the destination, be it that the bytes were damaged or that another copy wrote there at
+    /// the same time. The bytes there are garbage; the copy may be sent again.
     Corrupt,
-    /// The path broke before the outcome was known. A write may or may not have been applied; this side is quiet.
+    /// The path broke before the outcome was known. A write may or may not have been applied, or is applied even later,
+    /// but not after anything that is submitted to that peer from now on; this side is quiet.
     Lost,
 }
 

@@ -202,6 +202,10 @@ struct Inner {
     lives: BTreeMap<NodeId, Life>,
     ends: BTreeMap<Link, End>,
     flights: BTreeMap<u64, Flight>,
+    /// Those of a link that its owner waits for.
+    waited_for: BTreeMap<Link, BTreeSet<u64>>,
+    /// Those that nobody waits for.
+    orphans: BTreeSet<u64>,
     /// Pairs of nodes between which nothing comes through: by no path (`None`), or by one.
     cut: BTreeSet<(NodeId, NodeId, Option<Kind>)>,
     /// Paths that cannot be made.
@@ -233,10 +237,25 @@ impl Inner {
         self.lives.get(&node.node).is_some_and(|life| life.incarnation == node.incarnation)
     }
 
-    /// Copies that a link's owner waits for.
+    /// Copies that a link's owner waits for, in the order of submission.
     fn waited_for(&self, link: &Link) -> Vec<u64> {
-        let mine = |flight: &Flight| flight.link == *link && flight.orphan.is_none();
-        self.flights.iter().filter(|(_, flight)| mine(flight)).map(|(id, _)| *id).collect()
+        self.waited_for.get(link).into_iter().flatten().copied().collect()
+    }
+
+    /// The end of a copy, as far as the network is concerned.
+    fn remove(&mut self, id: u64) -> Option<Flight> {
+        let flight = self.flights.remove(&id)?;
+        self.orphans.remove(&id);
+        if let Some(waited_for) = self.waited_for.get_mut(&flight.link) {
+            waited_for.remove(&id);
+        }
+        Some(flight)
+    }
+
+    /// Removes those orphans that satisfy `which`.
+    fn remove_orphans(&mut self, which: impl Fn(&Flight) -> bool) {
+        let doomed: Vec<u64> = self.orphans.iter().copied().filter(|id| which(&self.flights[id])).collect();
+        doomed.into_iter().for_each(|id| drop(self.remove(id)));
     }
 
     // -- paths -------------------------------------------------------------------------------------------------------
@@ -319,6 +338,10 @@ impl Inner {
         let completion = Completion { id: flight.copy.id, outcome: Outcome::Lost };
         let (node, life, kind) = (flight.link.from.clone(), flight.from, flight.link.kind);
         flight.orphan = Some(told);
+        self.orphans.insert(id);
+        if let Some(waited_for) = self.waited_for.get_mut(&flight.link) {
+            waited_for.remove(&id);
+        }
         if let Some(Hold::Reading(held)) = flight.local.take()
             && flight.bytes.is_none()
         {
@@ -327,7 +350,7 @@ impl Inner {
         // A body that is being received ends or breaks off; either way its hold ends with it.
         let on_its_way = flight.copy.op == Op::Write && !matches!(flight.stage, Stage::Ack(_));
         if !(arrives && on_its_way) {
-            self.flights.remove(&id);
+            self.remove(id);
         } else if std::mem::take(&mut flight.parked) {
             let at = self.soon();
             self.schedule(at, Event::Go(id));
@@ -385,7 +408,7 @@ impl Inner {
 
     fn submit(&mut self, link: &Link, copies: &[Copy]) -> Result<(), Busy> {
         // An empty path takes any number, so that every batch gets through at last.
-        let under_way = self.waited_for(link).len();
+        let under_way = self.waited_for.get(link).map_or(0, BTreeSet::len);
         if under_way > 0 && under_way + copies.len() > self.faults.queue {
             return Err(Busy);
         }
@@ -449,6 +472,7 @@ impl Inner {
             parked,
         };
         self.flights.insert(id, flight);
+        self.waited_for.entry(link.clone()).or_default().insert(id);
         if !parked {
             let lane = &mut self.ends.get_mut(link).expect("just seen").lanes[lane];
             let at = soon.max(lane.free + 1);
@@ -467,13 +491,13 @@ impl Inner {
             return None;
         }
         if let Stage::Ack(outcome) = flight.stage {
-            let flight = self.flights.remove(&id)?;
+            let flight = self.remove(id)?;
             self.tell(&link.from, flight.from, link.kind, Completion { id: flight.copy.id, outcome });
             return Some(link.from);
         }
         if !self.alive(&flight.to) {
             if orphan {
-                self.flights.remove(&id);
+                self.remove(id);
             } else {
                 self.break_path(&link, "connection reset");
             }
@@ -504,7 +528,7 @@ impl Inner {
                 let between = other.link.from == link.from && other.link.to == link.to;
                 between && other.orphan.is_some_and(|told| told <= submitted)
             };
-            self.flights.retain(|_, other| !fenced(other));
+            self.remove_orphans(fenced);
         }
         let flight = self.flights.get_mut(&id).expect("it is no orphan");
         let held = match self.lives.get(&flight.to.node).and_then(|life| life.regions.as_ref()) {
@@ -572,7 +596,7 @@ impl Inner {
         let at = self.soon();
         let flight = self.flights.get_mut(&id).expect("it is under way");
         if flight.orphan.is_some() {
-            self.flights.remove(&id);
+            self.remove(id);
             return;
         }
         (flight.local, flight.remote, flight.bytes) = (None, None, None);
@@ -649,6 +673,8 @@ impl Network {
             lives: BTreeMap::new(),
             ends: BTreeMap::new(),
             flights: BTreeMap::new(),
+            waited_for: BTreeMap::new(),
+            orphans: BTreeSet::new(),
             cut: BTreeSet::new(),
             refused: BTreeSet::new(),
             sabotage: VecDeque::new(),
@@ -691,7 +717,7 @@ impl Network {
             inner.schedule(at, Event::Reset { link, attempt });
         }
         // Bytes on their way to it have nowhere to go.
-        inner.flights.retain(|_, flight| flight.link.to != *node || flight.orphan.is_none());
+        inner.remove_orphans(|flight| flight.link.to == *node);
         let mut reaching = inner.flights.values_mut().filter(|flight| flight.link.to == *node);
         reaching.by_ref().for_each(|flight| flight.remote = None);
     }

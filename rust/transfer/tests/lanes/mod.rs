@@ -17,7 +17,7 @@ use pyengine_transfer::transport::Transport;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
 use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::tcp;
-use pyengine_transfer::types::NodeAddress;
+use pyengine_transfer::types::{Incarnation, NodeAddress};
 
 /// The key of both sides.
 pub const KEY: [u8; 32] = [7; 32];
@@ -40,8 +40,13 @@ impl Receiver {
 
     /// Serves these regions.
     pub fn with(regions: Arc<Regions>) -> Self {
+        Self::life(regions, 1)
+    }
+
+    /// Serves these regions, as this life of the node.
+    pub fn life(regions: Arc<Regions>, incarnation: Incarnation) -> Self {
         let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
-        let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation: 1 };
+        let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation };
         let mut transport = transport(&address, short_queue(), Box::new(|| {}));
         transport.register(regions);
         let acceptor = transport.acceptor();
@@ -96,7 +101,7 @@ fn transport(me: &NodeAddress, settings: Settings, notify: Box<dyn Fn() + Send +
 }
 
 /// A short queue, so that tests can fill it.
-fn short_queue() -> Settings {
+pub fn short_queue() -> Settings {
     Settings { queue_copies: 64, ..Settings::default() }
 }
 
