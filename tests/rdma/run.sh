@@ -35,5 +35,5 @@ for test in "$conformance" "$rdma"; do [ -x "$test" ] || { echo "test-rdma: a te
 export PYENGINE_TEST_RDMA=required PATH=$PATH:/sbin:/usr/sbin
 exec tests/rdma/vm.sh -n 4 -t "${RDMA_SECONDS:-900}" bash -c "
   set -e
-  '$conformance' --test-threads 1 rdma::
+  '$conformance' --test-threads 1 --include-ignored rdma::
   '$rdma' --test-threads 1 ${RDMA_FLAGS:-}"

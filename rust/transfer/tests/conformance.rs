@@ -139,7 +139,7 @@ impl Harness for Rdma {
     type Transport = pyengine_transfer::transport::rdma::RdmaTransport;
 
     fn new(here: Arc<Regions>, there: Arc<Regions>) -> Self {
-        let sending = rails::Node::new("source", 2, rails::side(0), here);
+        let sending = rails::Node::new("source", 1, rails::side(0), here);
         let receiving = rails::Node::new("destination", 1, rails::side(1), there);
         Self { sending, receiving }
     }
@@ -758,27 +758,29 @@ fn a_dead_peer_comes_back<H: Harness>() {
 // -- transports x expectations ---------------------------------------------------------------------------------------
 
 macro_rules! suites {
-    ($expectations:tt; $($transport:ident: $harness:ty),+ $(,)?) => {
-        $(suite!($transport, $harness, $expectations, [test]);)+
-        // Their devices are only where `make test-rdma` runs them.
-        #[cfg(feature = "rdma")]
-        suite!(rdma, Rdma, $expectations, [test, ignore = "no RDMA devices: make test-rdma runs it where there are"]);
+    ($expectations:tt; $($transport:ident: $harness:ty),+; in a VM: $($rare:ident: $device:ty),+) => {
+        $(suite!($transport, $harness, $expectations, []);)+
+        $(
+            #[cfg(feature = "rdma")]
+            suite!($rare, $device, $expectations, [ignore = "needs RDMA devices: make test-rdma has some"]);
+        )+
     };
 }
 
 macro_rules! suite {
-    ($transport:ident, $harness:ty, [$($expectation:ident),+ $(,)?], $attributes:tt) => {
+    ($transport:ident, $harness:ty, [$($expectation:ident),+ $(,)?], $attribute:tt) => {
         mod $transport {
             use super::*;
 
-            $(expectation!($expectation, $harness, $attributes);)+
+            $(expectation!($expectation, $harness, $attribute);)+
         }
     };
 }
 
 macro_rules! expectation {
-    ($expectation:ident, $harness:ty, [$($attribute:meta),+]) => {
-        $(#[$attribute])+
+    ($expectation:ident, $harness:ty, [$($attribute:meta)?]) => {
+        #[test]
+        $(#[$attribute])?
         fn $expectation() {
             super::$expectation::<$harness>();
         }
@@ -803,4 +805,4 @@ suites!([
     removal_waits_for_what_is_under_way,
     paths_tell,
     a_dead_peer_comes_back,
-]; sim: Sim, tcp: Tcp, shm: Shm);
+]; sim: Sim, tcp: Tcp, shm: Shm; in a VM: rdma: Rdma);
