@@ -630,6 +630,10 @@ impl Peer {
         }
     }
 
+    fn driver(&self) -> &Arc<Driver> {
+        &self.0.shared.driver
+    }
+
     fn cancel(&self, number: u64, wanted: Ended) {
         if let Some(id) = self.0.remote.stop(number, wanted) {
             self.0.shared.driver.cancel(id);

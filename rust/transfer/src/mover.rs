@@ -45,7 +45,7 @@ pub use stats::{Histogram, PathStats, PeerStats};
 use crate::error::Error;
 use crate::random::Random;
 use crate::region::Regions;
-use crate::transport::{Busy, Completion, Copy, CopyId, Kind, Op, Outcome, PIECE_BYTES, Path, Transport};
+use crate::transport::{Busy, Completion, Copy, CopyId, Helper, Kind, Op, Outcome, PIECE_BYTES, Path, Transport};
 use crate::types::{Nanos, NodeAddress, NodeId, Span};
 use breaker::Breaker;
 use queue::Queue;
@@ -485,6 +485,12 @@ impl Mover {
                 taken: peer.taken == Some(index),
             })
             .collect()
+    }
+
+    /// For a thread that is going to wait for a few small copies to a peer: it can do the work of the path that they went.
+    pub fn helper(&self, peer: &NodeId) -> Option<Box<dyn Helper>> {
+        let peer = &self.peers[self.names.get(peer)?];
+        self.transports[peer.taken?].1.helper(&peer.address.node)
     }
 
     /// The life of a peer that is connected.

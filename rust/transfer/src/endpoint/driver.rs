@@ -18,7 +18,7 @@ use crate::endpoint::timer::Timer;
 use crate::link::now;
 use crate::mover::{Ended, Failure, Mover, PathReport, PeerStats, Progress, Request, TransferId, Via};
 use crate::region::Regions;
-use crate::transport::Busy;
+use crate::transport::{Busy, Helper};
 use crate::types::{Incarnation, Nanos, NodeAddress, NodeId};
 
 /// Told once when a transfer has ended. Runs on whichever thread saw it, so it must be short and must not block.
@@ -137,6 +137,15 @@ impl Driver {
     /// How far a transfer is; `None` if it has ended.
     pub fn progress(&self, id: TransferId) -> Option<Progress> {
         self.with(|state, _| state.mover.progress(id)).flatten()
+    }
+
+    /// For a thread that is going to wait for a few small copies. When it has helped, it calls [`Driver::pump`].
+    pub fn helper(&self, peer: &NodeId) -> Option<Box<dyn Helper>> {
+        let helper = self.lock().as_ref().and_then(|state| state.mover.helper(peer));
+        if self.news.load(Ordering::SeqCst) {
+            self.pump();
+        }
+        helper
     }
 
     /// How the paths to a peer are.
