@@ -17,7 +17,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,8 @@ PING = (1, 4 * KIB)
 #: Streams and kernel buffers (0: autotuned) that the limit is sought among.
 STREAMS = sorted({1, 2, CORES, 2 * CORES})
 BUFFERS = (0, 256 * KIB, 512 * KIB, MIB)
+#: The two that have won most often, for `--quick`.
+QUICK_BUFFERS = (512 * KIB, MIB)
 
 #: CPU time of both processes, and what of it was spent in the kernel.
 CPU = ("cpu_s_per_gb", "system_s_per_gb")
@@ -63,7 +65,8 @@ def main() -> None:
     end_on_sigterm()
     turns, seconds = (3, 0.3) if arguments.quick else (7, 1.0)
     with ExitStack() as stack:
-        bench = Bench(stack, turns, seconds, arguments.only, build_limit())
+        buffers = QUICK_BUFFERS if arguments.quick else BUFFERS
+        bench = Bench(stack, turns, seconds, arguments.only, build_limit(), buffers)
         for transport in ("tcp", "shm"):
             if not bench.start_ours(transport):
                 continue
@@ -75,8 +78,11 @@ def main() -> None:
 
 
 class Bench:
-    def __init__(self, stack: ExitStack, turns: int, seconds: float, only: str, limit: Path) -> None:
+    def __init__(
+        self, stack: ExitStack, turns: int, seconds: float, only: str, limit: Path, buffers: Sequence[int]
+    ) -> None:
         self.stack, self.turns, self.seconds, self.only, self.limit = stack, turns, seconds, only, limit
+        self.buffers = buffers
         self.children: dict[str, Child] = {}
 
     # -- contenders ----------------------------------------------------------------------------------------------------
@@ -140,7 +146,7 @@ class Bench:
         elif transport == "shm":
             settings = (("--streams", streams) for streams in (1, CORES))
         else:
-            settings = (("--streams", streams, "--buffer", buffer) for streams in STREAMS for buffer in BUFFERS)
+            settings = (("--streams", streams, "--buffer", buffer) for streams in STREAMS for buffer in self.buffers)
         tried = [(self.bare(what, op, batch, block, 0.2, *setting)["gbps"], setting) for setting in settings]
         best = max(tried)[1]
         note(f"{transport} {op} {batch}x{name_of(block)}: limit {what} with {' '.join(map(str, best)) or 'defaults'}")
