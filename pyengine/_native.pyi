@@ -269,8 +269,8 @@ class Daemon:
         transport: str = "auto",
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
-        conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers. Raises GiveUpError for
-        an impossible configuration (arena larger than memory, port in use, path too long), with what to do.
+        conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers. Raises GiveUpError
+        for an impossible configuration (arena larger than memory, port in use, path too long), with what to do.
         """
     @property
     def address(self) -> NodeAddress: ...
