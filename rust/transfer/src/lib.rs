@@ -6,7 +6,6 @@
 
 pub mod client;
 pub mod config;
-pub mod crc;
 pub mod daemon;
 pub mod engine;
 pub mod error;

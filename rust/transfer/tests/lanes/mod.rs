@@ -40,9 +40,14 @@ impl Receiver {
 
     /// Serves these regions.
     pub fn with(regions: Arc<Regions>) -> Self {
-        let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
+        Self::at("127.0.0.1:0", regions, short_queue())
+    }
+
+    /// Serves these regions there.
+    pub fn at(listen: &str, regions: Arc<Regions>, settings: Settings) -> Self {
+        let (listener, at) = Listener::tcp(listen).expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation: 1 };
-        let mut transport = transport(&address, short_queue(), Box::new(|| {}));
+        let mut transport = transport(&address, settings, Box::new(|| {}));
         transport.register(regions);
         let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
