@@ -10,9 +10,9 @@ use super::frames::{self, ENTRY_BYTES, FrameError, HEADER_BYTES, Header, Table};
 use super::socket::Slices;
 use crate::transport::STALLED_AFTER;
 
-/// Bytes read for a header if nothing is known: a whole frame with a copy of 4 KiB. Its body is copied once more then,
+/// Bytes read for a header if nothing is known: a whole frame with a copy of 4 KiB, and room to see that it was all. Its body is copied once more then,
 /// from cache, which takes a tenth of the system call that it saves.
-const FRONT_BYTES: usize = 4096 + NEXT_BYTES;
+const FRONT_BYTES: usize = 4096 + 2 * NEXT_BYTES;
 /// Bytes read for the next header behind a body: just a frame's front with one copy and one checksum. Of a stream of large
 /// bodies nothing has to be copied.
 const NEXT_BYTES: usize = HEADER_BYTES + ENTRY_BYTES + 4;
