@@ -7,7 +7,6 @@
 pub mod carrier;
 pub mod client;
 pub mod config;
-pub mod crc;
 pub mod daemon;
 pub mod endpoint;
 pub mod engine;

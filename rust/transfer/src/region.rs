@@ -118,11 +118,18 @@ impl Buffer {
     }
 
     /// Memory of the engine's own, zeroed.
+    ///
+    /// # Panics
+    /// If there is no memory, as any allocation does.
     pub fn owned(bytes: usize, access: Access) -> Self {
-        let mut memory = vec![0u8; bytes].into_boxed_slice();
-        let pointer = NonNull::from(&mut memory[..]).cast();
-        // SAFETY: the box does not move its bytes, and lives until the buffer drops it.
-        unsafe { Self::new(pointer, bytes as u64, access, Box::new(Kept(memory))) }
+        if bytes == 0 {
+            // SAFETY: no byte is ever touched.
+            return unsafe { Self::new(NonNull::dangling(), 0, access, Box::new(())) };
+        }
+        let mapping = Mapping::anonymous(bytes as u64).unwrap_or_else(|error| panic!("a buffer: {error}"));
+        let pointer = mapping.pointer();
+        // SAFETY: the mapping is writable and lives until the buffer drops it.
+        unsafe { Self::new(pointer, bytes as u64, access, Box::new(Mapped(mapping))) }
     }
 
     /// Bytes of the region.
@@ -191,10 +198,7 @@ impl Buffer {
     }
 }
 
-/// Keeps what `Buffer::owned` points into.
-struct Kept(#[expect(dead_code, reason = "held for its memory only")] Box<[u8]>);
-
-/// Keeps what `Buffer::shared` points into.
+/// Keeps what a buffer points into.
 struct Mapped(#[expect(dead_code, reason = "held for its memory only")] Mapping);
 
 struct BufferHold {
@@ -473,6 +477,16 @@ mod tests {
         assert!(regions.begin_write(at(id, 0), 10, By::Owner).is_ok(), "its owner may");
         assert_eq!(regions.begin_read(at(RegionId(7), 0), 1, By::Peer).map(|_| ()), Err(Denied::Fenced));
         assert_eq!(regions.fenced(), 1);
+    }
+
+    // Goal: no bytes are a region too. Method: an empty buffer, and the one span that is within it.
+    #[test]
+    fn an_empty_buffer_has_no_bytes_and_no_memory() {
+        let regions = Regions::new();
+        let id = regions.add(Arc::new(Buffer::owned(0, ALL)));
+        assert!(regions.begin_read(at(id, 0), 0, By::Peer).is_ok_and(|reading| reading.bytes().is_empty()));
+        assert_eq!(regions.begin_write(at(id, 0), 1, By::Peer).map(|_| ()), Err(Denied::Bounds));
+        assert!(Buffer::shared(0, ALL).is_err(), "there is nothing to map");
     }
 
     // Goal: a buffer goes only when nobody touches it, and its number never comes back. Method: remove it under a hold.

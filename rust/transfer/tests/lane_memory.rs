@@ -456,3 +456,100 @@ fn a_thread_that_waits_takes_the_answer_itself() {
         assert!(!helper.help(PATIENCE), "nothing is under way, so nobody waits");
     }
 }
+
+#[test]
+fn hundreds_of_small_frames_under_way_at_once_all_end() {
+    for (name, mut pair, mine, theirs) in pairs() {
+        let (near, far) = (buffer(mine, 65536, ALL), buffer(theirs, 65536, ALL));
+        fill(&far, &noise(5, 65536));
+        let (near_id, far_id) = (pair.mine.add(near.clone()), pair.theirs.add(far.clone()));
+        // One by one, so that each is sent at once in a frame of its own until the window is full.
+        for id in 0..2000 {
+            let at = (id as usize * 32) % 65536;
+            pair.submit(&[Copy {
+                id,
+                op: Op::Read,
+                local: span(near_id, at),
+                remote: span(far_id, at),
+                bytes: 32,
+                grain: 0,
+            }]);
+        }
+        pair.wait(2000);
+        assert!(pair.outcomes.values().all(|outcome| *outcome == Outcome::Done), "{name}");
+        assert!(content(&near)[..64000] == content(&far)[..64000], "{name}");
+    }
+}
+
+#[test]
+fn a_target_that_never_answers_is_given_up_after_three_seconds() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("binds");
+    let peer = NodeAddress {
+        node: "destination".into(),
+        address: listener.local_addr().expect("bound").to_string(),
+        incarnation: 1,
+    };
+    let me = peer.clone();
+    let (keep, kept) = mpsc::channel();
+    let accepting = std::thread::spawn(move || {
+        let (stream, _) = listener.accept().expect("dialled");
+        let session = Session::accept(lanes::KEY, me, nonce().expect("random"), now());
+        let link = Link::new().expect("an eventfd");
+        let mut connection = Connection::new(Stream::Tcp(stream), session, link).expect("a socket");
+        assert!(matches!(connection.handshake(), Ok(Event::Proven(_))));
+        connection.welcome();
+        keep.send(connection.into_lane().expect("fresh")).expect("the test lives");
+    });
+    let regions = Regions::new();
+    let near = regions.add(buffer(Memory::Private, 4096, ALL));
+    let (mut transport, woken) = lanes::sender_with(regions.clone(), Settings::default());
+    transport.connect(&peer);
+    let copy = |id, op| Copy { id, op, local: span(near, 0), remote: span(RegionId(1), 0), bytes: 4096, grain: 0 };
+    transport.submit(&peer.node, &[copy(1, Op::Write), copy(2, Op::Read)]).expect("empty");
+    let mut completions = Vec::new();
+    while completions.len() < 2 {
+        woken.recv_timeout(PATIENCE).expect("both end");
+        transport.poll(&mut completions);
+    }
+    assert!(completions.iter().all(|completion| completion.outcome == Outcome::Lost));
+    let path = transport.path(&peer.node);
+    assert!(matches!(&path, Path::Down(reason) if reason.contains("3 s")), "{path:?}");
+    assert!(regions.remove(near).expect("registered").wait_quiet(PATIENCE));
+    accepting.join().expect("no panic");
+    drop(kept);
+}
+
+#[test]
+fn lanes_stand_over_ipv6_and_one_too_many_is_refused() {
+    let theirs = Regions::new();
+    let receiver =
+        lanes::Receiver::at("[::1]:0", theirs.clone(), Settings { incoming_lanes: 1, ..Settings::default() });
+    let far = theirs.add(buffer(Memory::Private, 4096, ALL));
+    let mut ends: Vec<_> = (0..2)
+        .map(|_| {
+            let mine = Regions::new();
+            assert_eq!(mine.add(buffer(Memory::Private, 4096, ALL)), far);
+            let (mut transport, woken) = lanes::sender_with(mine, Settings::default());
+            transport.connect(&receiver.address);
+            (transport, woken)
+        })
+        .collect();
+    // Which of them is the first is not said; one gets in, and the other one's lane ends.
+    let until = Instant::now() + PATIENCE;
+    let node = receiver.address.node.clone();
+    let copy =
+        Copy { id: 1, op: Op::Read, local: span(RegionId(1), 0), remote: span(RegionId(1), 0), bytes: 0, grain: 0 };
+    let mut outcomes = Vec::new();
+    for (transport, woken) in &mut ends {
+        transport.submit(&node, &[copy]).expect("empty");
+        let mut completions = Vec::new();
+        while completions.is_empty() {
+            assert!(Instant::now() < until);
+            woken.recv_timeout(PATIENCE).expect("it ends");
+            transport.poll(&mut completions);
+        }
+        outcomes.push(completions[0].outcome);
+    }
+    outcomes.sort_by_key(|outcome| *outcome == Outcome::Lost);
+    assert_eq!(outcomes, [Outcome::Done, Outcome::Lost]);
+}

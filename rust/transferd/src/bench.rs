@@ -14,7 +14,7 @@ use transfer::mover::Ended;
 use transfer::region::Access;
 use transfer::transport::Op;
 
-use crate::engine::{self, REGION, microseconds, seconds, size, size_name};
+use crate::engine::{EngineArguments, REGION, microseconds, seconds, size, size_name};
 
 /// Latencies that are kept of one combination (64 MiB of them); later ones replace the earliest.
 const SAMPLES: usize = 4 << 20;
@@ -30,7 +30,7 @@ pub struct Arguments {
     #[arg(value_name = "TARGET")]
     peer: String,
     #[command(flatten)]
-    engine: engine::Arguments,
+    engine: EngineArguments,
     /// Which ways
     #[arg(long, value_delimiter = ',', default_value = "write,read")]
     op: Vec<Way>,

@@ -15,7 +15,7 @@ pub const REGION: &str = "bench";
 
 /// Flags of every command.
 #[derive(clap::Args, Debug, Clone)]
-pub struct Arguments {
+pub struct EngineArguments {
     /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
     #[arg(long, value_name = "FILE")]
     secret_file: Option<PathBuf>,
@@ -52,7 +52,7 @@ impl Transport {
     }
 }
 
-impl Arguments {
+impl EngineArguments {
     /// Starts an engine.
     pub fn start(&self, listen: Option<String>, change: impl FnOnce(&mut Settings)) -> Result<Endpoint, Error> {
         let key = self.secret_file.as_deref().map(read_session_key).transpose()?;

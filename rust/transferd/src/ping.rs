@@ -8,7 +8,7 @@ use transfer::error::Error;
 use transfer::region::Access;
 use transfer::transport::{Op, Path};
 
-use crate::engine::{self, REGION, microseconds};
+use crate::engine::{EngineArguments, REGION, microseconds};
 
 /// What is read from a target.
 const READ_BYTES: u64 = 4096;
@@ -20,7 +20,7 @@ pub struct Arguments {
     #[arg(value_name = "PEER")]
     peer: String,
     #[command(flatten)]
-    engine: engine::Arguments,
+    engine: EngineArguments,
     /// How often
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     count: u32,

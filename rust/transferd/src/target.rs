@@ -6,13 +6,13 @@ use serde::Serialize;
 use transfer::error::Error;
 use transfer::region::Access;
 
-use crate::engine::{self, REGION, size};
+use crate::engine::{EngineArguments, REGION, size};
 
 /// Flags.
 #[derive(clap::Args, Debug)]
 pub struct Arguments {
     #[command(flatten)]
-    engine: engine::Arguments,
+    engine: EngineArguments,
     /// Where benches connect; port 0: any free one
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:0")]
     listen: String,

@@ -45,9 +45,18 @@ impl Receiver {
 
     /// Serves these regions, as this life of the node.
     pub fn life(regions: Arc<Regions>, incarnation: Incarnation) -> Self {
-        let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
+        Self::start("127.0.0.1:0", regions, incarnation, short_queue())
+    }
+
+    /// Serves these regions there.
+    pub fn at(listen: &str, regions: Arc<Regions>, settings: Settings) -> Self {
+        Self::start(listen, regions, 1, settings)
+    }
+
+    fn start(listen: &str, regions: Arc<Regions>, incarnation: Incarnation, settings: Settings) -> Self {
+        let (listener, at) = Listener::tcp(listen).expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation };
-        let mut transport = transport(&address, short_queue(), Box::new(|| {}));
+        let mut transport = transport(&address, settings, Box::new(|| {}));
         transport.register(regions);
         let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));

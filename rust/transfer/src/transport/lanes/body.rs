@@ -4,9 +4,9 @@
 use std::io;
 use std::sync::Arc;
 
+use crc::Crc;
 use nix::libc;
 
-use crate::crc::Crc;
 use crate::region::{Denied, Writing, sum_count};
 use crate::transport::Outcome;
 

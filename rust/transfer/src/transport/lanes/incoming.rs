@@ -27,8 +27,11 @@ use super::sharing::{Sharing, View};
 use super::socket::is_hung_up;
 use super::{Hub, count};
 
-/// Reads that a lane remembers; then it listens no more until it has answered some.
-pub const ASKED_LIMIT: usize = 64;
+/// Reads that wait for their answer: more than the window of any peer (`Settings::window_frames`), so one that asks for
+/// more is no lane of ours. To listen no more instead would leave RELEASE frames unread, for which reads may wait.
+pub const ASKED_LIMIT: usize = 256;
+/// Answers whose memory a peer is copying; then reads wait until it has given some back.
+const LENT_LIMIT: usize = 64;
 /// Answers that wait for a peer that does not read; then the lane listens no more.
 const ANSWERS_LIMIT: usize = 256;
 
@@ -76,7 +79,7 @@ impl Incoming {
     fn work(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
         let mut budget = TURN_BYTES;
         let mut more = false;
-        while !self.is_full() {
+        while self.outflow.len() < ANSWERS_LIMIT {
             if !self.pull(socket, &mut budget)? {
                 more = true;
                 break;
@@ -91,25 +94,20 @@ impl Incoming {
                 }
             }
         }
-        let full = self.is_full();
+        // There may be more to hear when the socket has taken some answers.
+        more |= self.outflow.len() >= ANSWERS_LIMIT;
         let mut sent = 0;
         while self.outflow.is_writable() && sent < TURN_BYTES {
-            if self.outflow.is_empty() {
-                // One at a time, so that the kernel finds in cache what the checksum has read.
-                let Some((header, entries)) = self.asked.pop_front() else { break };
-                self.read(&header, &entries)?;
+            if self.outflow.is_empty() && !self.read_next()? {
+                break;
             }
             sent += self.outflow.flush(socket)?;
         }
         if budget < TURN_BYTES || sent > 0 {
             self.moved = now;
         }
-        let unsent = !self.outflow.is_empty() || !self.asked.is_empty();
-        Ok(more || (self.outflow.is_writable() && (unsent || full)))
-    }
-
-    fn is_full(&self) -> bool {
-        self.asked.len() + self.lent.len() >= ASKED_LIMIT || self.outflow.len() >= ANSWERS_LIMIT
+        more |= sent >= TURN_BYTES;
+        Ok(more && (self.outflow.is_writable() || self.outflow.len() < ANSWERS_LIMIT))
     }
 
     /// Copies what a WRITE has named out of the peer's memory. False: the budget is used up.
@@ -167,6 +165,9 @@ impl Incoming {
             }
             Table::Read { entries } => {
                 count(&self.hub.tally.frames_in, 1);
+                if self.asked.len() >= ASKED_LIMIT {
+                    return Err(io::Error::other("more reads at once than any window has"));
+                }
                 self.asked.push_back((header, entries));
                 Ok(())
             }
@@ -190,7 +191,17 @@ impl Incoming {
         self.outflow.push(ack, Vec::new());
     }
 
-    /// Answers a READ.
+    /// Answers the next READ, if it may be answered now: one at a time, so that the kernel finds in cache what the checksum
+    /// has read.
+    fn read_next(&mut self) -> io::Result<bool> {
+        if self.lent.len() >= LENT_LIMIT {
+            return Ok(false);
+        }
+        let Some((header, entries)) = self.asked.pop_front() else { return Ok(false) };
+        self.read(&header, &entries)?;
+        Ok(true)
+    }
+
     fn read(&mut self, header: &Header, entries: &[Entry]) -> io::Result<()> {
         let regions = self.hub.regions().ok_or_else(|| io::Error::other("a read before the regions"))?;
         let (bare, shared) = (header.flags.has(Flags::BARE), header.flags.has(Flags::SHARED));

@@ -77,7 +77,6 @@ pub struct Seat {
     stream: Stream,
     token: u64,
     lane: Mutex<Option<Box<dyn Lane>>>,
-    over: AtomicBool,
     /// Its thread is told when the socket takes bytes again. Changed only with the lane locked.
     watches_out: AtomicBool,
     /// A waiting thread takes what comes; its own thread leaves that alone. Changed only with the lane locked.
@@ -89,11 +88,6 @@ impl Seat {
     /// Its number, unique in the process's engine.
     pub fn token(&self) -> u64 {
         self.token
-    }
-
-    /// True once it has ended, or is about to tell.
-    pub fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
     }
 
     /// Asks its thread to give it a turn.
@@ -172,7 +166,6 @@ impl Seat {
 
     /// Ends it; waits for its turn, if it has one. What it held is given back when this returns.
     pub fn end(&self, reason: &str) {
-        self.over.store(true, Ordering::Release);
         let lane = self.lock().take();
         if let Some(mut lane) = lane {
             self.stream.shutdown(std::net::Shutdown::Both);
@@ -266,9 +259,9 @@ impl Io {
     pub fn seat(&self, stream: Stream, make: impl FnOnce(u64) -> Box<dyn Lane>) -> Option<Arc<Seat>> {
         let token = self.next.fetch_add(1, Ordering::Relaxed) + 1;
         let worker = self.workers[token as usize % self.workers.len()].clone();
-        let (over, watches_out, helped) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+        let (watches_out, helped) = (AtomicBool::new(false), AtomicBool::new(false));
         let lane = Mutex::new(Some(make(token)));
-        let seat = Arc::new(Seat { stream, token, lane, over, watches_out, helped, worker });
+        let seat = Arc::new(Seat { stream, token, lane, watches_out, helped, worker });
         let mut inbox = seat.worker.lock();
         if inbox.stop {
             return None;

@@ -19,7 +19,7 @@
 //!
 //! Per peer [`Settings::queue_copies`] copies wait or are under way (more only if the queue was empty), on each lane at
 //! most [`Settings::window_bytes`] and [`Settings::window_frames`] of them. An incoming lane holds the memory of one
-//! frame at a time, and remembers 64 reads. What stalls for 3 s is closed.
+//! frame at a time, and remembers 256 reads. What stalls for 3 s is closed.
 
 mod body;
 pub mod frames;
@@ -61,7 +61,7 @@ pub struct Settings {
     pub queue_copies: usize,
     /// Bytes sent or asked for on a lane and not answered. Default 4 MiB: above what both kernels' buffers hold.
     pub window_bytes: u64,
-    /// Frames sent on a lane and not answered. Default 64.
+    /// Frames sent on a lane and not answered, at most 256 (the target ends a lane that asks for more). Default 64.
     pub window_frames: usize,
     /// Copies carry checksums that are verified where they land. Default true; both ends obey who submits.
     pub checksums: bool,

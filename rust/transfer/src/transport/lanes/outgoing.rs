@@ -19,7 +19,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::link::Link;
+use crate::link::{Link, Stream};
 use crate::region::{By, Reading, Writing, sum_count};
 use crate::transport::{Busy, Completion, Copy, Helper, Op, Outcome, Path, STALLED_AFTER};
 use crate::types::{NodeAddress, RegionId, Span};
@@ -151,12 +151,6 @@ impl Peer {
         let (peer, dialling) = (self.clone(), link.clone());
         let work = move || {
             let result = peer.hub.dial.dial(&peer.address, &dialling).map_err(|error| error.to_string());
-            let result = result.and_then(|stream| {
-                let (hub, owner) = (peer.hub.clone(), peer.clone());
-                let sharing = Sharing::over(&stream);
-                let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, token, sharing)) };
-                peer.hub.io().and_then(|io| io.seat(stream, make)).ok_or_else(|| "the engine stops".into())
-            });
             peer.dialled(Some(&dialling), result);
             peer.hub.tell();
         };
@@ -166,31 +160,26 @@ impl Peer {
         }
     }
 
-    fn dialled(&self, link: Option<&Link>, result: Result<Arc<Seat>, String>) {
+    fn dialled(self: &Arc<Self>, link: Option<&Link>, result: Result<Stream, String>) {
         let mut state = self.lock();
         state.dials.retain(|dial| link.is_none_or(|link| !dial.is(link)));
-        let closed = state.over.is_some();
-        let result = match result {
-            // Its end was told before it was listed, so it must not be listed.
-            Ok(seat) if seat.is_over() => Err("the lane ended at once".into()),
-            other => other,
-        };
-        let lost = match result {
-            Ok(seat) if closed => {
-                drop(state);
-                seat.end("closed");
-                return;
-            }
+        if state.over.is_some() {
+            return;
+        }
+        let seat = result.and_then(|stream| {
+            let (hub, owner, sharing) = (self.hub.clone(), self.clone(), Sharing::over(&stream));
+            let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, token, sharing)) };
+            self.hub.io().and_then(|io| io.seat(stream, make)).ok_or_else(|| "the engine stops".into())
+        });
+        let lost = match seat {
             Ok(seat) => {
                 count(&self.hub.tally.lanes_out, 1);
                 state.stood = true;
                 state.refused = None;
-                state.lanes.push(seat.clone());
+                // Listed before its first turn, which waits for this lock.
+                state.lanes.push(seat);
                 self.hub.path_changed();
-                drop(state);
-                // Its first turn may have been before it was listed here.
-                seat.kick();
-                return;
+                Vec::new()
             }
             Err(reason) => {
                 state.refused = Some(Instant::now());

@@ -187,3 +187,57 @@ fn check_access(pid: Pid, (address, value): (u64, u64)) -> Result<(), String> {
         )),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    //! Goal: what is lent cannot be written, shrunk, or mistaken. Method: descriptors and cookies of this very process.
+    use super::*;
+    use crate::memory::sealed_memory;
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use nix::unistd::{ftruncate, getpid};
+
+    fn told(how: How, bytes: u64, cookie: (u64, u64)) -> Shared {
+        Shared { region: RegionId(1), how, bytes, address: 0x1000, cookie }
+    }
+
+    fn sharing() -> Sharing {
+        Sharing { pid: Some(getpid()), offered: HashSet::new(), views: HashMap::new() }
+    }
+
+    #[test]
+    fn a_reader_can_neither_write_nor_see_less_than_it_was_told() {
+        let fd = sealed_memory("test", 8192).expect("memory");
+        let lent = read_only(fd.as_fd()).expect("/proc is here");
+        assert!(Mapping::new(&lent, 8192, true).is_err(), "a writable mapping of what was lent");
+        let mut sharing = sharing();
+        let short = sharing.learn(told(How::Descriptor, 8193, (0, 0)), Some(lent.try_clone().expect("a descriptor")));
+        assert!(short.is_err_and(|reason| reason.contains("shrink")));
+        assert!(
+            sharing.learn(told(How::Descriptor, 8192, (0, 0)), None).is_err_and(|reason| reason.contains("without"))
+        );
+        assert!(sharing.learn(told(How::Descriptor, 8192, (0, 0)), Some(lent)).is_ok());
+        let view = sharing.view(RegionId(1)).expect("learnt");
+        assert!(view.source(8000, 192).is_some());
+        assert!(view.source(8000, 193).is_none() && view.source(u64::MAX, 2).is_none());
+        assert!(sharing.learn(told(How::Private, 0, (0, 0)), None).is_ok() && sharing.view(RegionId(1)).is_none());
+
+        let open = memfd_create("unsealed", MFdFlags::MFD_CLOEXEC).expect("memory");
+        ftruncate(&open, 8192).expect("memory");
+        let unsealed = sharing.learn(told(How::Descriptor, 8192, (0, 0)), Some(open));
+        assert!(unsealed.is_err_and(|reason| reason.contains("shrink")));
+    }
+
+    #[test]
+    fn private_memory_is_that_of_the_process_with_the_cookie() {
+        let mut sharing = sharing();
+        let (address, value) = cookie();
+        assert!(sharing.learn(told(How::Private, 8, (address, value)), None).is_ok());
+        let other = sharing.learn(told(How::Private, 8, (address, value ^ 1)), None);
+        assert!(other.is_err_and(|reason| reason.contains("cannot be found")));
+        let nowhere = sharing.learn(told(How::Private, 8, (8, value)), None);
+        assert!(nowhere.is_err_and(|reason| reason.contains("process_vm_readv")));
+        sharing.pid = None;
+        let unseen = sharing.learn(told(How::Private, 8, (address, value)), None);
+        assert!(unseen.is_err_and(|reason| reason.contains("namespace")));
+    }
+}

@@ -10,6 +10,8 @@
 //! bytes; each round moves every one of them 2048 bits on by two carry-less products with `x^2048` (one per half of a
 //! lane) and adds the next bytes. In the end they are folded together, and the processor's own CRC instruction reduces
 //! the last 128 bits. The constants are computed by the compiler, from the definition.
+//!
+//! A crate of its own, so that tests, whose code is not optimized otherwise, have optimized checksums.
 
 use crc_fast::{CrcAlgorithm, Digest};
 
