@@ -132,7 +132,7 @@ def test_apart_on_one_node(cases: list[oracle.Case], model_state: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_state: Path, transport: str) -> None:
-    """Four at a time; then once more, eight at a time and with prefixes cached."""
+    """Four at a time; then, over tcp, once more: eight at a time and with prefixes cached."""
     flags = ("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", transport)
     with Server(*flags, state_dir=model_state) as server:
         tally = compare(server, cases, 4)
@@ -140,6 +140,8 @@ def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_st
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
         blocks = settled(lambda: crossed(server, transport))
         assert len(tally.distinct_blocks) <= blocks <= tally.prompt_blocks
+        if transport == "shm":
+            return
         again = compare(server, cases, 8)
         again.decoded += tally.decoded
         expect_counters(server, again, "decode-0")
