@@ -137,14 +137,14 @@ class Bench:
         result: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         return result
 
-    def seek(self, transport: str, op: str, batch: int, block: int) -> Measure:
-        """The limit in its best setting for this case."""
+    def seek(self, transport: str, op: str, batch: int, block: int, *memory: str) -> Measure:
+        """The limit in its best setting for this case, in this kind of memory."""
         settings: Iterator[tuple[object, ...]]
         what = {"tcp": "tcp", "shm": "memcpy"}[transport]
         if batch == 1:
             what, settings = "ping", iter([()])
         elif transport == "shm":
-            settings = (("--streams", streams) for streams in (1, CORES))
+            settings = (("--streams", streams, *memory) for streams in (1, CORES))
         else:
             settings = (("--streams", streams, "--buffer", buffer) for streams in STREAMS for buffer in self.buffers)
         tried = [(self.bare(what, op, batch, block, 0.2, *setting)["gbps"], setting) for setting in settings]
@@ -168,8 +168,11 @@ class Bench:
                     for name, child in self.children.items()
                 }
                 # One small copy is compared with a ping-pong over a socket, whichever way it goes.
-                limit = "memcpy" if transport == "shm" and batch > 1 else "limit"
-                measures[limit] = self.seek(transport, op, batch, block)
+                if transport == "shm" and batch > 1:
+                    measures["memcpy"] = self.seek(transport, op, batch, block, "--shared")
+                    measures["memcpy-private"] = self.seek(transport, op, batch, block)
+                else:
+                    measures["limit"] = self.seek(transport, op, batch, block)
                 if transport == "tcp" and (batch, block) == SHAPES[0] and have("iperf3"):
                     measures["iperf3"] = iperf3
                 self.report(case, batch, self.interleave(case, measures, op, batch, block))
@@ -196,8 +199,11 @@ class Bench:
             suffix = "" if ours == "ours" else f" {ours}"
             what, unit = ("p50_us", "us") if batch == 1 else ("gbps", "GB/s")
             value = turns.value(ours, what)
-            # Others check nothing above TCP, so our figure without checksums is for the limit alone.
-            wanted = [name for name in others if ours != "unchecked" or name in ("limit", "memcpy")]
+            # Others check nothing above TCP, so our figure without checksums is for the limit alone; and memory is copied
+            # as fast as its pages allow, so each kind is compared with its own.
+            limits = {"limit", "memcpy-private" if ours == "private" else "memcpy"}
+            peers = {"mooncake", "nixl", "nixl-auto", "iperf3"} if ours != "unchecked" else set()
+            wanted = [name for name in others if name in limits | peers]
             compared: list[str | None] = [*wanted] or [None]
             for other in compared:
                 more: dict[str, Any] = {name: turns.value(ours, name) for name in CPU} | {"turns": self.turns}

@@ -1,4 +1,7 @@
-"""pyengine's TransferEngine. Options: the transport, `unchecked` (no checksums), `private` (memory not shared)."""
+"""pyengine's TransferEngine. Options: the transport, `unchecked` (no checksums), `private` (memory not shared).
+
+Over tcp its memory is that of all others, over shm its own kind, which other processes can map.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Ours:
         self.transport: Any = options[0]
         self.region: Any
         self.engine = self.start("unchecked" not in options)
-        if "private" in options:
+        if self.transport == "tcp" or "private" in options:
             self.memory = plain_memory()
             self.region = self.engine.register(self.memory, name="bench")
         else:

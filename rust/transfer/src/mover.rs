@@ -39,6 +39,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use rustc_hash::FxHashMap;
+
 pub use breaker::State as BreakerState;
 pub use stats::{Histogram, PathStats, PeerStats};
 
@@ -55,6 +57,8 @@ use transfer::{Piece, Transfer};
 pub type TransferId = u64;
 
 const MILLISECOND: Nanos = 1_000_000;
+/// Copies that are submitted at once.
+const BATCH: usize = 128;
 
 /// Retries of a piece unless a request says otherwise: enough for a lane that breaks and a path that follows.
 pub const RETRIES: u32 = 3;
@@ -284,6 +288,17 @@ struct Peer {
     tick: Option<Nanos>,
 }
 
+impl Peer {
+    /// A copy is not under way any more.
+    fn landed(&mut self, flight: &Flight) {
+        self.in_flight -= 1;
+        let way = &mut self.ways[flight.path];
+        way.copies -= 1;
+        way.bytes -= u64::from(flight.piece.bytes);
+        way.full = false;
+    }
+}
+
 /// What a path can take now.
 enum Room {
     /// Nothing; another path may.
@@ -305,7 +320,7 @@ pub struct Mover {
     peers: BTreeMap<u64, Peer>,
     names: BTreeMap<NodeId, u64>,
     /// Never walked, so its order does not matter.
-    transfers: HashMap<TransferId, Transfer>,
+    transfers: FxHashMap<TransferId, Transfer>,
     /// By the lower half of the copy's id; the upper half tells its uses apart.
     flights: Vec<(u32, Option<Flight>)>,
     free: Vec<u32>,
@@ -333,7 +348,7 @@ impl Mover {
             regions: None,
             peers: BTreeMap::new(),
             names: BTreeMap::new(),
-            transfers: HashMap::new(),
+            transfers: FxHashMap::default(),
             flights: Vec::new(),
             free: Vec::new(),
             deadlines: BTreeSet::new(),
@@ -535,7 +550,7 @@ impl Mover {
             assert!(peer.transfers.contains(id), "{id} is unknown to its peer");
             assert_eq!(transfer.in_flight, of_transfer.get(id).copied().unwrap_or(0), "{id}: copies under way");
             assert!(transfer.ending.is_none() || transfer.in_flight > 0, "{id} has ended, and nobody was told");
-            let sends = transfer.ending.is_none() && (transfer.next_bytes().is_some() || transfer.in_flight == 0);
+            let sends = transfer.ending.is_none() && (transfer.next().is_some() || transfer.in_flight == 0);
             let entries = peer.queue.entries().filter(|entry| entry == id).count();
             assert_eq!(transfer.queued, sends, "{id}: its place in the queue");
             assert!(!sends || entries == 1, "{id} stands in the queue {entries} times");
@@ -737,7 +752,7 @@ impl Mover {
 
     fn completed(&mut self, path: usize, completions: &[Completion], now: Nanos) {
         // Peers with answers, and with losses: a path that breaks loses all its copies, but that is one loss.
-        let (mut answered, mut lost) = (BTreeSet::new(), BTreeSet::new());
+        let (mut answered, mut lost): (Vec<u64>, Vec<u64>) = (Vec::new(), Vec::new());
         for completion in completions {
             let Some(flight) = self.land(completion.id) else {
                 debug_assert!(false, "{completion:?} was not under way");
@@ -745,7 +760,10 @@ impl Mover {
             };
             debug_assert_eq!(flight.path, path);
             let known = if completion.outcome == Outcome::Lost { &mut lost } else { &mut answered };
-            known.insert(flight.peer);
+            // They come in runs.
+            if known.last() != Some(&flight.peer) && !known.contains(&flight.peer) {
+                known.push(flight.peer);
+            }
             self.piece_completed(flight, completion.outcome, now);
         }
         for number in answered {
@@ -779,11 +797,7 @@ impl Mover {
         let flight = flight.take()?;
         self.free.push(index);
         let peer = self.peers.get_mut(&flight.peer).expect("peers outlive their copies");
-        peer.in_flight -= 1;
-        let way = &mut peer.ways[flight.path];
-        way.copies -= 1;
-        way.bytes -= u64::from(flight.piece.bytes);
-        way.full = false;
+        peer.landed(&flight);
         Some(flight)
     }
 
@@ -811,7 +825,7 @@ impl Mover {
         } else if outcome != Outcome::Done {
             transfer.piece_missing();
         }
-        let over = transfer.in_flight == 0 && (transfer.ending.is_some() || transfer.next_bytes().is_none());
+        let over = transfer.in_flight == 0 && (transfer.ending.is_some() || transfer.next().is_none());
         if again && !was_queued {
             self.join(id);
         } else if !again && outcome != Outcome::Done && !decided {
@@ -953,24 +967,31 @@ impl Mover {
         });
     }
 
-    /// Submits up to `most` copies to a path, as far as its window allows.
+    /// Submits up to `most` copies to a path, as far as its window allows. The first are on their way while the next are
+    /// gathered.
     fn send(&mut self, number: u64, path: usize, most: usize, now: Nanos) {
         let mut batch = std::mem::take(&mut self.batch);
-        self.gather(number, path, most, now, &mut batch);
-        let node = &self.peers[&number].address.node;
-        let taken = hand_over(&mut *self.transports[path].1, node, &batch);
-        if taken < batch.len() {
-            // The last first, so that they go again in the order that they had.
-            batch[taken..].iter().rev().for_each(|copy| self.take_back(copy.id));
-            let peer = self.peers.get_mut(&number).expect("it has something to send");
-            let way = &mut peer.ways[path];
-            way.full = way.copies > 0;
-            if !way.full {
-                // No completion will wake it: the transport only now puts its own books in order.
-                peer.tick = Some(now + MILLISECOND);
+        loop {
+            batch.clear();
+            self.gather(number, path, most.min(BATCH), now, &mut batch);
+            let node = &self.peers[&number].address.node;
+            let taken = hand_over(&mut *self.transports[path].1, node, &batch);
+            if taken < batch.len() {
+                // The last first, so that they go again in the order that they had.
+                batch[taken..].iter().rev().for_each(|copy| self.take_back(copy.id));
+                let peer = self.peers.get_mut(&number).expect("it has something to send");
+                let way = &mut peer.ways[path];
+                way.full = way.copies > 0;
+                if !way.full {
+                    // No completion will wake it: the transport only now puts its own books in order.
+                    peer.tick = Some(now + MILLISECOND);
+                }
+                break;
+            }
+            if taken < BATCH {
+                break;
             }
         }
-        batch.clear();
         self.batch = batch;
     }
 
@@ -981,16 +1002,18 @@ impl Mover {
         let fallback = ways[..path].iter().any(|way| way.allowed && way.stood);
         let way = &mut ways[path];
         let mut empty = Vec::new();
+        let mut turn = None;
         while !way.full && batch.len() < most && way.copies < settings.window_copies {
-            let Some((priority, id)) = queue.turn(|id| waits(transfers, id)) else { break };
+            let Some((priority, id)) = turn.or_else(|| queue.turn(|id| waits(transfers, id))) else { break };
             let transfer = transfers.get_mut(&id).expect("who waits has not ended");
-            let bytes = u64::from(transfer.next_bytes().unwrap_or(0));
+            let piece = transfer.next();
+            let bytes = piece.map_or(0, |piece| piece.bytes.into());
             if way.copies > 0 && way.bytes + bytes > settings.window_bytes {
                 break;
             }
-            let piece = transfer.take();
-            transfer.queued = transfer.next_bytes().is_some();
+            transfer.queued = piece.is_some_and(|piece| transfer.sends(&piece));
             queue.sends(priority, bytes, transfer.queued);
+            turn = (transfer.queued && queue.is_alone()).then_some((priority, id));
             (transfer.via, *taken) = (Some(kind), Some(path));
             transfer.fallback |= fallback;
             let Some(piece) = piece else {
@@ -1021,9 +1044,9 @@ impl Mover {
 }
 
 /// Bytes of the next copy of a transfer that waits in its peer's queue.
-fn waits(transfers: &HashMap<TransferId, Transfer>, id: TransferId) -> Option<u64> {
+fn waits(transfers: &FxHashMap<TransferId, Transfer>, id: TransferId) -> Option<u64> {
     let transfer = transfers.get(&id).filter(|transfer| transfer.queued)?;
-    Some(transfer.next_bytes().unwrap_or(0).into())
+    Some(transfer.next().map_or(0, |piece| piece.bytes).into())
 }
 
 /// Enters a copy into the books of what is under way.

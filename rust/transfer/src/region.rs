@@ -26,7 +26,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockRead
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::memory::{Arena, Mapping, ReadHold, WriteHold, checksum, sealed_memory};
+use crate::memory::{Arena, Mapping, ReadHold, WriteHold, checksum, checksum_cold, sealed_memory};
 use crate::types::{RegionId, SlotRef, Span};
 
 /// What peers may do with a region.
@@ -182,45 +182,65 @@ impl Buffer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn hold(self: &Arc<Self>, offset: u64, bytes: u64) -> Result<BufferHold, Denied> {
-        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            return Err(Denied::Bounds);
-        }
+    fn hold(self: &Arc<Self>) -> Result<Arc<BufferHold>, Denied> {
         let mut state = self.lock();
         if state.closed {
             return Err(Denied::Fenced);
         }
         state.holds += 1;
         drop(state);
-        // SAFETY: `offset` is within the memory (just checked), so the sum is too.
-        let pointer = unsafe { self.pointer.add(offset as usize) };
-        Ok(BufferHold { buffer: self.clone(), pointer, bytes: bytes as usize })
+        Ok(Arc::new(BufferHold(self.clone())))
     }
 }
 
 /// Keeps what a buffer points into.
 struct Mapped(#[expect(dead_code, reason = "held for its memory only")] Mapping);
 
-struct BufferHold {
-    buffer: Arc<Buffer>,
+/// Keeps a buffer mapped, and its owner waiting.
+struct BufferHold(Arc<Buffer>);
+
+impl BufferHold {
+    fn piece(
+        self: &Arc<Self>,
+        at: Span,
+        bytes: u64,
+        by: By,
+        permitted: impl Fn(Access) -> bool,
+    ) -> Result<Piece, Denied> {
+        let buffer = &self.0;
+        if by == By::Peer && !permitted(buffer.access) {
+            return Err(Denied::Permission);
+        }
+        if at.offset.checked_add(bytes).is_none_or(|end| end > buffer.bytes) {
+            return Err(Denied::Bounds);
+        }
+        // SAFETY: the offset is within the memory (just checked), so the sum is too.
+        let pointer = unsafe { buffer.pointer.add(at.offset as usize) };
+        Ok(Piece { _hold: self.clone(), pointer, bytes: bytes as usize })
+    }
+}
+
+impl Drop for BufferHold {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.holds -= 1;
+        if state.closed && state.holds == 0 {
+            self.0.quiet.notify_all();
+        }
+    }
+}
+
+/// Some bytes of a buffer that is held.
+struct Piece {
+    _hold: Arc<BufferHold>,
     pointer: NonNull<u8>,
     bytes: usize,
 }
 
 // SAFETY: see `Buffer`: plain bytes that the hold keeps mapped.
-unsafe impl Send for BufferHold {}
+unsafe impl Send for Piece {}
 // SAFETY: as above.
-unsafe impl Sync for BufferHold {}
-
-impl Drop for BufferHold {
-    fn drop(&mut self) {
-        let mut state = self.buffer.lock();
-        state.holds -= 1;
-        if state.closed && state.holds == 0 {
-            self.buffer.quiet.notify_all();
-        }
-    }
-}
+unsafe impl Sync for Piece {}
 
 /// One region.
 #[derive(Clone, Debug)]
@@ -320,24 +340,7 @@ impl Regions {
     /// # Errors
     /// [`Denied`], and counted if a peer was fenced.
     pub fn begin_read(&self, at: Span, bytes: u64, by: By) -> Result<Reading, Denied> {
-        self.count(by, self.try_read(at, bytes, by))
-    }
-
-    fn try_read(&self, at: Span, bytes: u64, by: By) -> Result<Reading, Denied> {
-        Ok(Reading(match self.read().get(&at.region) {
-            None => return Err(Denied::Fenced),
-            Some(Region::Arena(arena)) => {
-                let (slot, strips) = arena.strips_at(at.offset, bytes).ok_or(Denied::Bounds)?;
-                let hold = arena.begin_read(SlotRef { slot, generation: at.life }).ok_or(Denied::Fenced)?;
-                Source::Arena(hold, strips)
-            }
-            Some(Region::Buffer(buffer)) => {
-                if by == By::Peer && !buffer.access.read {
-                    return Err(Denied::Permission);
-                }
-                Source::Buffer(buffer.hold(at.offset, bytes)?)
-            }
-        }))
+        self.taker(by).read(at, bytes)
     }
 
     /// Takes bytes for writing. In an arena they are whole strips of one open slot that nobody else is writing.
@@ -345,24 +348,12 @@ impl Regions {
     /// # Errors
     /// [`Denied`], and counted if a peer was fenced.
     pub fn begin_write(&self, at: Span, bytes: u64, by: By) -> Result<Writing, Denied> {
-        self.count(by, self.try_write(at, bytes, by))
+        self.taker(by).write(at, bytes)
     }
 
-    fn try_write(&self, at: Span, bytes: u64, by: By) -> Result<Writing, Denied> {
-        Ok(Writing(match self.read().get(&at.region) {
-            None => return Err(Denied::Fenced),
-            Some(Region::Arena(arena)) => {
-                let (slot, strips) = arena.strips_at(at.offset, bytes).ok_or(Denied::Bounds)?;
-                let slot = SlotRef { slot, generation: at.life };
-                Sink::Arena(arena.begin_write(slot, strips).map_err(|_| Denied::Fenced)?)
-            }
-            Some(Region::Buffer(buffer)) => {
-                if by == By::Peer && !buffer.access.write {
-                    return Err(Denied::Permission);
-                }
-                Sink::Buffer(buffer.hold(at.offset, bytes)?)
-            }
-        }))
+    /// For many holds at once: a buffer that several of them name, one after the other, is looked up and counted once.
+    pub fn taker(&self, by: By) -> Taker<'_> {
+        Taker { regions: self, by, last: None }
     }
 
     fn count<T>(&self, by: By, held: Result<T, Denied>) -> Result<T, Denied> {
@@ -378,12 +369,76 @@ impl Regions {
     }
 }
 
+/// Takes holds for one party, see [`Regions::taker`].
+pub struct Taker<'r> {
+    regions: &'r Regions,
+    by: By,
+    last: Option<(RegionId, Held)>,
+}
+
+/// A region that stays.
+enum Held {
+    Arena(Arc<Arena>),
+    Buffer(Arc<BufferHold>),
+}
+
+impl Taker<'_> {
+    /// As [`Regions::begin_read`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn read(&mut self, at: Span, bytes: u64) -> Result<Reading, Denied> {
+        let (by, regions) = (self.by, self.regions);
+        let held = self.hold(at.region).and_then(|held| match held {
+            Held::Arena(arena) => {
+                let (slot, strips) = strips_of(arena, at, bytes)?;
+                Ok(Reading(Source::Arena(arena.begin_read(slot).ok_or(Denied::Fenced)?, strips)))
+            }
+            Held::Buffer(hold) => Ok(Reading(Source::Buffer(hold.piece(at, bytes, by, |access| access.read)?))),
+        });
+        regions.count(by, held)
+    }
+
+    /// As [`Regions::begin_write`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write(&mut self, at: Span, bytes: u64) -> Result<Writing, Denied> {
+        let (by, regions) = (self.by, self.regions);
+        let held = self.hold(at.region).and_then(|held| match held {
+            Held::Arena(arena) => {
+                let (slot, strips) = strips_of(arena, at, bytes)?;
+                Ok(Writing(Sink::Arena(arena.begin_write(slot, strips).map_err(|_| Denied::Fenced)?)))
+            }
+            Held::Buffer(hold) => Ok(Writing(Sink::Buffer(hold.piece(at, bytes, by, |access| access.write)?))),
+        });
+        regions.count(by, held)
+    }
+
+    fn hold(&mut self, id: RegionId) -> Result<&Held, Denied> {
+        if self.last.as_ref().is_none_or(|(last, _)| *last != id) {
+            let held = match self.regions.read().get(&id) {
+                None => return Err(Denied::Fenced),
+                Some(Region::Arena(arena)) => Held::Arena(arena.clone()),
+                Some(Region::Buffer(buffer)) => Held::Buffer(buffer.hold()?),
+            };
+            self.last = Some((id, held));
+        }
+        self.last.as_ref().map(|(_, held)| held).ok_or(Denied::Fenced)
+    }
+}
+
+fn strips_of(arena: &Arena, at: Span, bytes: u64) -> Result<(SlotRef, Range<u32>), Denied> {
+    let (slot, strips) = arena.strips_at(at.offset, bytes).ok_or(Denied::Bounds)?;
+    Ok((SlotRef { slot, generation: at.life }, strips))
+}
+
 /// The right to read some bytes; they stay until it is dropped.
 pub struct Reading(Source);
 
 enum Source {
     Arena(ReadHold, Range<u32>),
-    Buffer(BufferHold),
+    Buffer(Piece),
 }
 
 impl Reading {
@@ -395,20 +450,40 @@ impl Reading {
                 &hold.bytes()[strips.start as usize * strip_bytes..strips.end as usize * strip_bytes]
             }
             // SAFETY: the hold keeps these bytes mapped; see the module's head about other threads.
-            Source::Buffer(hold) => unsafe { std::slice::from_raw_parts(hold.pointer.as_ptr(), hold.bytes) },
+            Source::Buffer(piece) => unsafe { std::slice::from_raw_parts(piece.pointer.as_ptr(), piece.bytes) },
         }
     }
 
     /// Appends a checksum per `grain` bytes (0: one for all): an arena's own, made where the bytes were made, if its
     /// strips have that size; else computed now.
     pub fn checksums(&self, grain: u32, into: &mut Vec<u32>) {
+        self.checksums_before(&[], grain, into);
+    }
+
+    /// As `checksums`; `next` is what is read after these bytes.
+    fn checksums_before(&self, next: &[u8], grain: u32, into: &mut Vec<u32>) {
         match &self.0 {
             Source::Arena(hold, strips) if hold.strip_bytes() == grain as usize => {
                 into.extend(strips.clone().map(|strip| hold.checksum(strip)));
             }
-            _ => into.extend(pieces(self.bytes(), grain).map(checksum)),
+            _ => {
+                let mut pieces = pieces(self.bytes(), grain).peekable();
+                while let Some(piece) = pieces.next() {
+                    into.push(checksum_cold(piece, pieces.peek().copied().unwrap_or(next)));
+                }
+            }
         }
     }
+}
+
+/// The checksums of bytes that travel together, in order, each with its grain: one per `grain` bytes (0: one for all).
+pub fn checksums_of<'r>(readings: impl Iterator<Item = (&'r Reading, u32)>) -> Vec<u32> {
+    let mut sums = Vec::new();
+    let mut readings = readings.peekable();
+    while let Some((reading, grain)) = readings.next() {
+        reading.checksums_before(readings.peek().map_or(&[], |(next, _)| next.bytes()), grain, &mut sums);
+    }
+    sums
 }
 
 /// The right to write some bytes, alone in an arena; in a buffer the caller's copies may overlap, as it likes.
@@ -416,7 +491,7 @@ pub struct Writing(Sink);
 
 enum Sink {
     Arena(WriteHold),
-    Buffer(BufferHold),
+    Buffer(Piece),
 }
 
 impl Writing {
@@ -425,7 +500,7 @@ impl Writing {
         match &mut self.0 {
             Sink::Arena(hold) => hold.strips_mut(hold.strips()),
             // SAFETY: the hold keeps these bytes mapped; see the module's head about other threads.
-            Sink::Buffer(hold) => unsafe { std::slice::from_raw_parts_mut(hold.pointer.as_ptr(), hold.bytes) },
+            Sink::Buffer(piece) => unsafe { std::slice::from_raw_parts_mut(piece.pointer.as_ptr(), piece.bytes) },
         }
     }
 
@@ -531,9 +606,7 @@ mod tests {
         rest.finish(0, &[checksum(&[2; 128])]);
         assert!(arena.arrived_all(slot) && arena.seal(slot) && arena.intact(slot));
         let reading = regions.begin_read(span(1, 0), 128, By::Peer).expect("sealed");
-        let mut sums = Vec::new();
-        reading.checksums(64, &mut sums);
-        reading.checksums(0, &mut sums);
+        let sums = checksums_of([(&reading, 64), (&reading, 0)].into_iter());
         assert_eq!(sums, [checksum(&[2; 64]), checksum(&[2; 64]), checksum(&[2; 128])]);
         assert_eq!((sum_count(128, 64), sum_count(130, 64), sum_count(128, 0), sum_count(0, 0)), (2, 3, 1, 0));
     }

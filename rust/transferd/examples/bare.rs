@@ -54,6 +54,9 @@ struct Arguments {
     /// Most bytes handed to the kernel in one call
     #[arg(long, default_value = "256KiB", value_parser = size)]
     call: usize,
+    /// Memory that processes share (small pages, unless the system gives huge ones to shared memory), not private
+    #[arg(long)]
+    shared: bool,
     /// How long
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
@@ -361,7 +364,7 @@ impl Pool {
         let set = arguments.batch * arguments.block;
         let sets = POOL_BYTES.div_ceil(set).clamp(2, 64);
         let length = (sets * set).try_into().expect("a batch of at least one block of at least one byte");
-        let flags = MapFlags::MAP_PRIVATE;
+        let flags = if arguments.shared { MapFlags::MAP_SHARED } else { MapFlags::MAP_PRIVATE };
         // SAFETY: a new mapping that nobody else knows; it is never unmapped, so 'static holds.
         let bytes = unsafe {
             let start = mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags)

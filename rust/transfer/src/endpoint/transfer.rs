@@ -11,6 +11,8 @@ use crate::mover::{Ended, Failure, Progress};
 
 /// How long a waiter looks before it sleeps: a small copy's round trip fits in, a sleep and a wake-up cost as much again.
 const SPIN: Duration = Duration::from_micros(50);
+/// And of which transfers.
+const SPIN_BYTES: u64 = 256 << 10;
 /// Transfers of at most so many bytes, in so few copies, are waited for on the socket that their answer comes by.
 const SMALL: (u64, usize) = (64 << 10, 16);
 /// How long a waiter takes answers itself before it leaves that to the I/O threads: ten round trips within a data centre.
@@ -180,7 +182,8 @@ impl State {
             return true;
         }
         let began = Instant::now();
-        while began.elapsed() < SPIN.min(timeout) {
+        // What is large takes longer than that, and where cores are few it needs this one.
+        while self.bytes <= SPIN_BYTES && began.elapsed() < SPIN.min(timeout) {
             for _ in 0..32 {
                 if self.over.load(Ordering::Acquire) {
                     return true;

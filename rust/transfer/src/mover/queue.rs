@@ -60,6 +60,11 @@ impl Queue {
         chosen
     }
 
+    /// True if at most one transfer stands in the queue, so that its turn does not end.
+    pub fn is_alone(&self) -> bool {
+        self.levels.iter().map(|level| level.ring.len()).sum::<usize>() <= 1
+    }
+
     /// The transfer whose turn it is sends a copy; `more` if it has another one.
     pub fn sends(&mut self, priority: Priority, bytes: u64, more: bool) {
         let cost = bytes + OVERHEAD;

@@ -20,7 +20,9 @@ impl Histogram {
     }
 
     pub(super) fn add(&mut self, took: Nanos) {
-        let bucket = (0..BUCKETS).find(|bucket| took <= Self::bound(*bucket)).unwrap_or(BUCKETS);
+        // How often the first bound must be doubled to hold it: places of the quotient, rounded down for the borders.
+        let doublings = u64::BITS - (took.saturating_sub(1) / Self::bound(0)).leading_zeros();
+        let bucket = BUCKETS.min(doublings as usize);
         self.counts[bucket] += 1;
         self.sum = self.sum.saturating_add(took);
     }

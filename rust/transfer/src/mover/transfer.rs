@@ -112,22 +112,20 @@ impl Transfer {
         None
     }
 
-    /// Bytes of the next piece; `None` if all have been sent.
-    pub fn next_bytes(&self) -> Option<u32> {
-        self.again.last().copied().or_else(|| self.cut()).map(|piece| piece.bytes)
+    /// The next piece, what goes again first; `None` if all have been sent.
+    pub fn next(&self) -> Option<Piece> {
+        self.again.last().copied().or_else(|| self.cut())
     }
 
-    /// Takes the next piece: what goes again first.
-    pub fn take(&mut self) -> Option<Piece> {
-        if let Some(piece) = self.again.pop() {
-            return Some(piece);
+    /// Takes the piece that `next` has just returned. True if another one follows.
+    pub fn sends(&mut self, piece: &Piece) -> bool {
+        if self.again.pop().is_none() {
+            self.offset += u64::from(piece.bytes);
+            if self.offset >= self.parts[self.part].bytes {
+                (self.part, self.offset) = (self.part + 1, 0);
+            }
         }
-        let piece = self.cut()?;
-        self.offset += u64::from(piece.bytes);
-        if self.offset >= self.parts[self.part].bytes {
-            (self.part, self.offset) = (self.part + 1, 0);
-        }
-        Some(piece)
+        !self.again.is_empty() || self.part < self.parts.len()
     }
 
     /// The next piece is to be taken again before all others.
@@ -160,7 +158,7 @@ impl Transfer {
     /// Its end is decided: nothing more is sent.
     pub fn end(&mut self, ended: Ended) {
         let failed = matches!(ended, Ended::Failed { .. });
-        self.whole = !failed && self.in_flight > 0 && self.next_bytes().is_none();
+        self.whole = !failed && self.in_flight > 0 && self.next().is_none();
         self.part = self.parts.len();
         self.again = Vec::new();
         self.ending = Some(ended);
@@ -196,10 +194,9 @@ mod tests {
     fn pieces(parts: &[(u64, u32)]) -> Vec<(u32, u64, u32)> {
         let mut transfer = Transfer::new(1, 0, request(parts), PIECE_BYTES);
         std::iter::from_fn(|| {
-            let expected = transfer.next_bytes();
-            let piece = transfer.take();
-            assert_eq!(piece.map(|piece| piece.bytes), expected);
-            piece.map(|piece| (piece.part, piece.offset, piece.bytes))
+            let piece = transfer.next()?;
+            transfer.sends(&piece);
+            Some((piece.part, piece.offset, piece.bytes))
         })
         .collect()
     }

@@ -289,18 +289,21 @@ pub fn encode(kind: Kind, flags: Flags, count: usize, sequence: u64, body: u64, 
 
 /// Appends an entry to a table.
 pub fn put_entry(table: &mut Vec<u8>, entry: &Entry) {
-    table.extend(entry.at.region.0.to_le_bytes());
-    table.extend(entry.at.life.to_le_bytes());
-    table.extend(entry.at.offset.to_le_bytes());
-    table.extend(entry.bytes.to_le_bytes());
-    table.extend(entry.grain.to_le_bytes());
+    let mut bytes = [0; ENTRY_BYTES];
+    bytes[..4].copy_from_slice(&entry.at.region.0.to_le_bytes());
+    bytes[4..8].copy_from_slice(&entry.at.life.to_le_bytes());
+    bytes[8..16].copy_from_slice(&entry.at.offset.to_le_bytes());
+    bytes[16..20].copy_from_slice(&entry.bytes.to_le_bytes());
+    bytes[20..].copy_from_slice(&entry.grain.to_le_bytes());
+    table.extend(bytes);
 }
 
 /// Appends a place to a table.
 pub fn put_place(table: &mut Vec<u8>, place: &Place) {
-    table.extend(place.region.0.to_le_bytes());
-    table.extend([0; 4]);
-    table.extend(place.offset.to_le_bytes());
+    let mut bytes = [0; PLACE_BYTES];
+    bytes[..4].copy_from_slice(&place.region.0.to_le_bytes());
+    bytes[8..].copy_from_slice(&place.offset.to_le_bytes());
+    table.extend(bytes);
 }
 
 /// Appends checksums to a table.

@@ -14,7 +14,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::region::{By, Reading};
+use crate::region::{By, Reading, checksums_of};
 use crate::transport::{Outcome, STALLED_AFTER};
 use crate::types::{NodeId, Span};
 
@@ -137,13 +137,13 @@ impl Incoming {
                 let regions = self.hub.regions().ok_or_else(out_of_turn)?;
                 let mut body =
                     if header.flags.has(Flags::SHARED | Flags::COMPARE) { Body::comparing() } else { Body::new(sums) };
+                let mut taker = regions.taker(By::Peer);
                 for entry in &entries {
-                    let held = regions.begin_write(entry.at, entry.bytes.into(), By::Peer);
-                    body.push(held, entry.bytes, entry.grain);
+                    body.push(taker.write(entry.at, entry.bytes.into()), entry.bytes, entry.grain);
                 }
                 if let Some(sharing) = self.sharing.as_ref().filter(|_| header.flags.has(Flags::SHARED)) {
-                    let views = places.iter().map(|place| sharing.view(place.region)).collect::<Option<_>>();
-                    let views = views.ok_or_else(|| io::Error::other("a place in a region that was not told of"))?;
+                    let unknown = || io::Error::other("a place in a region that was not told of");
+                    let views = sharing.views(&places).ok_or_else(unknown)?;
                     self.pulling = Some(Pulling { header, body, places, views });
                 } else if header.body == 0 {
                     self.applied(&header, body);
@@ -205,16 +205,15 @@ impl Incoming {
     fn read(&mut self, header: &Header, entries: &[Entry]) -> io::Result<()> {
         let regions = self.hub.regions().ok_or_else(|| io::Error::other("a read before the regions"))?;
         let (bare, shared) = (header.flags.has(Flags::BARE), header.flags.has(Flags::SHARED));
-        let (mut table, mut sums) = (Vec::with_capacity(entries.len() * 5), Vec::new());
-        let (mut bodies, mut bytes, mut places) = (Vec::new(), 0, Vec::new());
+        let mut taker = regions.taker(By::Peer);
+        let mut table = Vec::with_capacity(entries.len() * 5);
+        let (mut bodies, mut grains, mut bytes, mut places) = (Vec::new(), Vec::new(), 0, Vec::new());
         for entry in entries {
-            let outcome = match regions.begin_read(entry.at, entry.bytes.into(), By::Peer) {
+            let outcome = match taker.read(entry.at, entry.bytes.into()) {
                 Ok(reading) => {
-                    if !bare {
-                        reading.checksums(entry.grain, &mut sums);
-                    }
                     bytes += u64::from(entry.bytes);
                     bodies.push(reading);
+                    grains.push(entry.grain);
                     if let Some(sharing) = self.sharing.as_mut().filter(|_| shared) {
                         let Span { region, offset, .. } = entry.at;
                         // The hold says that it exists.
@@ -230,7 +229,9 @@ impl Incoming {
         count(&self.hub.tally.copies_in, bodies.len() as u64);
         count(&self.hub.tally.bytes_in, bytes);
         table.extend(places);
-        frames::put_sums(&mut table, &sums);
+        if !bare {
+            frames::put_sums(&mut table, &checksums_of(bodies.iter().zip(grains)));
+        }
         if shared {
             self.lent.insert(header.sequence, std::mem::take(&mut bodies));
             bytes = 0;

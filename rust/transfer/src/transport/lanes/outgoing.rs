@@ -20,13 +20,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::link::{Link, Stream};
-use crate::region::{By, Reading, Writing, sum_count};
+use crate::region::{By, Reading, Writing, checksums_of, sum_count};
 use crate::transport::{Busy, Completion, Copy, Helper, Op, Outcome, Path, STALLED_AFTER};
 use crate::types::{NodeAddress, RegionId, Span};
 
 use super::body::{Body, outcome_of};
 use super::frames::{
-    self, BODY_LIMIT, COPIES_LIMIT, ENTRY_BYTES, Entry, Flags, FrameError, Header, Kind, Place, TABLE_LIMIT, Table,
+    self, BODY_LIMIT, COPIES_LIMIT, ENTRY_BYTES, Entry, Flags, FrameError, Header, Kind, PLACE_BYTES, Place,
+    TABLE_LIMIT, Table,
 };
 use super::inflow::{Inflow, Step};
 use super::io::{Lane, Ready, Seat, TURN_BYTES, Turn};
@@ -37,6 +38,9 @@ use super::{FRAME_BYTES, Hub, count};
 
 /// A batch of small copies is split over the lanes down to frames of so many bytes; below, a frame costs more than a core.
 const SHARE_BYTES: u64 = 64 << 10;
+/// Bytes that a lane is ahead of its answers with frames that have no body. They cost it nothing, so the first lane that
+/// runs would take all there is; those with bodies are held back by the socket.
+const BODILESS_BYTES: u64 = 1 << 20;
 /// A submission up to this size is sent by the caller's thread, if a lane is free: 30 us at most.
 const INLINE_BYTES: u64 = 64 << 10;
 /// Longest wait of a helping thread: what is small comes sooner, and for the rest it is no help.
@@ -122,21 +126,15 @@ impl Peer {
         let refused = state.refused.is_some_and(|at| now.duration_since(at) < GROW_AGAIN);
         let long = queued > GROW_BYTES * standing && !refused;
         let grow = standing == 0 || (long && standing < self.hub.settings.lanes_per_peer as u64);
-        let wanted = queued.div_ceil(SHARE_BYTES).max(state.queue.len().div_ceil(COPIES_LIMIT) as u64);
-        let mut called = Vec::new();
-        while (called.len() as u64) < wanted
-            && let Some(token) = state.hungry.pop()
-        {
-            called.extend(state.lanes.iter().find(|lane| lane.token() == token).cloned());
-        }
+        let called = call(&mut state);
         drop(state);
         if grow {
             self.dial();
         }
-        for lane in called {
-            if queued > INLINE_BYTES || !lane.turn_here(now) {
-                lane.kick();
-            }
+        if let Some(lane) = called
+            && (queued > INLINE_BYTES || !lane.turn_here(now))
+        {
+            lane.kick();
         }
         Ok(true)
     }
@@ -226,9 +224,13 @@ impl Peer {
         self.hub.complete(lost);
     }
 
-    /// Takes copies for one frame. None: the lane is hungry now.
-    fn take(&self, token: u64) -> Vec<Copy> {
+    /// Takes copies for one frame. None: the lane is hungry now, or so far ahead that an answer comes first.
+    fn take(&self, token: u64, ahead: u64, shared: bool) -> Vec<Copy> {
         let mut state = self.lock();
+        let bodiless = |next: &Copy| shared || next.op == Op::Read;
+        if ahead >= BODILESS_BYTES && state.queue.front().is_some_and(bodiless) {
+            return Vec::new();
+        }
         let share = state.queued_bytes / state.lanes.len().max(1) as u64;
         let share = share.clamp(SHARE_BYTES, FRAME_BYTES);
         let (mut bytes, mut table) = (0, 0);
@@ -248,6 +250,13 @@ impl Peer {
         state.taken += copies.len();
         if copies.is_empty() && state.over.is_none() && !state.hungry.contains(&token) {
             state.hungry.push(token);
+        }
+        // Each that finds more than it takes calls another one, so who submits wakes one thread and no more: that may well
+        // take its place on the core, and then nobody would wake the others.
+        let called = if state.queue.is_empty() { None } else { call(&mut state) };
+        drop(state);
+        if let Some(lane) = called {
+            lane.kick();
         }
         copies
     }
@@ -288,6 +297,12 @@ impl Peer {
         self.hub.complete(lost);
         lanes.iter().for_each(|lane| lane.end(reason));
     }
+}
+
+/// Takes a hungry lane off the list.
+fn call(state: &mut State) -> Option<Arc<Seat>> {
+    let State { hungry, lanes, .. } = state;
+    std::iter::from_fn(|| hungry.pop()).find_map(|token| lanes.iter().find(|lane| lane.token() == token).cloned())
 }
 
 /// A handle for threads that wait.
@@ -425,14 +440,15 @@ impl Outgoing {
         if self.sent.len() >= settings.window_frames || self.sent_bytes >= settings.window_bytes {
             return Ok(false);
         }
-        let mut taken = self.peer.take(self.token);
+        let mut taken = self.peer.take(self.token, self.sent_bytes, self.sharing.is_some());
         let Some(first) = taken.first() else { return Ok(false) };
         let (op, flags) = (first.op, self.flags(first));
         let Some(regions) = self.hub.regions().cloned() else {
             self.end_all(taken, Outcome::Lost);
             return Ok(true);
         };
-        let (mut table, mut sums) = (Vec::with_capacity(taken.len() * (ENTRY_BYTES + 4)), Vec::new());
+        let mut taker = regions.taker(By::Owner);
+        let mut table = Vec::with_capacity(taken.len() * (ENTRY_BYTES + PLACE_BYTES + 4));
         let (mut bodies, mut holds, mut bytes) = (Vec::new(), Vec::new(), 0);
         let mut broken = None;
         let Self { ended, sharing, outflow, .. } = self;
@@ -441,18 +457,15 @@ impl Outgoing {
             let refused = if length > BODY_LIMIT || table_bytes(copy) > TABLE_LIMIT {
                 Some(Outcome::Denied)
             } else if op == Op::Write {
-                match regions.begin_read(copy.local, length, By::Owner) {
+                match taker.read(copy.local, length) {
                     Ok(reading) => {
-                        if !flags.has(Flags::BARE) {
-                            reading.checksums(copy.grain, &mut sums);
-                        }
                         bodies.push(reading);
                         None
                     }
                     Err(denied) => Some(outcome_of(denied)),
                 }
             } else {
-                match regions.begin_write(copy.local, length, By::Owner) {
+                match taker.write(copy.local, length) {
                     Ok(writing) => {
                         holds.push(writing);
                         None
@@ -482,6 +495,10 @@ impl Outgoing {
         }
         self.sequence += 1;
         let (sequence, copies) = (self.sequence, taken.len());
+        let sums = match flags.has(Flags::BARE) {
+            true => Vec::new(),
+            false => checksums_of(bodies.iter().zip(taken.iter().map(|copy| copy.grain))),
+        };
         let lent = if flags.has(Flags::SHARED) { std::mem::take(&mut bodies) } else { Vec::new() };
         self.sent.push_back(Sent { sequence, copies: taken, bytes, holds, _lent: lent });
         self.sent_bytes += bytes;
@@ -582,7 +599,7 @@ impl Outgoing {
         let flags = sent.copies.first().map_or(Flags::NONE, |first| self.flags(first));
         let expected = if flags.has(Flags::BARE) { 0 } else { expected };
         let views: Option<Vec<Arc<View>>> = match &self.sharing {
-            Some(sharing) => places.iter().map(|place| sharing.view(place.region)).collect(),
+            Some(sharing) => sharing.views(&places),
             None => Some(Vec::new()),
         };
         let inside = if flags.has(Flags::SHARED) { 0 } else { bytes };
@@ -624,18 +641,19 @@ impl Outgoing {
     }
 
     fn end_each(&mut self, copies: &[Copy], outcomes: impl IntoIterator<Item = Outcome>) {
-        let tally = &self.hub.tally;
+        let (mut done, mut bytes, mut corrupt) = (0, 0, 0);
         for (copy, outcome) in copies.iter().zip(outcomes) {
             match outcome {
-                Outcome::Done => {
-                    count(&tally.copies_out, 1);
-                    count(&tally.bytes_out, copy.bytes.into());
-                }
-                Outcome::Corrupt => count(&tally.corrupt, 1),
+                Outcome::Done => (done, bytes) = (done + 1, bytes + u64::from(copy.bytes)),
+                Outcome::Corrupt => corrupt += 1,
                 _ => {}
             }
             self.ended.push(Completion { id: copy.id, outcome });
         }
+        let tally = &self.hub.tally;
+        count(&tally.copies_out, done);
+        count(&tally.bytes_out, bytes);
+        count(&tally.corrupt, corrupt);
         self.peer.works();
     }
 

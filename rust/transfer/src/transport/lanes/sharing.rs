@@ -25,7 +25,7 @@ use crate::memory::{Mapping, is_sealed};
 use crate::region::{Region, Regions};
 use crate::types::RegionId;
 
-use super::frames::{self, Flags, How, Kind, Shared};
+use super::frames::{self, Flags, How, Kind, Place, Shared};
 use super::outflow::Outflow;
 
 /// Regions of the other side that a lane remembers.
@@ -69,6 +69,8 @@ pub struct Sharing {
     /// The other process; none if the kernel cannot name it here.
     pid: Option<Pid>,
     offered: HashSet<RegionId>,
+    /// The region that was asked for last, and is known: copies come in runs.
+    last: Option<RegionId>,
     views: HashMap<RegionId, Arc<View>>,
 }
 
@@ -77,7 +79,7 @@ impl Sharing {
     pub fn over(stream: &Stream) -> Option<Self> {
         let Stream::Unix(stream) = stream else { return None };
         let pid = getsockopt(stream, sockopt::PeerCredentials).ok().map(|peer| peer.pid()).filter(|pid| *pid > 0);
-        Some(Self { pid: pid.map(Pid::from_raw), offered: HashSet::new(), views: HashMap::new() })
+        Some(Self { pid: pid.map(Pid::from_raw), offered: HashSet::new(), last: None, views: HashMap::new() })
     }
 
     /// Tells the other side of a region, if it does not know it yet. False: there is no such region.
@@ -85,7 +87,8 @@ impl Sharing {
     /// # Errors
     /// Out of descriptors.
     pub fn offer(&mut self, regions: &Regions, id: RegionId, outflow: &mut Outflow) -> IoResult<bool> {
-        if self.offered.contains(&id) {
+        if self.last == Some(id) || self.offered.contains(&id) {
+            self.last = Some(id);
             return Ok(true);
         }
         let Some(region) = regions.get(id) else { return Ok(false) };
@@ -100,6 +103,7 @@ impl Sharing {
         // Of 0 bytes means gone. Of an empty region nothing is ever copied but 0 bytes.
         let bytes = bytes.max(1);
         outflow.push_with(region_frame(&Shared { region: id, how, bytes, address, cookie }), descriptor);
+        self.last = None;
         // What is gone from here need not stay mapped there.
         self.offered.retain(|known| {
             let stays = regions.get(*known).is_some();
@@ -142,6 +146,19 @@ impl Sharing {
         };
         self.views.insert(told.region, Arc::new(View { memory, bytes: told.bytes }));
         Ok(())
+    }
+
+    /// The regions that these are in; `None` if the other side has not told of one.
+    pub fn views(&self, places: &[Place]) -> Option<Vec<Arc<View>>> {
+        let mut views: Vec<Arc<View>> = Vec::with_capacity(places.len());
+        for (index, place) in places.iter().enumerate() {
+            let known = index.checked_sub(1).filter(|before| places[*before].region == place.region);
+            views.push(match known {
+                Some(before) => views[before].clone(),
+                None => self.view(place.region)?,
+            });
+        }
+        Some(views)
     }
 
     /// A region that the other side has told of.
@@ -201,7 +218,7 @@ mod tests {
     }
 
     fn sharing() -> Sharing {
-        Sharing { pid: Some(getpid()), offered: HashSet::new(), views: HashMap::new() }
+        Sharing { pid: Some(getpid()), offered: HashSet::new(), last: None, views: HashMap::new() }
     }
 
     #[test]
