@@ -290,6 +290,36 @@ class TransferEngine:
         )
         return Transfer(native, self)
 
+    def run(
+        self,
+        peer: Peer,
+        op: Operation,
+        copies: Copies | Iterable[Copy],
+        *,
+        priority: Priority = "normal",
+        deadline: float | None = None,
+        retries: int | None = None,
+        notify: bytes | None = None,
+        wait: float = 0.0,
+    ) -> Transfer:
+        """As `submit` and then `wait`, and raises as both do: the quickest way for a small copy, as this thread itself
+        takes the answer, and no other has to be woken for it."""
+        prepared = copies if isinstance(copies, Copies) else Copies(copies)
+        native = self._native.submit(
+            peer._native,
+            op,
+            prepared,
+            priority=priority,
+            deadline=deadline,
+            retries=retries,
+            notify=notify,
+            wait=wait,
+            attend=True,
+        )
+        transfer = Transfer(native, self)
+        transfer.wait()
+        return transfer
+
     def _watch(self, transfer: _native.Transfer) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
         watch = self._watches.get(loop)

@@ -45,7 +45,7 @@ class Ours:
 
     def run(self, batch: Any) -> None:
         op, copies = batch
-        self.engine.submit(self.peer, op, copies).wait()
+        self.engine.run(self.peer, op, copies)
 
     # -- what only ours is asked for -----------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ const SLICE: Duration = Duration::from_millis(100);
 const LONG: Duration = Duration::from_secs(1 << 30);
 
 /// The transfer engine of this process.
+/// How long `submit` itself waits for a transfer that its caller waits for: any longer, and a signal must be heard.
+const ATTEND: Duration = Duration::from_millis(5);
+
 #[pyclass(frozen, module = "pyengine._native")]
 pub struct Endpoint {
     living: Living<endpoint::Endpoint>,
@@ -149,7 +152,7 @@ impl Endpoint {
         Ok(Peer { living: Living::new(peer) })
     }
 
-    #[pyo3(signature = (peer, op, copies, *, priority = "normal", deadline = None, retries = None, notify = None, wait = 0.0))]
+    #[pyo3(signature = (peer, op, copies, *, priority = "normal", deadline = None, retries = None, notify = None, wait = 0.0, attend = false))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
     fn submit(
         &self,
@@ -162,6 +165,7 @@ impl Endpoint {
         retries: Option<u32>,
         notify: Option<Readable>,
         wait: f64,
+        attend: bool,
     ) -> PyResult<Transfer> {
         let op = match op {
             "write" => Op::Write,
@@ -179,8 +183,12 @@ impl Endpoint {
         how.retries = retries.unwrap_or(how.retries);
         how.notify = notify.map(|notify| notify.bytes().to_vec());
         let (endpoint, peer) = (&self.living, &peer.living);
-        let transfer =
-            peer.with(py, |peer| endpoint.inside(|endpoint| endpoint.submit(peer, op, &copies.0, how)))??;
+        let transfer = peer.with(py, |peer| {
+            endpoint.inside(|endpoint| match attend {
+                true => endpoint.run(peer, op, &copies.0, how, ATTEND),
+                false => endpoint.submit(peer, op, &copies.0, how),
+            })
+        })??;
         Ok(Transfer { living: Living::new(transfer.map_err(exception)?) })
     }
 

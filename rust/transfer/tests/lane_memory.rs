@@ -440,9 +440,13 @@ fn a_thread_that_waits_takes_the_answer_itself() {
         let peer = pair.peer.node.clone();
         let mut helped = 0;
         for id in 1..200 {
-            pair.submit(&[copy(id)]);
+            // Taken over before it is submitted, or when the answer is under way already.
             let helper = pair.end.transport().helper(&peer).expect("lanes have one");
-            if helper.help(PATIENCE) {
+            let early = if id % 3 == 0 { helper.take_over() } else { None };
+            pair.submit(&[copy(id)]);
+            if let Some(mut hand) = early.or_else(|| helper.take_over())
+                && hand.wait(PATIENCE)
+            {
                 helped += 1;
                 let mut completions = Vec::new();
                 pair.end.transport().poll(&mut completions);
@@ -451,9 +455,15 @@ fn a_thread_that_waits_takes_the_answer_itself() {
             pair.wait(id as usize + 1);
             assert_eq!(pair.outcomes[&id], Outcome::Done);
         }
-        assert!(helped > 0, "{name}: no answer was taken by who waited for it");
+        assert!(helped > 100, "{name}: {helped} answers were taken by who waited for them");
         let helper = pair.end.transport().helper(&peer).expect("lanes have one");
-        assert!(!helper.help(PATIENCE), "nothing is under way, so nobody waits");
+        let mut hand = helper.take_over().expect("an idle lane");
+        assert!(helper.take_over().is_none(), "{name}: two work on one lane");
+        assert!(!hand.wait(Duration::from_millis(1)), "nothing is under way");
+        drop(hand);
+        // Whoever took it over has given it back: the lane's own thread takes the answer.
+        pair.submit(&[copy(200)]);
+        pair.wait(201);
     }
 }
 

@@ -217,7 +217,7 @@ impl<'a> Measuring<'a> {
     fn transfer(&self, op: Op, copies: &Copies, samples: &mut Samples) -> Result<(), Error> {
         let how = How { deadline: Some(DEADLINE), wait: DEADLINE, ..How::default() };
         let start = Instant::now();
-        let transfer = self.endpoint.submit(self.peer, op, copies, how)?;
+        let transfer = self.endpoint.run(self.peer, op, copies, how, DEADLINE)?;
         // It ends at its deadline at the latest, and 3 s later it is quiet.
         while !transfer.wait(DEADLINE) {}
         samples.add(start.elapsed());

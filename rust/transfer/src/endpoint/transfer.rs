@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::endpoint::Peer;
 use crate::error::Error;
 use crate::mover::{Ended, Failure, Progress};
+use crate::transport::Hand;
 
 /// How long a waiter looks before it sleeps: a small copy's round trip fits in, a sleep and a wake-up cost as much again.
 const SPIN: Duration = Duration::from_micros(50);
@@ -40,29 +41,43 @@ impl Transfer {
 
     /// Waits until it has ended; false if the time was over before (the transfer goes on).
     pub fn wait(&self, timeout: Duration) -> bool {
+        let hand =
+            if is_small(self.state.copies, self.state.bytes) && !self.is_over() { take_over(&self.peer) } else { None };
+        self.wait_with(hand, timeout)
+    }
+
+    /// As `wait`, doing an I/O thread's work meanwhile, so that it need not be woken, and then wake this thread.
+    pub(super) fn wait_with(&self, hand: Option<Box<dyn Hand>>, timeout: Duration) -> bool {
+        if self.is_over() {
+            return true;
+        }
         let began = Instant::now();
-        if !self.is_over() && self.state.bytes <= SMALL.0 && self.state.copies <= SMALL.1 {
-            self.help(timeout.min(HELP));
+        if let Some(hand) = hand {
+            self.help(hand, began, timeout.min(HELP));
         }
         self.state.wait(timeout.saturating_sub(began.elapsed()))
     }
 
-    /// Does an I/O thread's work while the answer is awaited, so that it need not be woken, and then wake this thread.
-    fn help(&self, within: Duration) {
-        let began = Instant::now();
-        let driver = self.peer.driver();
-        let Some(helper) = driver.helper(&self.peer.node()) else { return };
+    fn help(&self, mut hand: Box<dyn Hand>, began: Instant, within: Duration) {
+        let mut asked = began;
         while !self.is_over() {
-            let (asked, slice) = (Instant::now(), within.saturating_sub(began.elapsed()).min(HELP_SLICE));
+            let slice = within.saturating_sub(asked - began).min(HELP_SLICE);
             if slice.is_zero() {
                 return;
             }
-            if helper.help(slice) {
-                driver.pump();
-            } else if asked.elapsed() < slice {
-                // Somebody else does it, or what is missing does not come this way.
+            let came = hand.wait(slice);
+            if came {
+                self.peer.driver().pump();
+                if self.is_over() {
+                    return;
+                }
+            }
+            let now = Instant::now();
+            if !came && now - asked < slice {
+                // What is missing does not come this way.
                 return;
             }
+            asked = now;
         }
     }
 
@@ -108,13 +123,12 @@ impl Transfer {
     /// # Errors
     /// Retry: not ended yet, unreachable, corrupt, its deadline passed. Give up: fenced, cancelled. Bug: denied.
     pub fn result(&self) -> Result<(), Error> {
-        let (number, peer) = (self.state.number, self.peer.node());
-        let what = format!("transfer {number} with {peer}");
+        let what = || format!("transfer {} with {}", self.state.number, self.peer.node());
         match self.outcome() {
-            None => Err(Error::retry(format!("{what} has not ended yet"))),
+            None => Err(Error::retry(format!("{} has not ended yet", what()))),
             Some(Ended::Done { .. }) => Ok(()),
-            Some(Ended::Cancelled) => Err(Error::give_up(format!("{what} was cancelled"))),
-            Some(Ended::DeadlinePassed) => Err(Error::retry(format!("{what} was not done before its deadline"))),
+            Some(Ended::Cancelled) => Err(Error::give_up(format!("{} was cancelled", what()))),
+            Some(Ended::DeadlinePassed) => Err(Error::retry(format!("{} was not done before its deadline", what()))),
             Some(Ended::Failed { part, why, message }) => {
                 let at = if part < self.state.copies { format!("copy {part}: ") } else { String::new() };
                 let (make, advice): (fn(String) -> Error, _) = match why {
@@ -125,10 +139,20 @@ impl Transfer {
                     }
                     Failure::Unreachable => (Error::retry, "`transports` of the peer says how its paths are"),
                 };
-                Err(make(format!("{what} failed: {at}{message}; {advice}")))
+                Err(make(format!("{} failed: {at}{message}; {advice}", what())))
             }
         }
     }
+}
+
+/// The lane that small copies to a peer go by, for a thread that is going to wait for some.
+pub(super) fn take_over(peer: &Peer) -> Option<Box<dyn Hand>> {
+    peer.driver().helper(&peer.node())?.take_over()
+}
+
+/// True if a thread that waits for such copies should do the work itself.
+pub(super) fn is_small(copies: usize, bytes: u64) -> bool {
+    bytes <= SMALL.0 && copies <= SMALL.1
 }
 
 /// What the transfer's submitter and whoever ends it share.

@@ -128,7 +128,7 @@ pub trait Transport: Send {
     fn submit(&mut self, peer: &NodeId, copies: &[Copy]) -> Result<(), Busy>;
     /// Takes the completions that have come since the last call.
     fn poll(&mut self, into: &mut Vec<Completion>);
-    /// For a thread that is going to wait for a few small copies to this peer; `None`: this transport has no use for it.
+    /// For a thread that is going to wait for a few small copies to this peer; `None`: this transport has no use for one.
     fn helper(&self, peer: &NodeId) -> Option<Box<dyn Helper>> {
         let _ = peer;
         None
@@ -140,9 +140,15 @@ pub trait Transport: Send {
 /// Lets a thread that would only wait do the transport's work meanwhile: the answer wakes it and nobody else, which saves a
 /// small copy a third of its time. Usable without the transport at hand.
 pub trait Helper: Send + Sync {
-    /// Waits at most `within` for what is under way. True: something has come, `poll` now; `notify` will not tell of it.
-    /// False: nothing has, or others do the work; wait for `notify`.
-    fn help(&self, within: Duration) -> bool;
+    /// Takes over the work on what is under way, or, if nothing is, on what is submitted next. `None`: others must do it.
+    fn take_over(&self) -> Option<Box<dyn Hand>>;
+}
+
+/// Work that was taken over; given back when it is dropped, which must be soon after nobody waits for it any more.
+pub trait Hand {
+    /// Waits at most `within` for an answer. True: something has come, `poll` now; `notify` may not tell of it. False:
+    /// nothing has; if the time is not over, nothing will here.
+    fn wait(&mut self, within: Duration) -> bool;
 }
 
 /// The peer's queue is full.

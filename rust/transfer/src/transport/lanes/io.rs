@@ -32,6 +32,8 @@ pub const TURN_BYTES: usize = 1 << 20;
 const SWEEP_EVERY: Duration = Duration::from_millis(250);
 /// How often one without does, for what has idled too long.
 const DOZE: Duration = Duration::from_secs(5);
+/// How long a waiting thread looks before it sleeps: to wake a sleeping core takes as long as a small copy.
+const SPIN: Duration = Duration::from_micros(30);
 /// Events taken at once.
 const EVENTS: usize = 64;
 /// The token of a thread's eventfd.
@@ -116,39 +118,17 @@ impl Seat {
         }
     }
 
-    /// Waits on this thread for an answer on this lane and takes it, so that nobody else has to be woken for it. False:
-    /// none has come, or there is nothing to wait for here.
-    pub fn help(&self, within: Duration) -> bool {
-        {
-            let lane = self.lock();
-            let waits = lane.as_ref().is_some_and(|lane| lane.stalls_at().is_some() && !lane.is_blocked());
-            let nothing = &mut EpollEvent::new(EpollFlags::EPOLLET, self.token);
-            if !waits || self.helped.load(Ordering::Relaxed) || self.worker.epoll.modify(&self.stream, nothing).is_err()
-            {
-                return false;
-            }
-            self.helped.store(true, Ordering::Relaxed);
+    /// Lets the caller's thread take what comes here, so that nobody else has to be woken for it. `None`: another thread
+    /// does already, or the lane is not in a state for it.
+    pub fn take_over(self: &Arc<Self>) -> Option<Helped> {
+        let lane = self.lock();
+        let nothing = &mut EpollEvent::new(EpollFlags::EPOLLET, self.token);
+        let fit = lane.as_ref().is_some_and(|lane| !lane.is_blocked()) && !self.helped.load(Ordering::Relaxed);
+        if !fit || self.worker.epoll.modify(&self.stream, nothing).is_err() {
+            return None;
         }
-        let mut wait = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
-        // An error is an interrupted call, which is a wait that was too short.
-        let found = ppoll(&mut wait, Some(TimeSpec::from_duration(within)), None).unwrap_or(0) > 0;
-        let mut lane = self.lock();
-        self.helped.store(false, Ordering::Relaxed);
-        let Some(open) = lane.as_mut() else { return false };
-        let hangup = found && wait[0].revents().is_none_or(|events| events.intersects(!PollFlags::POLLIN));
-        let ready = Ready { readable: found, writable: false, hangup };
-        let turn = found.then(|| open.turn(self.stream.as_fd(), ready, Instant::now()));
-        // Its thread watches again, and is told of what has come meanwhile.
-        let blocked = open.is_blocked();
-        self.watches_out.store(blocked, Ordering::Relaxed);
-        let restored = self.worker.epoll.modify(&self.stream, &mut EpollEvent::new(wants(blocked), self.token));
-        drop(lane);
-        match (turn, restored) {
-            (_, Err(errno)) => self.end(&format!("epoll: {errno}")),
-            (Some(turn), _) => self.follow(turn),
-            (None, _) => {}
-        }
-        found
+        self.helped.store(true, Ordering::Relaxed);
+        Some(Helped(self.clone()))
     }
 
     /// Sees to it that a full socket tells when it is not. Called with the lane locked.
@@ -157,6 +137,11 @@ impl Seat {
             // It fails only for a lane that is not in its epoll yet, and that is put in with what it wants then.
             let _ = self.worker.epoll.modify(&self.stream, &mut EpollEvent::new(wants(true), self.token));
         }
+    }
+
+    /// True while a thread that waits has taken it over.
+    pub fn is_helped(&self) -> bool {
+        self.helped.load(Ordering::Relaxed)
     }
 
     /// True if an answer is due on it.
@@ -178,6 +163,63 @@ impl Seat {
     fn lock(&self) -> MutexGuard<'_, Option<Box<dyn Lane>>> {
         // After a panic within a turn the lane is ended, whatever state it is in; `end` only drains lists.
         self.lane.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A lane whose answers a waiting thread takes.
+pub struct Helped(Arc<Seat>);
+
+impl Helped {
+    /// Waits for an answer, and takes it. False: none has come, or the lane has ended.
+    pub fn wait(&self, within: Duration) -> bool {
+        let seat = &self.0;
+        let mut wait = [PollFd::new(seat.stream.as_fd(), PollFlags::POLLIN)];
+        let mut look = |within| {
+            // An error is an interrupted call, which is a wait that was too short.
+            ppoll(&mut wait, Some(TimeSpec::from_duration(within)), None).unwrap_or(0) > 0
+        };
+        let began = Instant::now();
+        while !look(Duration::ZERO) {
+            let waited = began.elapsed();
+            if waited < SPIN.min(within) {
+                std::hint::spin_loop();
+            } else if look(within.saturating_sub(waited)) {
+                break;
+            } else {
+                return false;
+            }
+        }
+        let hangup = wait[0].revents().is_none_or(|events| events.intersects(!PollFlags::POLLIN));
+        let mut lane = seat.lock();
+        let Some(open) = lane.as_mut() else { return false };
+        let turn = open.turn(seat.stream.as_fd(), Ready { readable: true, writable: false, hangup }, Instant::now());
+        seat.watch(open.as_ref());
+        drop(lane);
+        match turn {
+            Turn::Wait => {}
+            Turn::Again => seat.kick(),
+            Turn::Over(reason) => seat.end(&reason),
+        }
+        true
+    }
+}
+
+impl Drop for Helped {
+    /// Its thread watches again, and is told of what has come meanwhile.
+    fn drop(&mut self) {
+        let seat = &self.0;
+        let lane = seat.lock();
+        seat.helped.store(false, Ordering::Relaxed);
+        let Some(open) = lane.as_ref() else { return };
+        let (blocked, due) = (open.is_blocked(), open.stalls_at().is_some());
+        seat.watches_out.store(blocked, Ordering::Relaxed);
+        let restored = seat.worker.epoll.modify(&seat.stream, &mut EpollEvent::new(wants(blocked), seat.token));
+        drop(lane);
+        match restored {
+            Err(errno) => seat.end(&format!("epoll: {errno}")),
+            Ok(()) if due => seat.worker.undoze(),
+            Ok(()) => {}
+        }
     }
 }
 

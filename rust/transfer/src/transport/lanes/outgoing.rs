@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use crate::link::{Link, Stream};
 use crate::region::{By, Reading, Writing, checksums_of, sum_count};
-use crate::transport::{Busy, Completion, Copy, Helper, Op, Outcome, Path, STALLED_AFTER};
+use crate::transport::{Busy, Completion, Copy, Hand, Helper, Op, Outcome, Path, STALLED_AFTER};
 use crate::types::{NodeAddress, RegionId, Span};
 
 use super::body::{Body, outcome_of};
@@ -30,7 +30,7 @@ use super::frames::{
     TABLE_LIMIT, Table,
 };
 use super::inflow::{Inflow, Step};
-use super::io::{Lane, Ready, Seat, TURN_BYTES, Turn};
+use super::io::{Helped, Lane, Ready, Seat, TURN_BYTES, Turn};
 use super::outflow::Outflow;
 use super::sharing::{Sharing, View};
 use super::socket::is_hung_up;
@@ -43,8 +43,6 @@ const SHARE_BYTES: u64 = 64 << 10;
 const BODILESS_BYTES: u64 = 1 << 20;
 /// A submission up to this size is sent by the caller's thread, if a lane is free: 30 us at most.
 const INLINE_BYTES: u64 = 64 << 10;
-/// Longest wait of a helping thread: what is small comes sooner, and for the rest it is no help.
-const HELP_AT_MOST: Duration = Duration::from_millis(10);
 /// Bytes in the queue, per lane, above which another lane is made.
 const GROW_BYTES: u64 = 1 << 20;
 /// After a failed attempt to make another lane none is made for so long.
@@ -276,13 +274,17 @@ impl Peer {
         self.lock().lanes.len() > 1
     }
 
-    /// Waits on this thread for what is under way on the only lane that is busy.
-    fn help(&self, within: Duration) -> bool {
-        let lanes = self.lock().lanes.clone();
+    /// Takes over the only lane that is busy; if none is, the one that a small submission would go by.
+    fn take_over(&self) -> Option<Helped> {
+        let (lanes, next) = {
+            let state = self.lock();
+            (state.lanes.clone(), state.hungry.last().copied())
+        };
         let mut busy = lanes.iter().filter(|lane| lane.waits());
         match (busy.next(), busy.next()) {
-            (Some(lane), None) => lane.help(within.min(HELP_AT_MOST)) && self.hub.take_news(),
-            _ => false,
+            (Some(lane), None) => lane.take_over(),
+            (None, _) => lanes.iter().find(|lane| Some(lane.token()) == next)?.take_over(),
+            _ => None,
         }
     }
 
@@ -299,18 +301,38 @@ impl Peer {
     }
 }
 
-/// Takes a hungry lane off the list.
+/// Takes a hungry lane off the list: the one whose answers somebody waits for already, else the last.
 fn call(state: &mut State) -> Option<Arc<Seat>> {
     let State { hungry, lanes, .. } = state;
-    std::iter::from_fn(|| hungry.pop()).find_map(|token| lanes.iter().find(|lane| lane.token() == token).cloned())
+    let lane = |token: &u64| lanes.iter().find(|lane| lane.token() == *token);
+    let helped = hungry.iter().position(|token| lane(token).is_some_and(|lane| lane.is_helped()));
+    let token = helped.map(|index| hungry.remove(index)).or_else(|| hungry.pop())?;
+    lane(&token).cloned()
 }
 
 /// A handle for threads that wait.
 pub struct Waiter(pub(super) Arc<Peer>);
 
 impl Helper for Waiter {
-    fn help(&self, within: Duration) -> bool {
-        self.0.help(within)
+    fn take_over(&self) -> Option<Box<dyn Hand>> {
+        let lane = self.0.take_over()?;
+        Some(Box::new(Waiting { hub: self.0.hub.clone(), lane }))
+    }
+}
+
+struct Waiting {
+    hub: Arc<Hub>,
+    lane: Helped,
+}
+
+impl Hand for Waiting {
+    fn wait(&mut self, within: Duration) -> bool {
+        let came = self.lane.wait(within);
+        // Whoever waits looks himself.
+        if came {
+            self.hub.take_news();
+        }
+        came
     }
 }
 
