@@ -75,6 +75,23 @@ def test_write_read_and_what_is_told_of_it(a: TransferEngine, b: TransferEngine,
     assert not region.registered
 
 
+def test_run_waits_and_raises(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:
+    mine, theirs = np.zeros(200_000, np.uint8), np.arange(200_000, dtype=np.uint32).astype(np.uint8)
+    region, exposed = a.register(mine), b.register(theirs, name="it")
+    remote = peer.region("it")
+    # One by one, each at once where the last one was left; then one that is too large for that.
+    for at in range(0, 64_000, 640):
+        assert a.run(peer, "read", [(region, at, remote, at, 640)]).outcome == "done"
+    assert (mine[:64_000] == theirs[:64_000]).all() and not mine[64_000:].any()
+    assert a.run(peer, "read", [(region, 0, remote, 0, 200_000)]).done
+    assert (mine == theirs).all()
+    with pytest.raises(BugError, match="an operation"):
+        a.run(peer, "move", [])  # type: ignore[arg-type]
+    exposed.unregister()
+    with pytest.raises(GiveUpError, match="register it again"):
+        a.run(peer, "write", [(region, 0, remote, 0, 640)])
+
+
 def test_a_hundred_thousand_copies_are_one_call(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:
     count, size = 100_000, 64
     mine = np.random.default_rng(1).integers(0, 256, count * size, dtype=np.uint8)

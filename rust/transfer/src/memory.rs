@@ -57,8 +57,8 @@ pub fn checksum(bytes: &[u8]) -> u32 {
 /// Bytes that are fetched while as many are read. The processor itself looks ahead within a page of 4 KiB, and no further.
 const AHEAD_BYTES: usize = 4096;
 
-/// Tells the processor that the first of these bytes are read or written soon.
-pub fn prefetch(bytes: &[u8]) {
+/// Tells the processor that the first of these bytes are read soon.
+fn prefetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     for line in bytes[..bytes.len().min(AHEAD_BYTES)].chunks(64) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use crc::Crc;
 use nix::libc;
 
-use crate::memory::prefetch;
 use crate::region::{Denied, Writing, sum_count};
 use crate::transport::Outcome;
 
@@ -176,26 +175,10 @@ impl Body {
             let place = &places[self.sink];
             let source = views[self.sink].source(place.offset, sink.bytes.into());
             let moved = match source.ok_or_else(|| io::Error::other("a copy from outside its region"))? {
-                Source::Mapped(from) => {
-                    if left <= PULL_BYTES {
-                        self.fetch_ahead(self.sink + 1, places, views);
-                    }
-                    self.pull_mapped(from.wrapping_add(self.at), left)
-                }
+                Source::Mapped(from) => self.pull_mapped(from.wrapping_add(self.at), left),
                 Source::Private(..) => self.pull_private(places, views)?,
             };
             *budget = budget.saturating_sub(moved);
-        }
-    }
-
-    /// Both ends of a copy that is pulled soon.
-    fn fetch_ahead(&self, sink: usize, places: &[Place], views: &[Arc<View>]) {
-        let Some(Sink { hold: Some(hold), bytes, .. }) = self.sinks.get(sink) else { return };
-        if let Some(Source::Mapped(from)) = views[sink].source(places[sink].offset, (*bytes).into()) {
-            for start in [from, hold.pointer.cast_const()] {
-                // SAFETY: within the view and within our hold; nothing is read here.
-                prefetch(unsafe { std::slice::from_raw_parts(start, *bytes as usize) });
-            }
         }
     }
 
