@@ -306,12 +306,12 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Lane { node } | Purpose::Rdma { node }
+        Purpose::Peer { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
             if !local && node.node == shared.me.node =>
         {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Lane { node } | Purpose::Rdma { node }
+        Purpose::Peer { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
             if !local && !shared.current(&node) =>
         {
             connection.refuse("a later life of your node is known here: this one is stale");
@@ -581,7 +581,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
-        self.shared.doors.close(node, "the peer is gone");
+        self.shared.doors.close(node, peer.address.incarnation.saturating_add(1), "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }
 

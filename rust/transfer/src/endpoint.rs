@@ -723,7 +723,7 @@ impl Shared {
         let seen = lock(&self.lives).see(&node.node, node.incarnation);
         if seen == Seen::New {
             // What the life before still has open here, if it hangs somewhere.
-            self.doors.close(&node.node, "the peer restarted");
+            self.doors.close(&node.node, node.incarnation, "the peer restarted");
         }
         seen != Seen::Stale
     }
@@ -731,10 +731,14 @@ impl Shared {
     fn serve(&self, mut connection: Connection, purpose: Purpose, link: &Link) -> Result<(), Error> {
         let number = self.number();
         match purpose {
-            Purpose::Engine { node } | Purpose::Lane { node } | Purpose::Rdma { node } if node.node == self.me.node => {
+            Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+                if node.node == self.me.node =>
+            {
                 connection.refuse("your node id is mine: give every engine its own");
             }
-            Purpose::Engine { node } | Purpose::Lane { node } | Purpose::Rdma { node } if !self.current(&node) => {
+            Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+                if !self.current(&node) =>
+            {
                 connection.refuse("a later life of your node is known here: this one is stale");
             }
             Purpose::Engine { node } => {

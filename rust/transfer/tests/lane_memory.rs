@@ -14,6 +14,7 @@ use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
 use pyengine_transfer::messages::Purpose;
 use pyengine_transfer::region::{Access, Buffer, Regions};
 use pyengine_transfer::session::{Event, Session};
+use pyengine_transfer::transport::fence::next_path;
 use pyengine_transfer::transport::lanes::{Counters, LaneTransport, Settings, frames};
 use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::{Completion, Copy, CopyId, Op, Outcome, Path, Transport};
@@ -362,7 +363,8 @@ fn raw_lane(to: &NodeAddress) -> TcpStream {
     let stream = TcpStream::connect(&to.address).expect("listening");
     let keep = stream.try_clone().expect("clones");
     let me = NodeAddress { node: "source".into(), address: String::new(), incarnation: 2 };
-    let session = Session::dial(lanes::KEY, Purpose::Lane { node: me }, nonce().expect("random"), now());
+    let session =
+        Session::dial(lanes::KEY, Purpose::Lane { node: me, path: next_path() }, nonce().expect("random"), now());
     let mut connection =
         Connection::new(Stream::Tcp(stream), session, Link::new().expect("an eventfd")).expect("a socket");
     assert!(matches!(connection.handshake(), Ok(Event::Established(_))));

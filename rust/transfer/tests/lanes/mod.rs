@@ -14,6 +14,7 @@ use pyengine_transfer::region::Regions;
 use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
+use pyengine_transfer::transport::fence::Fences;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
 use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::tcp;
@@ -26,6 +27,7 @@ pub const KEY: [u8; 32] = [7; 32];
 pub struct Receiver {
     /// Where.
     pub address: NodeAddress,
+    fences: Fences,
     accepting: Link,
     threads: Arc<Threads>,
     /// Its I/O threads serve the lanes.
@@ -56,7 +58,8 @@ impl Receiver {
     fn start(listen: &str, regions: Arc<Regions>, incarnation: Incarnation, settings: Settings) -> Self {
         let (listener, at) = Listener::tcp(listen).expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation };
-        let mut transport = transport(&address, settings, Box::new(|| {}));
+        let fences = Fences::default();
+        let mut transport = transport(&address, settings, fences.clone(), Box::new(|| {}));
         transport.register(regions);
         let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
@@ -70,13 +73,12 @@ impl Receiver {
             });
         };
         threads.spawn("accept", &accepting, accept).expect("starts");
-        Self { address, accepting, threads, transport: Mutex::new(Some(transport)) }
+        Self { address, fences, accepting, threads, transport: Mutex::new(Some(transport)) }
     }
 
     /// Ends the lanes of a peer.
     pub fn close_lanes(&self, node: &str) {
-        let transport = self.transport.lock().expect("whole");
-        transport.as_ref().expect("not killed").acceptor().close(&node.to_owned(), "closed by a test");
+        self.fences.close(&node.to_owned(), Incarnation::MAX, "closed by a test");
     }
 
     /// Ends the listener and all lanes.
@@ -96,17 +98,19 @@ impl Drop for Receiver {
 fn serve(acceptor: &Acceptor, me: NodeAddress, stream: Stream, link: &Link) {
     let session = Session::accept(KEY, me, nonce().expect("random"), now());
     let mut connection = Connection::new(stream, session, link.clone()).expect("a socket");
-    if let Ok(Event::Proven(Purpose::Lane { node })) = connection.handshake() {
-        connection.welcome();
-        if let Ok(stream) = connection.into_lane() {
-            // It fails only when the test is over.
-            let _ = acceptor.adopt(stream, &node);
-        }
+    if let Ok(Event::Proven(Purpose::Lane { node, path })) = connection.handshake() {
+        // It is refused when the test is over, or wants that.
+        let _ = acceptor.welcome(connection, &node, path);
     }
 }
 
-fn transport(me: &NodeAddress, settings: Settings, notify: Box<dyn Fn() + Send + Sync>) -> LaneTransport {
-    tcp::transport(KEY, me.clone(), settings, notify).expect("threads and descriptors")
+fn transport(
+    me: &NodeAddress,
+    settings: Settings,
+    fences: Fences,
+    notify: Box<dyn Fn() + Send + Sync>,
+) -> LaneTransport {
+    tcp::transport(KEY, me.clone(), settings, fences, notify).expect("threads and descriptors")
 }
 
 /// A short queue, so that tests can fill it.
@@ -138,7 +142,8 @@ pub fn shm_with(
 ) -> (NodeAddress, ShmTransport, mpsc::Receiver<()>) {
     let me = NodeAddress { node: node.into(), address: String::new(), incarnation: new_incarnation() };
     let (notify, woken) = alarm();
-    let mut transport = ShmTransport::new(KEY, me.clone(), settings, notify).expect("threads and descriptors");
+    let mut transport =
+        ShmTransport::new(KEY, me.clone(), settings, Fences::default(), notify).expect("threads and descriptors");
     transport.register(regions);
     (me, transport, woken)
 }
@@ -152,7 +157,7 @@ pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
 pub fn sender_with(regions: Arc<Regions>, settings: Settings) -> (LaneTransport, mpsc::Receiver<()>) {
     let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
     let (notify, woken) = alarm();
-    let mut transport = transport(&me, settings, notify);
+    let mut transport = transport(&me, settings, Fences::default(), notify);
     transport.register(regions);
     (transport, woken)
 }

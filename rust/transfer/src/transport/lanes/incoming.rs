@@ -15,8 +15,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::region::{By, Reading};
+use crate::transport::fence::{Fencing, Guest};
 use crate::transport::{Outcome, STALLED_AFTER};
-use crate::types::{NodeId, Span};
+use crate::types::{NodeAddress, Span};
 
 use super::body::{Body, outcome_of};
 use super::frames::{self, Entry, Flags, FrameError, Header, Kind, Place, Table};
@@ -38,7 +39,7 @@ const ANSWERS_LIMIT: usize = 256;
 /// The asked side of one lane.
 pub struct Incoming {
     hub: Arc<Hub>,
-    peer: NodeId,
+    peer: NodeAddress,
     token: u64,
     inflow: Inflow,
     outflow: Outflow,
@@ -49,7 +50,11 @@ pub struct Incoming {
     pulling: Option<Pulling>,
     /// What the peer copies out of ours, by the READ's sequence.
     lent: HashMap<u64, Vec<Reading>>,
+    /// The FENCE whose paths have not all ended.
+    fencing: Option<(Header, Fencing)>,
     moved: Instant,
+    /// Until its end; afterwards nothing is written for this path any more.
+    guest: Option<Guest>,
 }
 
 struct Pulling {
@@ -60,7 +65,7 @@ struct Pulling {
 }
 
 impl Incoming {
-    pub(super) fn new(hub: Arc<Hub>, peer: NodeId, token: u64, sharing: Option<Sharing>) -> Self {
+    pub(super) fn new(hub: Arc<Hub>, peer: NodeAddress, guest: Guest, token: u64, sharing: Option<Sharing>) -> Self {
         Self {
             hub,
             peer,
@@ -71,7 +76,9 @@ impl Incoming {
             sharing,
             pulling: None,
             lent: HashMap::new(),
+            fencing: None,
             moved: Instant::now(),
+            guest: Some(guest),
         }
     }
 
@@ -79,6 +86,7 @@ impl Incoming {
     fn work(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
         let mut budget = TURN_BYTES;
         let mut more = false;
+        self.fenced();
         while self.outflow.len() < ANSWERS_LIMIT {
             if !self.pull(socket, &mut budget)? {
                 more = true;
@@ -171,7 +179,28 @@ impl Incoming {
                 self.asked.push_back((header, entries));
                 Ok(())
             }
+            Table::Fence { paths } if self.fencing.is_none() => {
+                let (hub, token) = (Arc::downgrade(&self.hub), self.token);
+                let wake = move || {
+                    if let Some(hub) = hub.upgrade()
+                        && let Some(io) = hub.io()
+                    {
+                        io.kick(token);
+                    }
+                };
+                self.fencing = Some((header, self.hub.fences.fence(&self.peer, &paths, wake)));
+                self.fenced();
+                Ok(())
+            }
             _ => Err(out_of_turn()),
+        }
+    }
+
+    /// Answers a FENCE once its paths have ended. The peer writes nothing before it has heard that.
+    fn fenced(&mut self) {
+        if let Some((header, _)) = self.fencing.take_if(|(_, fencing)| fencing.is_over()) {
+            let ack = frames::encode(Kind::Ack, Flags::NONE, header.count as usize, header.sequence, 0, &[]);
+            self.outflow.push(ack, Vec::new());
         }
     }
 
@@ -282,7 +311,9 @@ impl Lane for Incoming {
         self.outflow = Outflow::new();
         self.pulling = None;
         self.lent.clear();
-        tracing::debug!(peer = %self.peer, transport = self.hub.name, "an incoming lane ended: {reason}");
+        self.fencing = None;
+        tracing::debug!(peer = %self.peer.node, transport = self.hub.name, "an incoming lane ended: {reason}");
         self.hub.incoming_ended(self.token);
+        self.guest = None;
     }
 }

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! A lane is **hungry** if it found the queue empty; `submit` then gives it a turn. Every other lane comes back to the
-//! queue by itself. The first lane is made by `connect`, others when the queue is long, and those go when they idle.
+//! queue by itself. After a loss of writes nothing is taken before the peer has answered a FENCE (`transport::fence`). The
+//! first lane is made by `connect`, others when the queue is long, and those go when they idle.
 //! One that dies while it carries nothing is nobody's loss: the next submission dials again.
 
 use std::collections::VecDeque;
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use crate::link::{Link, Stream};
 use crate::region::{By, Reading, Writing, sum_count};
+use crate::transport::fence::{Trail, next_path};
 use crate::transport::{Busy, Completion, Copy, Helper, Op, Outcome, Path, STALLED_AFTER};
 use crate::types::{NodeAddress, RegionId, Span};
 
@@ -52,6 +54,7 @@ const TIRED_AFTER: Duration = Duration::from_secs(30);
 pub struct Peer {
     hub: Arc<Hub>,
     address: NodeAddress,
+    trail: Arc<Trail>,
     state: Mutex<State>,
 }
 
@@ -79,7 +82,8 @@ struct State {
 impl Peer {
     /// Nothing is dialled yet.
     pub(super) fn new(hub: Arc<Hub>, address: NodeAddress) -> Arc<Self> {
-        Arc::new(Self { hub, address, state: Mutex::default() })
+        let trail = hub.fences.trail(&address);
+        Arc::new(Self { hub, address, trail, state: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -145,22 +149,23 @@ impl Peer {
     pub(super) fn dial(self: &Arc<Self>) {
         let link = match Link::new() {
             Ok(link) => link,
-            Err(error) => return self.dialled(None, Err(error.to_string())),
+            Err(error) => return self.dialled(0, None, Err(error.to_string())),
         };
+        let path = next_path();
         self.lock().dials.push(link.clone());
         let (peer, dialling) = (self.clone(), link.clone());
         let work = move || {
-            let result = peer.hub.dial.dial(&peer.address, &dialling).map_err(|error| error.to_string());
-            peer.dialled(Some(&dialling), result);
+            let result = peer.hub.dial.dial(&peer.address, path, &dialling).map_err(|error| error.to_string());
+            peer.dialled(path, Some(&dialling), result);
             peer.hub.tell();
         };
         let name = format!("{}-dial", self.hub.name);
         if let Err(error) = std::thread::Builder::new().name(name).spawn(work) {
-            self.dialled(Some(&link), Err(format!("no thread: {error}")));
+            self.dialled(path, Some(&link), Err(format!("no thread: {error}")));
         }
     }
 
-    fn dialled(self: &Arc<Self>, link: Option<&Link>, result: Result<Stream, String>) {
+    fn dialled(self: &Arc<Self>, path: u64, link: Option<&Link>, result: Result<Stream, String>) {
         let mut state = self.lock();
         state.dials.retain(|dial| link.is_none_or(|link| !dial.is(link)));
         if state.over.is_some() {
@@ -168,7 +173,7 @@ impl Peer {
         }
         let seat = result.and_then(|stream| {
             let (hub, owner, sharing) = (self.hub.clone(), self.clone(), Sharing::over(&stream));
-            let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, token, sharing)) };
+            let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, path, token, sharing)) };
             self.hub.io().and_then(|io| io.seat(stream, make)).ok_or_else(|| "the engine stops".into())
         });
         let lost = match seat {
@@ -327,6 +332,8 @@ struct Sent {
     bytes: u64,
     /// Of a READ: where the bytes go, one per copy.
     holds: Vec<Writing>,
+    /// Of a FENCE, which has no copies: the paths that it names.
+    fence: Vec<u64>,
     /// Of a WRITE whose bodies stay where they are: held until the target has copied them.
     _lent: Vec<Reading>,
 }
@@ -343,6 +350,8 @@ struct Pulling {
 pub struct Outgoing {
     hub: Arc<Hub>,
     peer: Arc<Peer>,
+    /// Its number among all paths of this process.
+    path: u64,
     token: u64,
     inflow: Inflow,
     outflow: Outflow,
@@ -360,10 +369,11 @@ pub struct Outgoing {
 }
 
 impl Outgoing {
-    fn new(hub: Arc<Hub>, peer: Arc<Peer>, token: u64, sharing: Option<Sharing>) -> Self {
+    fn new(hub: Arc<Hub>, peer: Arc<Peer>, path: u64, token: u64, sharing: Option<Sharing>) -> Self {
         Self {
             hub,
             peer,
+            path,
             token,
             inflow: Inflow::new(sharing.is_some()),
             outflow: Outflow::new(),
@@ -419,11 +429,33 @@ impl Outgoing {
         Ok(false)
     }
 
+    /// Makes a FENCE. False: it is under way.
+    fn fence(&mut self, now: Instant) -> bool {
+        let mut fence = self.peer.trail.paths();
+        fence.truncate(COPIES_LIMIT);
+        if fence.is_empty() || self.sent.iter().any(|sent| !sent.fence.is_empty()) {
+            // Another lane has had the answer just now: again.
+            return fence.is_empty();
+        }
+        if self.sent.is_empty() {
+            self.moved = now;
+        }
+        self.sequence += 1;
+        let table = frames::fence_table(&fence);
+        self.outflow.push(frames::encode(Kind::Fence, Flags::NONE, fence.len(), self.sequence, 0, &table), Vec::new());
+        let (copies, holds, lent) = (Vec::new(), Vec::new(), Vec::new());
+        self.sent.push_back(Sent { sequence: self.sequence, copies, bytes: 0, holds, fence, _lent: lent });
+        true
+    }
+
     /// Makes the next frame. False: nothing to send, or the window is full. No frame may have come of it.
     fn build(&mut self, now: Instant) -> io::Result<bool> {
         let settings = &self.hub.settings;
         if self.sent.len() >= settings.window_frames || self.sent_bytes >= settings.window_bytes {
             return Ok(false);
+        }
+        if !self.peer.trail.is_clean() {
+            return Ok(self.fence(now));
         }
         let mut taken = self.peer.take(self.token);
         let Some(first) = taken.first() else { return Ok(false) };
@@ -483,7 +515,7 @@ impl Outgoing {
         self.sequence += 1;
         let (sequence, copies) = (self.sequence, taken.len());
         let lent = if flags.has(Flags::SHARED) { std::mem::take(&mut bodies) } else { Vec::new() };
-        self.sent.push_back(Sent { sequence, copies: taken, bytes, holds, _lent: lent });
+        self.sent.push_back(Sent { sequence, copies: taken, bytes, holds, fence: Vec::new(), _lent: lent });
         self.sent_bytes += bytes;
         if let Some(error) = broken {
             return Err(error);
@@ -549,6 +581,10 @@ impl Outgoing {
         self.sent_bytes -= sent.bytes;
         let op = sent.copies.first().map(|copy| copy.op);
         match table {
+            Table::Ack { outcomes } if !sent.fence.is_empty() && outcomes.is_empty() => {
+                self.peer.trail.ended(&sent.fence);
+                Ok(())
+            }
             Table::Ack { outcomes } if op == Some(Op::Write) => {
                 if !outcomes.is_empty() && outcomes.len() != sent.copies.len() {
                     self.sent.push_back(sent);
@@ -683,7 +719,10 @@ impl Lane for Outgoing {
     }
 
     fn end(&mut self, reason: &str) {
-        let idle = self.sent.is_empty() && self.reading.is_none();
+        let idle = self.sent.iter().all(|sent| sent.copies.is_empty()) && self.reading.is_none();
+        if self.sent.iter().any(|sent| sent.copies.first().is_some_and(|copy| copy.op == Op::Write)) {
+            self.peer.trail.lost(self.path);
+        }
         // The holds first: a completion says that this side's memory is quiet.
         self.inflow = Inflow::new(false);
         self.outflow = Outflow::new();
