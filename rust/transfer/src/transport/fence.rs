@@ -297,3 +297,107 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Maps, sets and plain fields: single changes cannot be left half done.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    //! Goal: nobody is told that a path has ended before it has, and nobody waits for what is not there. Method: guests
+    //! that come and go in every order.
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    fn node(name: &str, incarnation: Incarnation) -> NodeAddress {
+        NodeAddress { node: name.into(), address: String::new(), incarnation }
+    }
+
+    /// A `wake` that counts.
+    fn bell() -> (Arc<AtomicUsize>, impl Fn() + Send + Sync + 'static) {
+        let rung = Arc::<AtomicUsize>::default();
+        let mine = rung.clone();
+        let ring = move || {
+            mine.fetch_add(1, Ordering::SeqCst);
+        };
+        (rung, ring)
+    }
+
+    #[test]
+    fn a_fence_is_over_when_its_paths_are() {
+        let (fences, a) = (Fences::default(), node("a", 1));
+        let (one, two) = (fences.enter(&a, 1).expect("new"), fences.enter(&a, 2).expect("new"));
+        let elsewhere = fences.enter(&node("b", 1), 1).expect("another node's");
+        let asked = Arc::<Mutex<Vec<&str>>>::default();
+        for (guest, name) in [(&one, "one"), (&two, "two"), (&elsewhere, "elsewhere")] {
+            let asked = asked.clone();
+            guest.place().stands(move |_| lock(&asked).push(name)).expect("it stands");
+        }
+        let (rung, wake) = bell();
+        let fencing = fences.fence(&a, &[1, 2, 3], wake);
+        assert_eq!(*lock(&asked), ["one", "two"]);
+        assert!(!fencing.is_over());
+        drop(one);
+        assert!(!fencing.is_over() && rung.load(Ordering::SeqCst) == 1);
+        drop(two);
+        assert!(fencing.is_over() && rung.load(Ordering::SeqCst) == 2);
+        let (_, wake) = bell();
+        assert!(fences.fence(&a, &[1, 2, 3], wake).is_over(), "nobody knows them any more");
+        drop(elsewhere);
+    }
+
+    #[test]
+    fn a_path_that_is_lost_before_it_stands_is_refused() {
+        let (fences, a) = (Fences::default(), node("a", 1));
+        let guest = fences.enter(&a, 1).expect("new");
+        let (_, wake) = bell();
+        let fencing = fences.fence(&a, &[1], wake);
+        let (ended, end) = bell();
+        let refused = guest.place().stands(move |_| end());
+        assert!(refused.is_err_and(|error| error.message.contains("lost")));
+        assert!(ended.load(Ordering::SeqCst) == 1 && !fencing.is_over(), "whoever has it lets go first");
+        drop(guest);
+        assert!(fencing.is_over());
+    }
+
+    #[test]
+    fn a_later_life_ends_the_paths_of_an_earlier_one() {
+        let fences = Fences::default();
+        let earlier = Mutex::new(Some(fences.enter(&node("a", 1), 1).expect("new")));
+        let other = fences.enter(&node("aa", 1), 1).expect("another node's");
+        other.place().stands(|_| panic!("another node's")).expect("it stands");
+        let earlier = Arc::new(earlier);
+        let place = lock(&earlier).as_ref().map(Guest::place).expect("put there");
+        let (held, seen) = (earlier.clone(), Arc::<AtomicUsize>::default());
+        let counts = seen.clone();
+        let end = move |_: &str| {
+            counts.fetch_add(1, Ordering::SeqCst);
+            // As an I/O thread would, a little later.
+            let held = held.clone();
+            std::thread::spawn(move || drop(lock(&held).take()));
+        };
+        place.stands(end).expect("it stands");
+        let later = fences.enter(&node("a", 2), 1).expect("new");
+        assert!(lock(&earlier).is_none() && seen.load(Ordering::SeqCst) == 1, "it was waited for");
+        let kind = |refused: Result<Guest, Error>| refused.err().expect("refused").message;
+        assert!(kind(fences.enter(&node("a", 1), 9)).contains("stale"));
+        assert!(kind(fences.enter(&node("a", 2), 1)).contains("stands already"));
+        // What can never be known to have ended is not waited for by the next life, but it is by whoever needs the truth.
+        later.never_over();
+        let (_, wake) = bell();
+        assert!(!fences.fence(&node("a", 2), &[1], wake).is_over());
+        drop(fences.enter(&node("a", 3), 1).expect("new"));
+    }
+
+    #[test]
+    fn a_trail_is_kept_while_it_says_something() {
+        let fences = Fences::default();
+        let trail = |life| fences.trail(&node("a", life));
+        trail(1).lost(4);
+        trail(1).lost(7);
+        assert!(!trail(1).is_clean() && trail(1).paths() == [4, 7]);
+        trail(1).ended(&[4, 5]);
+        assert_eq!(trail(1).paths(), [7]);
+        drop(fences.trail(&node("b", 9)));
+        assert!(!trail(1).is_clean(), "whatever else comes by");
+        assert!(trail(2).is_clean());
+        assert!(trail(1).is_clean(), "that life is over");
+    }
+}

@@ -54,9 +54,8 @@ impl ShmTransport {
         fences: Fences,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<Self, Error> {
-        let at = SocketAddr::from_abstract_name(name(&me)).map_err(|error| Error::bug(format!("shm: {error}")))?;
         let refuse = |error: std::io::Error| Error::give_up(format!("shm: cannot listen as {}: {error}", me.node));
-        let listener = UnixListener::bind_addr(&at).map_err(refuse)?;
+        let listener = listen(&me).map_err(refuse)?;
         listener.set_nonblocking(true).map_err(refuse)?;
         let lanes = LaneTransport::new("shm", settings, fences, Box::new(Dialler { key, me: me.clone() }), notify)?;
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new()?);
@@ -120,8 +119,19 @@ impl Dial for Dialler {
     }
 }
 
-/// Connects without waiting: a full backlog is an answer too.
-fn reach(peer: &NodeAddress) -> Result<UnixStream, Errno> {
+/// Listens where peers on this host look for that life of that node.
+///
+/// # Errors
+/// It listens already.
+pub fn listen(me: &NodeAddress) -> std::io::Result<UnixListener> {
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(name(me))?)
+}
+
+/// Connects to that life of that node, if it is on this host, without waiting: a full backlog is an answer too.
+///
+/// # Errors
+/// Connection refused: it is not here.
+pub fn reach(peer: &NodeAddress) -> Result<UnixStream, Errno> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let descriptor: OwnedFd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     connect(descriptor.as_raw_fd(), &UnixAddr::new_abstract(&name(peer))?)?;

@@ -3,6 +3,8 @@
 // Not every test that includes this file needs all of it.
 #![allow(dead_code)]
 
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -16,7 +18,7 @@ use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
 use pyengine_transfer::transport::fence::Fences;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
-use pyengine_transfer::transport::shm::ShmTransport;
+use pyengine_transfer::transport::shm::{self as shm_transport, ShmTransport};
 use pyengine_transfer::transport::tcp;
 use pyengine_transfer::types::{Incarnation, NodeAddress};
 
@@ -119,7 +121,7 @@ pub fn short_queue() -> Settings {
 }
 
 /// A `notify`, and what tells that it was called.
-fn alarm() -> (Box<dyn Fn() + Send + Sync>, mpsc::Receiver<()>) {
+pub fn alarm() -> (Box<dyn Fn() + Send + Sync>, mpsc::Receiver<()>) {
     let (wake, woken) = mpsc::channel();
     let wake = Mutex::new(wake);
     let notify = Box::new(move || {
@@ -155,11 +157,43 @@ pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
 
 /// The same with any regions and settings.
 pub fn sender_with(regions: Arc<Regions>, settings: Settings) -> (LaneTransport, mpsc::Receiver<()>) {
-    let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
     let (notify, woken) = alarm();
-    let mut transport = transport(&me, settings, Fences::default(), notify);
+    let mut transport = transport(&source(), settings, Fences::default(), notify);
     transport.register(regions);
     (transport, woken)
+}
+
+/// A raw connection that has proven itself as that path of what `sender` makes.
+pub fn raw_lane(to: &NodeAddress, path: u64) -> TcpStream {
+    let stream = TcpStream::connect(&to.address).expect("listening");
+    let keep = stream.try_clone().expect("clones");
+    assert!(prove(Stream::Tcp(stream), path));
+    keep.set_nonblocking(false).expect("a socket");
+    keep.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    keep
+}
+
+/// The same on the host.
+pub fn raw_shm_lane(to: &NodeAddress, path: u64) -> UnixStream {
+    let stream = shm_transport::reach(to).expect("listening");
+    let keep = stream.try_clone().expect("clones");
+    assert!(prove(Stream::Unix(stream), path));
+    keep.set_nonblocking(false).expect("a socket");
+    keep.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    keep
+}
+
+/// Makes a connection that path. False: it is refused.
+pub fn prove(stream: Stream, path: u64) -> bool {
+    let purpose = Purpose::Lane { node: source(), path };
+    let session = Session::dial(KEY, purpose, nonce().expect("random"), now());
+    let mut connection = Connection::new(stream, session, Link::new().expect("an eventfd")).expect("a socket");
+    matches!(connection.handshake(), Ok(Event::Established(_))) && connection.into_lane().is_ok()
+}
+
+/// Who sends.
+pub fn source() -> NodeAddress {
+    NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 }
 }
 
 /// What a completion may take before the test fails.
