@@ -1,10 +1,11 @@
 //! The transports of one process, opened together, and the doors for the paths that peers make to it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, Link};
+use crate::lives::{Lives, Seen};
 use crate::messages::Purpose;
 use crate::transport::fence::Fences;
 use crate::transport::lanes::{Acceptor, Settings};
@@ -32,6 +33,7 @@ pub type Notify = Box<dyn Fn() + Send + Sync>;
 #[derive(Clone, Default)]
 pub struct Doors {
     fences: Fences,
+    lives: Arc<Mutex<Lives>>,
     /// Of the tcp transport; shm has a door of its own.
     lanes: Option<Acceptor>,
     #[cfg(feature = "rdma")]
@@ -105,8 +107,20 @@ impl Doors {
         }
     }
 
-    /// Ends what those lives of a peer that began before this one still have open here; it is over when this returns.
+    /// Notes a proven node's life; false if a later one is known. Paths that an earlier one still has here, if it hangs
+    /// somewhere, end; those of this one wait for that.
+    pub fn knows(&self, node: &NodeAddress) -> bool {
+        // A map in which single inserts and removes cannot be left half done.
+        let seen = self.lives.lock().unwrap_or_else(PoisonError::into_inner).see(&node.node, node.incarnation);
+        if seen == Seen::New {
+            self.close(&node.node, node.incarnation, "the peer restarted");
+        }
+        seen != Seen::Stale
+    }
+
+    /// What those lives of a peer that began before this one still have open here is to end.
     pub fn close(&self, peer: &NodeId, before: Incarnation, reason: &str) {
-        self.fences.close(peer, before, reason);
+        // Nobody here waits: memory that it still holds stays in quarantine until it has let go.
+        let _ = self.fences.close(peer, before, reason);
     }
 }

@@ -170,11 +170,10 @@ impl Fences {
         ask(entries, "the peer has lost it", &(Arc::new(wake) as Wake))
     }
 
-    /// Ends the paths of those lives of a peer that began before this one. Nothing is written on their behalf any more when
-    /// this returns. Not for threads that serve paths.
-    pub fn close(&self, peer: &NodeId, before: Incarnation, reason: &str) {
+    /// The paths of those lives of a peer that began before this one are to end. It returns at once.
+    pub fn close(&self, peer: &NodeId, before: Incarnation, reason: &str) -> Fencing {
         let earlier = earlier_lives(&self.guests(), peer, before);
-        wait_for(earlier, reason);
+        ask(earlier, reason, &(Arc::new(|| {}) as Wake))
     }
 
     fn guests(&self) -> MutexGuard<'_, BTreeMap<Key, Arc<Entry>>> {

@@ -80,7 +80,10 @@ impl Receiver {
 
     /// Ends the lanes of a peer.
     pub fn close_lanes(&self, node: &str) {
-        self.fences.close(&node.to_owned(), Incarnation::MAX, "closed by a test");
+        let closing = self.fences.close(&node.to_owned(), Incarnation::MAX, "closed by a test");
+        while !closing.is_over() {
+            std::thread::yield_now();
+        }
     }
 
     /// Ends the listener and all lanes.

@@ -24,8 +24,7 @@ use super::frames::{self, Entry, Flags, FrameError, Header, Kind, Place, Table};
 use super::inflow::{Inflow, Step};
 use super::io::{Lane, Ready, TURN_BYTES, Turn};
 use super::outflow::Outflow;
-use super::sharing::{Sharing, View};
-use super::socket::is_hung_up;
+use super::sharing::{Pulling, Sharing};
 use super::{Hub, count};
 
 /// Reads that wait for their answer: more than the window of any peer (`Settings::window_frames`), so one that asks for
@@ -55,13 +54,6 @@ pub struct Incoming {
     moved: Instant,
     /// Until its end; afterwards nothing is written for this path any more.
     guest: Option<Guest>,
-}
-
-struct Pulling {
-    header: Header,
-    body: Body,
-    places: Vec<Place>,
-    views: Vec<Arc<View>>,
 }
 
 impl Incoming {
@@ -121,12 +113,8 @@ impl Incoming {
     /// Copies what a WRITE has named out of the peer's memory. False: the budget is used up.
     fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
         let Some(pulling) = &mut self.pulling else { return Ok(true) };
-        if !pulling.body.pull(&pulling.places, &pulling.views, budget)? {
+        if !pulling.pull(socket, budget)? {
             return Ok(false);
-        }
-        // The peer shuts the lane down before it takes its memory back: if it stands, all bytes were held.
-        if is_hung_up(socket) {
-            return Err(io::Error::other("the peer has left"));
         }
         if let Some(Pulling { header, body, .. }) = self.pulling.take() {
             self.applied(&header, body);
@@ -150,9 +138,9 @@ impl Incoming {
                     body.push(held, entry.bytes, entry.grain);
                 }
                 if let Some(sharing) = self.sharing.as_ref().filter(|_| header.flags.has(Flags::SHARED)) {
-                    let views = places.iter().map(|place| sharing.view(place.region)).collect::<Option<_>>();
-                    let views = views.ok_or_else(|| io::Error::other("a place in a region that was not told of"))?;
-                    self.pulling = Some(Pulling { header, body, places, views });
+                    let pulling = Pulling::new(header, body, places, sharing);
+                    let unknown = || io::Error::other("a place in a region that was not told of");
+                    self.pulling = Some(pulling.ok_or_else(unknown)?);
                 } else if header.body == 0 {
                     self.applied(&header, body);
                 } else {

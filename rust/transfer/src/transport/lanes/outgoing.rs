@@ -33,8 +33,7 @@ use super::frames::{
 use super::inflow::{Inflow, Step};
 use super::io::{Lane, Ready, Seat, TURN_BYTES, Turn};
 use super::outflow::Outflow;
-use super::sharing::{Sharing, View};
-use super::socket::is_hung_up;
+use super::sharing::{Pulling, Sharing};
 use super::{FRAME_BYTES, Hub, count};
 
 /// A batch of small copies is split over the lanes down to frames of so many bytes; below, a frame costs more than a core.
@@ -338,14 +337,6 @@ struct Sent {
     _lent: Vec<Reading>,
 }
 
-/// A DATA whose bytes this side copies itself.
-struct Pulling {
-    sequence: u64,
-    body: Body,
-    places: Vec<Place>,
-    views: Vec<Arc<View>>,
-}
-
 /// The asking side of one lane.
 pub struct Outgoing {
     hub: Arc<Hub>,
@@ -550,16 +541,12 @@ impl Outgoing {
     /// Copies what a DATA has named out of the target's memory. False: the budget is used up.
     fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
         let Some(pulling) = &mut self.pulling else { return Ok(true) };
-        if !pulling.body.pull(&pulling.places, &pulling.views, budget)? {
+        if !pulling.pull(socket, budget)? {
             return Ok(false);
         }
-        // The target shuts the lane down before it takes its memory back: if it stands, all bytes were held.
-        if is_hung_up(socket) {
-            return Err(io::Error::other("the target has left"));
-        }
-        if let Some(Pulling { sequence, body, .. }) = self.pulling.take() {
+        if let Some(Pulling { header, body, .. }) = self.pulling.take() {
             self.arrived(body);
-            self.outflow.push(frames::encode(Kind::Release, Flags::NONE, 1, sequence, 0, &[]), Vec::new());
+            self.outflow.push(frames::encode(Kind::Release, Flags::NONE, 1, header.sequence, 0, &[]), Vec::new());
         }
         Ok(true)
     }
@@ -617,19 +604,15 @@ impl Outgoing {
         let expected: usize = done().map(|(copy, _)| sum_count(copy.bytes.into(), copy.grain)).sum();
         let flags = sent.copies.first().map_or(Flags::NONE, |first| self.flags(first));
         let expected = if flags.has(Flags::BARE) { 0 } else { expected };
-        let views: Option<Vec<Arc<View>>> = match &self.sharing {
-            Some(sharing) => places.iter().map(|place| sharing.view(place.region)).collect(),
-            None => Some(Vec::new()),
-        };
         let inside = if flags.has(Flags::SHARED) { 0 } else { bytes };
         let fits = outcomes.len() == sent.copies.len()
             && header.flags == flags
             && header.body == inside
             && sums.len() == expected;
-        let (true, Some(views)) = (fits, views) else {
+        if !fits {
             self.sent.push_back(sent);
             return Err(FrameError::Inconsistent("answer"));
-        };
+        }
         let mut body = if flags.has(Flags::COMPARE) { Body::comparing() } else { Body::new(sums) };
         for ((copy, hold), outcome) in sent.copies.iter().zip(std::mem::take(&mut sent.holds)).zip(&outcomes) {
             if *outcome == Outcome::Done {
@@ -637,8 +620,9 @@ impl Outgoing {
             }
         }
         self.reading = Some((sent.copies, outcomes));
-        if flags.has(Flags::SHARED) {
-            self.pulling = Some(Pulling { sequence: header.sequence, body, places, views });
+        if let Some(sharing) = &self.sharing {
+            let pulling = Pulling::new(header, body, places, sharing);
+            self.pulling = Some(pulling.ok_or(FrameError::Inconsistent("place"))?);
         } else if header.body == 0 {
             self.arrived(body);
         } else {
