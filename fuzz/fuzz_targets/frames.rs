@@ -6,7 +6,7 @@
 use libfuzzer_sys::fuzz_target;
 use transfer::memory::checksum;
 use transfer::transport::lanes::frames::{
-    Flags, HEADER_BYTES, Kind, Table, encode, outcome_byte, parse_header, parse_table, put_entry, put_place, put_sums,
+    Flags, HEADER_BYTES, Kind, Table, encode, fence_table, outcome_byte, parse_header, parse_table, put_entry, put_place, put_sums,
     region_table,
 };
 
@@ -51,6 +51,7 @@ fuzz_target!(|data: &[u8]| {
         }
         Table::Release => {}
         Table::Region(shared) => again = region_table(&shared),
+        Table::Fence { paths } => again = fence_table(&paths),
         // Text that was no UTF-8 is shown all the same.
         Table::Refuse(_) => return,
     }

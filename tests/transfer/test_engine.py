@@ -262,7 +262,7 @@ def test_who_may_connect_and_who_not(a: TransferEngine, b: TransferEngine) -> No
 def test_stranger_bytes_on_the_port(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:
     host, port = b.address.rsplit(":", 1)
     open_ones = []
-    for noise in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(1 << 16), b"pyEN", b"pyEN\x01\0\x01\0\xff\xff\xff\xff", b""):
+    for noise in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(1 << 16), b"pyEN", b"pyEN\x02\0\x01\0\xff\xff\xff\xff", b""):
         connection = socket.create_connection((host, int(port)))
         connection.sendall(noise)
         open_ones.append(connection)

@@ -19,6 +19,7 @@ use pyengine_transfer::messages::Purpose;
 use pyengine_transfer::region::{Access, Buffer, Regions};
 use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::{Event, Session};
+use pyengine_transfer::transport::fence::Fences;
 use pyengine_transfer::transport::lanes::Settings;
 use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::{Copy, Op, Outcome, PIECE_BYTES, Transport, tcp};
@@ -64,7 +65,7 @@ fn target(bytes: u64, settings: Settings, arguments: &[String]) {
     if has(arguments, "shm") {
         let me = node("target", "");
         let me = NodeAddress { incarnation: std::process::id().into(), ..me };
-        let mut transport = ShmTransport::new(KEY, me, settings, Box::new(|| {})).expect("starts");
+        let mut transport = ShmTransport::new(KEY, me, settings, Fences::default(), Box::new(|| {})).expect("starts");
         transport.register(regions(bytes, arguments));
         println!("{}", std::process::id());
         let _ = std::io::stdin().read_line(&mut String::new());
@@ -72,7 +73,7 @@ fn target(bytes: u64, settings: Settings, arguments: &[String]) {
     }
     let (listener, at) = Listener::tcp("127.0.0.1:0").expect("binds");
     let me = node("target", &at.to_string());
-    let mut transport = tcp::transport(KEY, me.clone(), settings, Box::new(|| {})).expect("starts");
+    let mut transport = tcp::transport(KEY, me.clone(), settings, Fences::default(), Box::new(|| {})).expect("starts");
     transport.register(regions(bytes, arguments));
     let (acceptor, threads) = (transport.acceptor(), Arc::new(Threads::default()));
     let accepting = Link::new().expect("an eventfd");
@@ -84,9 +85,8 @@ fn target(bytes: u64, settings: Settings, arguments: &[String]) {
             let serve = move || {
                 let session = Session::accept(KEY, me, nonce().expect("random"), now());
                 let mut connection = Connection::new(stream, session, within).expect("a socket");
-                if let Ok(Event::Proven(Purpose::Lane { node })) = connection.handshake() {
-                    connection.welcome();
-                    acceptor.adopt(connection.into_lane().expect("fresh"), &node).expect("room");
+                if let Ok(Event::Proven(Purpose::Lane { node, path })) = connection.handshake() {
+                    acceptor.welcome(connection, &node, path).expect("room");
                 }
             };
             all.spawn("accepted", &link, serve).expect("not stopping");
@@ -161,10 +161,11 @@ fn main() {
     let (mut transport, peer): (Box<dyn Transport>, _) = if has(&arguments, "shm") {
         let incarnation = at.trim().parse().expect("a number");
         let me = NodeAddress { incarnation, ..node("initiator", "") };
-        let transport = ShmTransport::new(KEY, me, settings, notify).expect("starts");
+        let transport = ShmTransport::new(KEY, me, settings, Fences::default(), notify).expect("starts");
         (Box::new(transport), NodeAddress { incarnation, ..node("target", "") })
     } else {
-        let transport = tcp::transport(KEY, node("initiator", ""), settings, notify).expect("starts");
+        let transport =
+            tcp::transport(KEY, node("initiator", ""), settings, Fences::default(), notify).expect("starts");
         (Box::new(transport), node("target", at.trim()))
     };
     transport.register(regions(bytes, &arguments));

@@ -13,8 +13,8 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -44,8 +44,6 @@ const HAPPENINGS: usize = 4096;
 const BATCH: usize = 256;
 /// How often the engine learns the time, at least.
 const TICK: Duration = Duration::from_millis(50);
-/// Nodes whose lives are remembered.
-const NODE_LIMIT: usize = 1 << 14;
 /// Between two attempts to reach the conductor: from, to.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
@@ -107,8 +105,6 @@ struct Shared {
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
     doors: Doors,
-    /// The latest life of each node that has proven itself.
-    lives: Mutex<HashMap<NodeId, Incarnation>>,
 }
 
 impl Daemon {
@@ -141,14 +137,8 @@ impl Daemon {
         let kinds = if config.listen.is_some() { paths::KINDS } else { &[] };
         let (transports, doors) = paths::open(kinds, config.key(), &me, &LaneSettings::default(), bell)?;
         let threads = Arc::new(Threads::default());
-        let shared = Arc::new(Shared {
-            key: config.key(),
-            me: me.clone(),
-            happenings,
-            threads: threads.clone(),
-            doors,
-            lives: Mutex::default(),
-        });
+        let shared =
+            Arc::new(Shared { key: config.key(), me: me.clone(), happenings, threads: threads.clone(), doors });
         let transports_shown = match config.transport {
             Via::Auto => kinds.to_vec(),
             Via::Only(kind) => vec![kind],
@@ -264,17 +254,6 @@ pub fn new_incarnation() -> Incarnation {
 }
 
 impl Shared {
-    /// Notes a proven node's life; false if a later one is known.
-    fn current(&self, node: &NodeAddress) -> bool {
-        let mut lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
-        if lives.len() >= NODE_LIMIT && !lives.contains_key(&node.node) {
-            return false;
-        }
-        let latest = lives.entry(node.node.clone()).or_insert(node.incarnation);
-        *latest = node.incarnation.max(*latest);
-        *latest == node.incarnation
-    }
-
     fn tell(&self, happening: Happening) {
         // It fails only when the actor has ended; then all links are being closed.
         let _ = self.happenings.send(happening);
@@ -306,13 +285,13 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Lane { node } | Purpose::Rdma { node }
+        Purpose::Peer { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
             if !local && node.node == shared.me.node =>
         {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Lane { node } | Purpose::Rdma { node }
-            if !local && !shared.current(&node) =>
+        Purpose::Peer { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+            if !local && !shared.doors.knows(&node) =>
         {
             connection.refuse("a later life of your node is known here: this one is stale");
         }
@@ -369,7 +348,7 @@ fn dial(shared: &Arc<Shared>, peer: &NodeAddress, link: &Link) -> Result<(), Err
             peer.address, found.node, found.incarnation, peer.node, peer.incarnation
         )));
     }
-    if !shared.current(peer) {
+    if !shared.doors.knows(peer) {
         return Err(Error::retry(format!("a later life of {} is known", peer.node)));
     }
     serve_peer(shared, connection, shared.threads.number(), peer, link, true);
@@ -581,7 +560,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
-        self.shared.doors.close(node, "the peer is gone");
+        self.shared.doors.close(node, peer.address.incarnation.saturating_add(1), "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }
 

@@ -25,7 +25,6 @@ mod copies;
 mod driver;
 mod handle;
 mod inbox;
-mod lives;
 mod metrics;
 mod outbox;
 mod peer;
@@ -66,7 +65,6 @@ use crate::types::{NodeAddress, NodeId};
 use crate::wire;
 use driver::Bell;
 use inbox::{Inbox, say};
-use lives::{Lives, Seen};
 use peer::{Beginning, Remote};
 use timer::Timer;
 use transfer::State as TransferState;
@@ -154,7 +152,6 @@ struct Shared {
     /// All peers that are being reached, by their number.
     remotes: Mutex<HashMap<u64, Arc<Remote>>>,
     doors: Doors,
-    lives: Mutex<Lives>,
     last: AtomicU64,
     refused: AtomicU64,
     closed: AtomicBool,
@@ -229,7 +226,6 @@ impl Endpoint {
             peers: Mutex::default(),
             remotes: Mutex::default(),
             doors,
-            lives: Mutex::default(),
             last: AtomicU64::new(0),
             refused: AtomicU64::new(0),
             closed: AtomicBool::new(false),
@@ -731,23 +727,17 @@ impl Shared {
         }
     }
 
-    /// Notes a proven node's life; false if a later one is known.
-    fn current(&self, node: &NodeAddress) -> bool {
-        let seen = lock(&self.lives).see(&node.node, node.incarnation);
-        if seen == Seen::New {
-            // What the life before still has open here, if it hangs somewhere.
-            self.doors.close(&node.node, "the peer restarted");
-        }
-        seen != Seen::Stale
-    }
-
     fn serve(&self, mut connection: Connection, purpose: Purpose, link: &Link) -> Result<(), Error> {
         let number = self.number();
         match purpose {
-            Purpose::Engine { node } | Purpose::Lane { node } | Purpose::Rdma { node } if node.node == self.me.node => {
+            Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+                if node.node == self.me.node =>
+            {
                 connection.refuse("your node id is mine: give every engine its own");
             }
-            Purpose::Engine { node } | Purpose::Lane { node } | Purpose::Rdma { node } if !self.current(&node) => {
+            Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+                if !self.doors.knows(&node) =>
+            {
                 connection.refuse("a later life of your node is known here: this one is stale");
             }
             Purpose::Engine { node } => {

@@ -177,16 +177,17 @@ pub enum DaemonOrder {
 pub enum Purpose {
     /// A daemon that speaks `PeerMessage`.
     Peer { node: NodeAddress },
-    /// A data lane of the tcp transport, belonging to that daemon and its life.
-    Lane { node: NodeAddress },
+    /// A data lane of the tcp or shm transport, belonging to that daemon and its life, in which no other path has its
+    /// number.
+    Lane { node: NodeAddress, path: u64 },
     /// A daemon that reports to a conductor's endpoint.
     Report { node: NodeAddress },
     /// A local client with its own incarnation (unix socket only).
     Local { incarnation: Incarnation },
     /// A transfer engine that speaks `EngineMessage`: the dialler asks, the acceptor answers.
     Engine { node: NodeAddress },
-    /// The control connection of an rdma path, from that node and its life.
-    Rdma { node: NodeAddress },
+    /// The control connection of an rdma path, from that node and its life; numbered as lanes are.
+    Rdma { node: NodeAddress, path: u64 },
 }
 
 /// A registered region, as its own engine describes it.

@@ -22,7 +22,8 @@
 //!   start is no race between paths; later ones are made in the background while another one carries. Each has a
 //!   breaker (`mover/breaker.rs`).
 //! * **Again.** A piece that was lost or corrupted is sent again, at most [`Request::retries`] times, on whatever path
-//!   is the best then. That is safe: a read changes nothing at the peer, and a write writes the same bytes again. A
+//!   is the best then. That is safe: a read changes nothing at the peer, a write writes the same bytes again, and what
+//!   was lost is not applied any more when that begins (`transport/fence.rs`). A
 //!   transfer that finds no path waits until all paths have failed more often than that.
 //! * **Bounded.** [`Busy`] when a peer, or all together, have too much queued. Parts are never copied, pieces exist only
 //!   while they are under way.

@@ -1,17 +1,19 @@
 //! The transports of one process, opened together, and the doors for the paths that peers make to it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, Link};
+use crate::lives::{Lives, Seen};
 use crate::messages::Purpose;
+use crate::transport::fence::Fences;
 use crate::transport::lanes::{Acceptor, Settings};
 #[cfg(feature = "rdma")]
 use crate::transport::rdma;
 use crate::transport::shm::ShmTransport;
 use crate::transport::{Kind, Transport, tcp};
-use crate::types::{NodeAddress, NodeId};
+use crate::types::{Incarnation, NodeAddress, NodeId};
 
 /// The transports that are built in, in the order in which `Via::Auto` prefers them.
 pub const KINDS: &[Kind] = &[
@@ -30,7 +32,10 @@ pub type Notify = Box<dyn Fn() + Send + Sync>;
 /// Where paths of peers come in.
 #[derive(Clone, Default)]
 pub struct Doors {
-    lanes: Vec<(Kind, Acceptor)>,
+    fences: Fences,
+    lives: Arc<Mutex<Lives>>,
+    /// Of the tcp transport; shm has a door of its own.
+    lanes: Option<Acceptor>,
     #[cfg(feature = "rdma")]
     queue_pairs: Option<Arc<rdma::Shared>>,
 }
@@ -51,18 +56,22 @@ pub fn open(
     for &kind in kinds {
         let transport: Box<dyn Transport> = match kind {
             Kind::Shm => {
-                let transport = ShmTransport::new(key, me.clone(), settings.clone(), notify())?;
-                doors.lanes.push((kind, transport.acceptor()));
-                Box::new(transport)
+                Box::new(ShmTransport::new(key, me.clone(), settings.clone(), doors.fences.clone(), notify())?)
             }
             Kind::Tcp => {
-                let transport = tcp::transport(key, me.clone(), settings.clone(), notify())?;
-                doors.lanes.push((kind, transport.acceptor()));
+                let transport = tcp::transport(key, me.clone(), settings.clone(), doors.fences.clone(), notify())?;
+                doors.lanes = Some(transport.acceptor());
                 Box::new(transport)
             }
             #[cfg(feature = "rdma")]
             Kind::Rdma => {
-                let transport = rdma::RdmaTransport::new(key, me.clone(), rdma::Settings::default(), notify());
+                let transport = rdma::RdmaTransport::new(
+                    key,
+                    me.clone(),
+                    rdma::Settings::default(),
+                    doors.fences.clone(),
+                    notify(),
+                );
                 doors.queue_pairs = Some(transport.shared());
                 Box::new(transport)
             }
@@ -81,17 +90,13 @@ impl Doors {
     ///
     /// # Errors
     /// Retry: the path did not come about, or (rdma, which is served here to its end) has ended.
-    pub fn serve(&self, mut connection: Connection, purpose: Purpose, link: &Link) -> Result<(), Error> {
-        let lanes = self.lanes.iter().find(|(kind, _)| *kind == Kind::Tcp).map(|(_, lanes)| lanes);
-        match (purpose, lanes) {
-            (Purpose::Lane { node }, Some(lanes)) => {
-                connection.welcome();
-                // An I/O thread serves it from now on.
-                lanes.adopt(connection.into_lane()?, &node)
-            }
+    pub fn serve(&self, connection: Connection, purpose: Purpose, link: &Link) -> Result<(), Error> {
+        match (purpose, &self.lanes) {
+            // An I/O thread serves it from then on.
+            (Purpose::Lane { node, path }, Some(lanes)) => lanes.welcome(connection, &node, path),
             #[cfg(feature = "rdma")]
-            (Purpose::Rdma { node }, _) if let Some(shared) = &self.queue_pairs => {
-                rdma::serve(shared, connection, &node, link)
+            (Purpose::Rdma { node, path }, _) if let Some(shared) = &self.queue_pairs => {
+                rdma::serve(shared, connection, &node, path, link)
             }
             (purpose, _) => {
                 let name = if matches!(purpose, Purpose::Rdma { .. }) { "rdma" } else { "tcp" };
@@ -102,8 +107,20 @@ impl Doors {
         }
     }
 
-    /// Ends what a peer's life still has open here.
-    pub fn close(&self, peer: &NodeId, reason: &str) {
-        self.lanes.iter().for_each(|(_, lanes)| lanes.close(peer, reason));
+    /// Notes a proven node's life; false if a later one is known. Paths that an earlier one still has here, if it hangs
+    /// somewhere, end; those of this one wait for that.
+    pub fn knows(&self, node: &NodeAddress) -> bool {
+        // A map in which single inserts and removes cannot be left half done.
+        let seen = self.lives.lock().unwrap_or_else(PoisonError::into_inner).see(&node.node, node.incarnation);
+        if seen == Seen::New {
+            self.close(&node.node, node.incarnation, "the peer restarted");
+        }
+        seen != Seen::Stale
+    }
+
+    /// What those lives of a peer that began before this one still have open here is to end.
+    pub fn close(&self, peer: &NodeId, before: Incarnation, reason: &str) {
+        // Nobody here waits: memory that it still holds stays in quarantine until it has let go.
+        let _ = self.fences.close(peer, before, reason);
     }
 }

@@ -515,11 +515,11 @@ mod tests {
     fn another_version_gets_a_readable_reason() {
         let (mut a, mut b) = pair(KEY, KEY);
         let mut hello = a.take_output();
-        hello[4] = 2;
+        hello[4] = 99;
         let ended = b.receive(&hello, 0, &mut Vec::new()).expect_err("another version");
-        assert!(ended.to_string().contains("speaks protocol 2"), "{ended}");
+        assert!(ended.to_string().contains("speaks protocol 99"), "{ended}");
         let mut refusal = b.take_output();
-        refusal[4] = 3;
+        refusal[4] = 98;
         let ended = a.receive(&refusal, 0, &mut Vec::new()).expect_err("refused");
         assert!(ended.to_string().contains("upgrade the older one"), "{ended}");
     }

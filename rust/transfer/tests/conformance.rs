@@ -646,6 +646,38 @@ fn every_copy_completes_once<H: Harness>() {
     assert!(bench.sources_are_quiet());
 }
 
+/// What was lost is not applied over what was submitted after its loss was told, however late its bytes come.
+fn lost_means_never_later<H: Harness>() {
+    const COUNT: u64 = 32;
+    const EACH: u32 = 32 << 10;
+    let mut bench = Bench::<H>::connected();
+    let bytes = COUNT as usize * EACH as usize;
+    let [old, new] = [1, 2].map(|byte| buffer(&bench.here, &vec![byte; bytes], ALL).0);
+    let mut written = Vec::new();
+    for _ in 0..12 {
+        let (remote, there) = buffer(&bench.there, &vec![0; bytes], ALL);
+        let mut writes = |local| -> Vec<Copy> {
+            let at = |index| index * u64::from(EACH);
+            (0..COUNT).map(|index| bench.raw(Op::Write, (local, at(index)), (remote, at(index)), EACH, 0)).collect()
+        };
+        let (lost, newer) = (writes(old), writes(new));
+        let before = bench.outcomes.len();
+        bench.submit_all(&lost);
+        let peer = bench.harness.peer().node;
+        bench.harness.transport().close(&peer);
+        bench.wait(before + lost.len());
+        bench.connect();
+        bench.all_done(&newer);
+        written.push(there);
+    }
+    // What has not come until then never will.
+    bench.harness.kill_peer();
+    for (round, there) in written.iter().enumerate() {
+        let late = content(there).iter().filter(|byte| **byte != 2).count();
+        assert_eq!(late, 0, "bytes of round {round} came late");
+    }
+}
+
 /// A full queue says `Busy` and takes nothing of what it refuses; after completions it takes more.
 fn a_full_queue_is_busy<H: Harness>() {
     let mut bench = Bench::<H>::connected();
@@ -801,6 +833,7 @@ suites!([
     strips_of_one_slot,
     corruption_is_found,
     every_copy_completes_once,
+    lost_means_never_later,
     a_full_queue_is_busy,
     removal_waits_for_what_is_under_way,
     paths_tell,

@@ -11,9 +11,9 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
-use pyengine_transfer::messages::Purpose;
 use pyengine_transfer::region::{Access, Buffer, Regions};
 use pyengine_transfer::session::{Event, Session};
+use pyengine_transfer::transport::fence::next_path;
 use pyengine_transfer::transport::lanes::{Counters, LaneTransport, Settings, frames};
 use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::{Completion, Copy, CopyId, Op, Outcome, Path, Transport};
@@ -357,21 +357,6 @@ fn a_stranger_host_has_no_shm_path() {
     }
 }
 
-/// A raw connection that has proven itself as a lane of "source".
-fn raw_lane(to: &NodeAddress) -> TcpStream {
-    let stream = TcpStream::connect(&to.address).expect("listening");
-    let keep = stream.try_clone().expect("clones");
-    let me = NodeAddress { node: "source".into(), address: String::new(), incarnation: 2 };
-    let session = Session::dial(lanes::KEY, Purpose::Lane { node: me }, nonce().expect("random"), now());
-    let mut connection =
-        Connection::new(Stream::Tcp(stream), session, Link::new().expect("an eventfd")).expect("a socket");
-    assert!(matches!(connection.handshake(), Ok(Event::Established(_))));
-    drop(connection.into_lane().expect("fresh"));
-    keep.set_nonblocking(false).expect("a socket");
-    keep.set_read_timeout(Some(PATIENCE)).expect("a socket");
-    keep
-}
-
 fn write_frame(region: RegionId, bytes: u32) -> Vec<u8> {
     let mut table = Vec::new();
     frames::put_entry(&mut table, &frames::Entry { at: span(region, 0), bytes, grain: 0 });
@@ -394,13 +379,13 @@ fn lies_and_trickles_end_a_lane_and_give_back_what_it_held() {
     lie[24] ^= 1;
     let shared = frames::encode(frames::Kind::Release, frames::Flags::SHARED, 1, 9, 0, &[]);
     for bad in [b"GET / HTTP/1.1\r\nHost: an engine, I hope\r\n\r\n".to_vec(), lie, shared, vec![0; 4096]] {
-        let mut stream = raw_lane(&receiver.address);
+        let mut stream = lanes::raw_lane(&receiver.address, next_path());
         stream.write_all(&bad).expect("connected");
         ended(stream);
     }
     // One sends a header byte by byte, one stops within a body that it holds memory for.
-    let mut slow = raw_lane(&receiver.address);
-    let mut stuck = raw_lane(&receiver.address);
+    let mut slow = lanes::raw_lane(&receiver.address, next_path());
+    let mut stuck = lanes::raw_lane(&receiver.address, next_path());
     stuck.write_all(&write_frame(far_id, 1000)).expect("connected");
     stuck.write_all(&[1; 10]).expect("connected");
     let frame = write_frame(far_id, 100);

@@ -1,5 +1,6 @@
 //! How bytes move. One seam, several twins: `tcp` for real networks, `sim` for tests in virtual time.
 
+pub mod fence;
 pub mod lanes;
 #[cfg(feature = "rdma")]
 pub mod rdma;
@@ -91,7 +92,7 @@ pub enum Outcome {
     /// the same time. The bytes there are garbage; the copy may be sent again.
     Corrupt,
     /// The path broke before the outcome was known. A write may or may not have been applied, or is applied even later,
-    /// but not after anything that is submitted to that peer from now on; this side is quiet.
+    /// but not after anything that is submitted to that peer from now on (`fence`); this side is quiet.
     Lost,
 }
 

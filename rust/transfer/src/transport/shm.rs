@@ -20,6 +20,7 @@ use crate::messages::Purpose;
 use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
+use crate::transport::fence::Fences;
 use crate::transport::lanes::{Acceptor, Counters, Dial, LaneTransport, Settings};
 use crate::transport::{Busy, Completion, Copy, Helper, Path, Transport, tcp};
 use crate::types::{NodeAddress, NodeId};
@@ -42,7 +43,7 @@ pub struct ShmTransport {
 }
 
 impl ShmTransport {
-    /// `me` is who listens; `notify` as `Transport` says.
+    /// `me` is who listens; `fences` is the process's; `notify` as `Transport` says.
     ///
     /// # Errors
     /// Retry: out of threads or descriptors. Give up: this very life listens already.
@@ -50,13 +51,13 @@ impl ShmTransport {
         key: Key,
         me: NodeAddress,
         settings: Settings,
+        fences: Fences,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<Self, Error> {
-        let at = SocketAddr::from_abstract_name(name(&me)).map_err(|error| Error::bug(format!("shm: {error}")))?;
         let refuse = |error: std::io::Error| Error::give_up(format!("shm: cannot listen as {}: {error}", me.node));
-        let listener = UnixListener::bind_addr(&at).map_err(refuse)?;
+        let listener = listen(&me).map_err(refuse)?;
         listener.set_nonblocking(true).map_err(refuse)?;
-        let lanes = LaneTransport::new("shm", settings, Box::new(Dialler { key, me: me.clone() }), notify)?;
+        let lanes = LaneTransport::new("shm", settings, fences, Box::new(Dialler { key, me: me.clone() }), notify)?;
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new()?);
         let (all, until, acceptor) = (threads.clone(), accepting.clone(), lanes.acceptor());
         threads.spawn("shm-accept", &accepting, move || {
@@ -76,11 +77,6 @@ impl ShmTransport {
         Ok(Self { lanes, accepting, threads })
     }
 
-    /// For closing the lanes of a peer.
-    pub fn acceptor(&self) -> Acceptor {
-        self.lanes.acceptor()
-    }
-
     /// What has moved so far.
     pub fn counters(&self) -> Counters {
         self.lanes.counters()
@@ -92,9 +88,8 @@ fn welcome(key: Key, me: NodeAddress, acceptor: &Acceptor, stream: Stream, link:
     let session = Session::accept(key, me.clone(), nonce()?, now());
     let mut connection = Connection::new(stream, session, link)?;
     match connection.handshake()? {
-        Event::Proven(Purpose::Lane { node }) if node.node != me.node => {
-            connection.welcome();
-            acceptor.adopt(connection.into_lane()?, &node)
+        Event::Proven(Purpose::Lane { node, path }) if node.node != me.node => {
+            acceptor.welcome(connection, &node, path)
         }
         Event::Proven(Purpose::Lane { .. }) => {
             connection.refuse("your node id is mine: give every engine its own");
@@ -113,18 +108,30 @@ struct Dialler {
 }
 
 impl Dial for Dialler {
-    fn dial(&self, peer: &NodeAddress, link: &Link) -> Result<Stream, Error> {
+    fn dial(&self, peer: &NodeAddress, path: u64, link: &Link) -> Result<Stream, Error> {
         let began = now();
         let stream = reach(peer).map_err(|errno| match errno {
             Errno::ECONNREFUSED | Errno::ENOENT => Error::retry(format!("{} is not on this host", peer.node)),
             errno => Error::retry(format!("cannot reach {} on this host: {errno}", peer.node)),
         })?;
-        tcp::prove(Stream::Unix(stream), self.key, &self.me, peer, began, link)
+        let purpose = Purpose::Lane { node: self.me.clone(), path };
+        tcp::prove(Stream::Unix(stream), self.key, purpose, peer, began, link)
     }
 }
 
-/// Connects without waiting: a full backlog is an answer too.
-fn reach(peer: &NodeAddress) -> Result<UnixStream, Errno> {
+/// Listens where peers on this host look for that life of that node.
+///
+/// # Errors
+/// It listens already.
+pub fn listen(me: &NodeAddress) -> std::io::Result<UnixListener> {
+    UnixListener::bind_addr(&SocketAddr::from_abstract_name(name(me))?)
+}
+
+/// Connects to that life of that node, if it is on this host, without waiting: a full backlog is an answer too.
+///
+/// # Errors
+/// Connection refused: it is not here.
+pub fn reach(peer: &NodeAddress) -> Result<UnixStream, Errno> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let descriptor: OwnedFd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
     connect(descriptor.as_raw_fd(), &UnixAddr::new_abstract(&name(peer))?)?;

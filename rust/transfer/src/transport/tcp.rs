@@ -7,10 +7,11 @@ use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::messages::Purpose;
 use crate::session::{Event, HANDSHAKE_WITHIN, Session};
+use crate::transport::fence::Fences;
 use crate::transport::lanes::{Dial, LaneTransport, Settings};
 use crate::types::NodeAddress;
 
-/// A lane transport over TCP. `me` is told to peers; `notify` as `Transport` says.
+/// A lane transport over TCP. `me` is told to peers; `fences` is the process's; `notify` as `Transport` says.
 ///
 /// # Errors
 /// Retry: out of threads or descriptors.
@@ -18,9 +19,10 @@ pub fn transport(
     key: Key,
     me: NodeAddress,
     settings: Settings,
+    fences: Fences,
     notify: Box<dyn Fn() + Send + Sync>,
 ) -> Result<LaneTransport, Error> {
-    LaneTransport::new("tcp", settings, Box::new(Dialler { key, me }), notify)
+    LaneTransport::new("tcp", settings, fences, Box::new(Dialler { key, me }), notify)
 }
 
 struct Dialler {
@@ -29,11 +31,12 @@ struct Dialler {
 }
 
 impl Dial for Dialler {
-    fn dial(&self, peer: &NodeAddress, link: &Link) -> Result<Stream, Error> {
+    fn dial(&self, peer: &NodeAddress, path: u64, link: &Link) -> Result<Stream, Error> {
         let began = now();
         let stream = dial_tcp(&peer.address, link, DIAL_WITHIN)
             .map_err(|error| Error::retry(format!("cannot reach {}: {error}", peer.address)))?;
-        prove(Stream::Tcp(stream), self.key, &self.me, peer, began, link)
+        let purpose = Purpose::Lane { node: self.me.clone(), path };
+        prove(Stream::Tcp(stream), self.key, purpose, peer, began, link)
     }
 }
 
@@ -42,14 +45,14 @@ impl Dial for Dialler {
 pub(super) fn prove(
     stream: Stream,
     key: Key,
-    me: &NodeAddress,
+    purpose: Purpose,
     peer: &NodeAddress,
     began: u64,
     link: &Link,
 ) -> Result<Stream, Error> {
     // A session's handshake has a limit of its own, counted from an earlier begin so that the path's holds.
     let earlier = HANDSHAKE_WITHIN.saturating_sub(DIAL_WITHIN.as_nanos() as u64);
-    let session = Session::dial(key, Purpose::Lane { node: me.clone() }, nonce()?, began.saturating_sub(earlier));
+    let session = Session::dial(key, purpose, nonce()?, began.saturating_sub(earlier));
     let mut connection = Connection::new(stream, session, link.clone())?;
     match connection.handshake()? {
         Event::Established(node) if node.node == peer.node && node.incarnation == peer.incarnation => {

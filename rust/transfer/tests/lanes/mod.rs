@@ -3,6 +3,8 @@
 // Not every test that includes this file needs all of it.
 #![allow(dead_code)]
 
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -14,8 +16,9 @@ use pyengine_transfer::region::Regions;
 use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
+use pyengine_transfer::transport::fence::Fences;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
-use pyengine_transfer::transport::shm::ShmTransport;
+use pyengine_transfer::transport::shm::{self as shm_transport, ShmTransport};
 use pyengine_transfer::transport::tcp;
 use pyengine_transfer::types::{Incarnation, NodeAddress};
 
@@ -26,6 +29,7 @@ pub const KEY: [u8; 32] = [7; 32];
 pub struct Receiver {
     /// Where.
     pub address: NodeAddress,
+    fences: Fences,
     accepting: Link,
     threads: Arc<Threads>,
     /// Its I/O threads serve the lanes.
@@ -56,7 +60,8 @@ impl Receiver {
     fn start(listen: &str, regions: Arc<Regions>, incarnation: Incarnation, settings: Settings) -> Self {
         let (listener, at) = Listener::tcp(listen).expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation };
-        let mut transport = transport(&address, settings, Box::new(|| {}));
+        let fences = Fences::default();
+        let mut transport = transport(&address, settings, fences.clone(), Box::new(|| {}));
         transport.register(regions);
         let acceptor = transport.acceptor();
         let (threads, accepting) = (Arc::new(Threads::default()), Link::new().expect("an eventfd"));
@@ -70,13 +75,15 @@ impl Receiver {
             });
         };
         threads.spawn("accept", &accepting, accept).expect("starts");
-        Self { address, accepting, threads, transport: Mutex::new(Some(transport)) }
+        Self { address, fences, accepting, threads, transport: Mutex::new(Some(transport)) }
     }
 
     /// Ends the lanes of a peer.
     pub fn close_lanes(&self, node: &str) {
-        let transport = self.transport.lock().expect("whole");
-        transport.as_ref().expect("not killed").acceptor().close(&node.to_owned(), "closed by a test");
+        let closing = self.fences.close(&node.to_owned(), Incarnation::MAX, "closed by a test");
+        while !closing.is_over() {
+            std::thread::yield_now();
+        }
     }
 
     /// Ends the listener and all lanes.
@@ -96,17 +103,19 @@ impl Drop for Receiver {
 fn serve(acceptor: &Acceptor, me: NodeAddress, stream: Stream, link: &Link) {
     let session = Session::accept(KEY, me, nonce().expect("random"), now());
     let mut connection = Connection::new(stream, session, link.clone()).expect("a socket");
-    if let Ok(Event::Proven(Purpose::Lane { node })) = connection.handshake() {
-        connection.welcome();
-        if let Ok(stream) = connection.into_lane() {
-            // It fails only when the test is over.
-            let _ = acceptor.adopt(stream, &node);
-        }
+    if let Ok(Event::Proven(Purpose::Lane { node, path })) = connection.handshake() {
+        // It is refused when the test is over, or wants that.
+        let _ = acceptor.welcome(connection, &node, path);
     }
 }
 
-fn transport(me: &NodeAddress, settings: Settings, notify: Box<dyn Fn() + Send + Sync>) -> LaneTransport {
-    tcp::transport(KEY, me.clone(), settings, notify).expect("threads and descriptors")
+fn transport(
+    me: &NodeAddress,
+    settings: Settings,
+    fences: Fences,
+    notify: Box<dyn Fn() + Send + Sync>,
+) -> LaneTransport {
+    tcp::transport(KEY, me.clone(), settings, fences, notify).expect("threads and descriptors")
 }
 
 /// A short queue, so that tests can fill it.
@@ -115,7 +124,7 @@ pub fn short_queue() -> Settings {
 }
 
 /// A `notify`, and what tells that it was called.
-fn alarm() -> (Box<dyn Fn() + Send + Sync>, mpsc::Receiver<()>) {
+pub fn alarm() -> (Box<dyn Fn() + Send + Sync>, mpsc::Receiver<()>) {
     let (wake, woken) = mpsc::channel();
     let wake = Mutex::new(wake);
     let notify = Box::new(move || {
@@ -138,7 +147,8 @@ pub fn shm_with(
 ) -> (NodeAddress, ShmTransport, mpsc::Receiver<()>) {
     let me = NodeAddress { node: node.into(), address: String::new(), incarnation: new_incarnation() };
     let (notify, woken) = alarm();
-    let mut transport = ShmTransport::new(KEY, me.clone(), settings, notify).expect("threads and descriptors");
+    let mut transport =
+        ShmTransport::new(KEY, me.clone(), settings, Fences::default(), notify).expect("threads and descriptors");
     transport.register(regions);
     (me, transport, woken)
 }
@@ -150,11 +160,43 @@ pub fn sender(arena: Arc<Arena>) -> (LaneTransport, mpsc::Receiver<()>) {
 
 /// The same with any regions and settings.
 pub fn sender_with(regions: Arc<Regions>, settings: Settings) -> (LaneTransport, mpsc::Receiver<()>) {
-    let me = NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 };
     let (notify, woken) = alarm();
-    let mut transport = transport(&me, settings, notify);
+    let mut transport = transport(&source(), settings, Fences::default(), notify);
     transport.register(regions);
     (transport, woken)
+}
+
+/// A raw connection that has proven itself as that path of what `sender` makes.
+pub fn raw_lane(to: &NodeAddress, path: u64) -> TcpStream {
+    let stream = TcpStream::connect(&to.address).expect("listening");
+    let keep = stream.try_clone().expect("clones");
+    assert!(prove(Stream::Tcp(stream), path));
+    keep.set_nonblocking(false).expect("a socket");
+    keep.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    keep
+}
+
+/// The same on the host.
+pub fn raw_shm_lane(to: &NodeAddress, path: u64) -> UnixStream {
+    let stream = shm_transport::reach(to).expect("listening");
+    let keep = stream.try_clone().expect("clones");
+    assert!(prove(Stream::Unix(stream), path));
+    keep.set_nonblocking(false).expect("a socket");
+    keep.set_read_timeout(Some(PATIENCE)).expect("a socket");
+    keep
+}
+
+/// Makes a connection that path. False: it is refused.
+pub fn prove(stream: Stream, path: u64) -> bool {
+    let purpose = Purpose::Lane { node: source(), path };
+    let session = Session::dial(KEY, purpose, nonce().expect("random"), now());
+    let mut connection = Connection::new(stream, session, Link::new().expect("an eventfd")).expect("a socket");
+    matches!(connection.handshake(), Ok(Event::Established(_))) && connection.into_lane().is_ok()
+}
+
+/// Who sends.
+pub fn source() -> NodeAddress {
+    NodeAddress { node: "source".into(), address: "127.0.0.1:1".into(), incarnation: 2 }
 }
 
 /// What a completion may take before the test fails.

@@ -15,6 +15,7 @@ use pyengine_transfer::region::Regions;
 use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::{Event, Session};
 use pyengine_transfer::transport::Transport;
+use pyengine_transfer::transport::fence::Fences;
 use pyengine_transfer::transport::rdma::{self, RdmaTransport, Settings, Shared};
 use pyengine_transfer::types::NodeAddress;
 
@@ -75,7 +76,7 @@ impl Node {
             // Nobody listens any more when the test is over.
             let _ = wake.lock().expect("whole").send(());
         });
-        let mut transport = RdmaTransport::new(KEY, address.clone(), settings, notify);
+        let mut transport = RdmaTransport::new(KEY, address.clone(), settings, Fences::default(), notify);
         transport.register(regions.clone());
         // Opening emulated devices may take longer than a peer waits for an answer. A test of their absence goes on.
         let _ = transport.available();
@@ -111,8 +112,8 @@ fn serve(shared: &Shared, me: NodeAddress, stream: Stream, link: &Link) {
     let mut session = Session::accept(KEY, me, nonce().expect("random"), now());
     session.slow_down(SLOWNESS);
     let mut connection = Connection::new(stream, session, link.clone()).expect("a socket");
-    if let Ok(Event::Proven(Purpose::Rdma { node })) = connection.handshake() {
+    if let Ok(Event::Proven(Purpose::Rdma { node, path })) = connection.handshake() {
         // How a path ends is the initiator's to see.
-        let _ = rdma::serve(shared, connection, &node, link);
+        let _ = rdma::serve(shared, connection, &node, path, link);
     }
 }

@@ -10,8 +10,8 @@
 //!      8      1  version
 //!      9      1  kind (see `Kind`)
 //!     10      2  flags (see `Flags`)
-//!     12      4  count: copies in this frame (RELEASE, REGION, REFUSE: 1), 1..=512
-//!     16      8  sequence: running number of WRITE and READ frames on this lane from 1; ACK, DATA and RELEASE repeat it
+//!     12      4  count: copies in this frame (FENCE: paths; RELEASE, REGION, REFUSE: 1), 1..=512
+//!     16      8  sequence: running number of WRITE, READ and FENCE frames on this lane from 1; ACK, DATA, RELEASE repeat it
 //!     24      8  bytes of the body
 //!     32      4  bytes of the table
 //!     36      4  CRC-32C of the table
@@ -29,6 +29,8 @@
 //! RELEASE  none                                            none                none
 //! REGION   one region (40 bytes), see below                none                none
 //! REFUSE   why the lane cannot go on, UTF-8, 1..=500 bytes none                the lane ends
+//! FENCE    count numbers (u64) of the sender's paths that  none                ACK, without a table: nothing
+//!          it has lost; those that there are not have ended                    is written for them any more
 //!
 //! entry, 24 bytes: region u32, life u32, offset u64 (where the target's bytes are), bytes u32, grain u32
 //! ```
@@ -52,13 +54,15 @@ use crate::transport::Outcome;
 use crate::types::{RegionId, Span};
 
 /// Version of the frames.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 40;
 /// Bytes of an entry.
 pub const ENTRY_BYTES: usize = 24;
 /// Bytes of a place.
 pub const PLACE_BYTES: usize = 16;
+/// Bytes of a path's number.
+const PATH_BYTES: usize = 8;
 /// Bytes of a REGION frame's table.
 pub const REGION_BYTES: usize = 40;
 /// Most bytes of a REFUSE frame's text.
@@ -90,11 +94,13 @@ pub enum Kind {
     Region = 6,
     /// The sender cannot go on.
     Refuse = 7,
+    /// Paths of the sender that are lost: they are to end (`transport::fence`).
+    Fence = 8,
 }
 
 impl Kind {
     fn from_byte(byte: u8) -> Option<Self> {
-        [Self::Write, Self::Ack, Self::Read, Self::Data, Self::Release, Self::Region, Self::Refuse]
+        [Self::Write, Self::Ack, Self::Read, Self::Data, Self::Release, Self::Region, Self::Refuse, Self::Fence]
             .into_iter()
             .find(|kind| *kind as u8 == byte)
     }
@@ -266,6 +272,11 @@ pub enum Table {
     Region(Shared),
     /// Of a REFUSE.
     Refuse(String),
+    /// Of a FENCE.
+    Fence {
+        /// Numbers of paths.
+        paths: Vec<u64>,
+    },
 }
 
 /// Puts a header before a table; the body follows by itself.
@@ -335,6 +346,11 @@ pub fn region_table(shared: &Shared) -> Vec<u8> {
     table
 }
 
+/// The table of a FENCE.
+pub fn fence_table(paths: &[u64]) -> Vec<u8> {
+    paths.iter().flat_map(|path| path.to_le_bytes()).collect()
+}
+
 /// Reads and verifies a header. Sizes are within the limits then, and those that the kind fixes are right.
 pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
     if bytes[..4] != MAGIC {
@@ -377,6 +393,7 @@ pub fn parse_header(bytes: &[u8; HEADER_BYTES]) -> Result<Header, FrameError> {
         Kind::Release => table == 0 && count == 1,
         Kind::Region => table == REGION_BYTES && count == 1,
         Kind::Refuse => (1..=REFUSE_LIMIT).contains(&table) && count == 1,
+        Kind::Fence => table == count * PATH_BYTES,
     };
     if count == 0 || !sized {
         return Err(FrameError::Inconsistent("table"));
@@ -455,6 +472,7 @@ pub fn parse_table(header: &Header, bytes: &[u8]) -> Result<Table, FrameError> {
             Ok(Table::Region(Shared { region, how, bytes: length, address, cookie }))
         }
         Kind::Refuse => Ok(Table::Refuse(String::from_utf8_lossy(bytes).into_owned())),
+        Kind::Fence => Ok(Table::Fence { paths: bytes.chunks_exact(PATH_BYTES).map(|path| u64_at(path, 0)).collect() }),
     }
 }
 
@@ -575,6 +593,10 @@ mod tests {
             let shared = Shared { region: RegionId(4), how: How::Private, bytes: number, address: 5, cookie: (6, 7) };
             let told = encode(Kind::Region, Flags::NONE, 1, 1, 0, &region_table(&shared));
             prop_assert_eq!(read(&told).expect("own encoding").1, Table::Region(shared));
+
+            let paths: Vec<u64> = pick.iter().map(|path| number ^ u64::from(*path)).collect();
+            let (_, table) = read(&encode(Kind::Fence, Flags::NONE, paths.len(), 1, 0, &fence_table(&paths))).expect("own");
+            prop_assert_eq!(table, Table::Fence { paths });
         }
 
         #[test]
@@ -586,7 +608,7 @@ mod tests {
         }
 
         #[test]
-        fn noise_is_refused_and_never_panics(mut noise in vec(any::<u8>(), 40..400), kind in 0u8..9, count in 0u32..20,
+        fn noise_is_refused_and_never_panics(mut noise in vec(any::<u8>(), 40..400), kind in 0u8..10, count in 0u32..20,
                                              flags in 0u16..9, body: u64, small: bool) {
             prop_assert!(read(&noise).is_err());
             // Behind right checksums, so that the lies get further.

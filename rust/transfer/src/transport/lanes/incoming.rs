@@ -15,16 +15,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::region::{By, Reading, checksums_of};
+use crate::transport::fence::{Fencing, Guest};
 use crate::transport::{Outcome, STALLED_AFTER};
-use crate::types::{NodeId, Span};
+use crate::types::{NodeAddress, Span};
 
 use super::body::{Body, outcome_of};
 use super::frames::{self, Entry, Flags, FrameError, Header, Kind, Place, Table};
 use super::inflow::{Inflow, Step};
 use super::io::{Lane, Ready, TURN_BYTES, Turn};
 use super::outflow::Outflow;
-use super::sharing::{Sharing, View};
-use super::socket::is_hung_up;
+use super::sharing::{Pulling, Sharing};
 use super::{Hub, count};
 
 /// Reads that wait for their answer: more than the window of any peer (`Settings::window_frames`), so one that asks for
@@ -38,7 +38,7 @@ const ANSWERS_LIMIT: usize = 256;
 /// The asked side of one lane.
 pub struct Incoming {
     hub: Arc<Hub>,
-    peer: NodeId,
+    peer: NodeAddress,
     token: u64,
     inflow: Inflow,
     outflow: Outflow,
@@ -49,18 +49,15 @@ pub struct Incoming {
     pulling: Option<Pulling>,
     /// What the peer copies out of ours, by the READ's sequence.
     lent: HashMap<u64, Vec<Reading>>,
+    /// The FENCE whose paths have not all ended.
+    fencing: Option<(Header, Fencing)>,
     moved: Instant,
-}
-
-struct Pulling {
-    header: Header,
-    body: Body,
-    places: Vec<Place>,
-    views: Vec<Arc<View>>,
+    /// Until its end; afterwards nothing is written for this path any more.
+    guest: Option<Guest>,
 }
 
 impl Incoming {
-    pub(super) fn new(hub: Arc<Hub>, peer: NodeId, token: u64, sharing: Option<Sharing>) -> Self {
+    pub(super) fn new(hub: Arc<Hub>, peer: NodeAddress, guest: Guest, token: u64, sharing: Option<Sharing>) -> Self {
         Self {
             hub,
             peer,
@@ -71,7 +68,9 @@ impl Incoming {
             sharing,
             pulling: None,
             lent: HashMap::new(),
+            fencing: None,
             moved: Instant::now(),
+            guest: Some(guest),
         }
     }
 
@@ -79,6 +78,7 @@ impl Incoming {
     fn work(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
         let mut budget = TURN_BYTES;
         let mut more = false;
+        self.fenced();
         while self.outflow.len() < ANSWERS_LIMIT {
             if !self.pull(socket, &mut budget)? {
                 more = true;
@@ -113,12 +113,8 @@ impl Incoming {
     /// Copies what a WRITE has named out of the peer's memory. False: the budget is used up.
     fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
         let Some(pulling) = &mut self.pulling else { return Ok(true) };
-        if !pulling.body.pull(&pulling.places, &pulling.views, budget)? {
+        if !pulling.pull(socket, budget)? {
             return Ok(false);
-        }
-        // The peer shuts the lane down before it takes its memory back: if it stands, all bytes were held.
-        if is_hung_up(socket) {
-            return Err(io::Error::other("the peer has left"));
         }
         if let Some(Pulling { header, body, .. }) = self.pulling.take() {
             self.applied(&header, body);
@@ -142,9 +138,9 @@ impl Incoming {
                     body.push(taker.write(entry.at, entry.bytes.into()), entry.bytes, entry.grain);
                 }
                 if let Some(sharing) = self.sharing.as_ref().filter(|_| header.flags.has(Flags::SHARED)) {
+                    let pulling = Pulling::new(header, body, places, sharing);
                     let unknown = || io::Error::other("a place in a region that was not told of");
-                    let views = sharing.views(&places).ok_or_else(unknown)?;
-                    self.pulling = Some(Pulling { header, body, places, views });
+                    self.pulling = Some(pulling.ok_or_else(unknown)?);
                 } else if header.body == 0 {
                     self.applied(&header, body);
                 } else {
@@ -171,7 +167,28 @@ impl Incoming {
                 self.asked.push_back((header, entries));
                 Ok(())
             }
+            Table::Fence { paths } if self.fencing.is_none() => {
+                let (hub, token) = (Arc::downgrade(&self.hub), self.token);
+                let wake = move || {
+                    if let Some(hub) = hub.upgrade()
+                        && let Some(io) = hub.io()
+                    {
+                        io.kick(token);
+                    }
+                };
+                self.fencing = Some((header, self.hub.fences.fence(&self.peer, &paths, wake)));
+                self.fenced();
+                Ok(())
+            }
             _ => Err(out_of_turn()),
+        }
+    }
+
+    /// Answers a FENCE once its paths have ended. The peer writes nothing before it has heard that.
+    fn fenced(&mut self) {
+        if let Some((header, _)) = self.fencing.take_if(|(_, fencing)| fencing.is_over()) {
+            let ack = frames::encode(Kind::Ack, Flags::NONE, header.count as usize, header.sequence, 0, &[]);
+            self.outflow.push(ack, Vec::new());
         }
     }
 
@@ -283,7 +300,9 @@ impl Lane for Incoming {
         self.outflow = Outflow::new();
         self.pulling = None;
         self.lent.clear();
-        tracing::debug!(peer = %self.peer, transport = self.hub.name, "an incoming lane ended: {reason}");
+        self.fencing = None;
+        tracing::debug!(peer = %self.peer.node, transport = self.hub.name, "an incoming lane ended: {reason}");
         self.hub.incoming_ended(self.token);
+        self.guest = None;
     }
 }

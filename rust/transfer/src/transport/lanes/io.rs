@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -83,6 +83,8 @@ pub struct Seat {
     watches_out: AtomicBool,
     /// A waiting thread takes what comes; its own thread leaves that alone. Changed only with the lane locked.
     helped: AtomicBool,
+    /// Why it gets no turn any more.
+    doomed: OnceLock<String>,
     worker: Arc<Worker>,
 }
 
@@ -147,6 +149,13 @@ impl Seat {
     /// True if an answer is due on it.
     pub fn waits(&self) -> bool {
         self.lane.try_lock().is_ok_and(|lane| lane.as_ref().is_some_and(|lane| lane.stalls_at().is_some()))
+    }
+
+    /// Makes its thread end it, behind the turn that it may have. Waits for nobody, so a lane's turn may end another lane.
+    pub fn end_soon(&self, reason: &str) {
+        // Who has said so before was right too.
+        let _ = self.doomed.set(reason.into());
+        self.kick();
     }
 
     /// Ends it; waits for its turn, if it has one. What it held is given back when this returns.
@@ -300,10 +309,10 @@ impl Io {
     /// Takes a connection; its first turn comes soon. `make` gets its token. `None`: stopped; the connection is closed.
     pub fn seat(&self, stream: Stream, make: impl FnOnce(u64) -> Box<dyn Lane>) -> Option<Arc<Seat>> {
         let token = self.next.fetch_add(1, Ordering::Relaxed) + 1;
-        let worker = self.workers[token as usize % self.workers.len()].clone();
+        let worker = self.worker(token).clone();
         let (watches_out, helped) = (AtomicBool::new(false), AtomicBool::new(false));
         let lane = Mutex::new(Some(make(token)));
-        let seat = Arc::new(Seat { stream, token, lane, watches_out, helped, worker });
+        let seat = Arc::new(Seat { stream, token, lane, watches_out, helped, doomed: OnceLock::new(), worker });
         let mut inbox = seat.worker.lock();
         if inbox.stop {
             return None;
@@ -312,6 +321,17 @@ impl Io {
         drop(inbox);
         seat.worker.wake();
         Some(seat)
+    }
+
+    /// Asks the thread of a lane to give it a turn.
+    pub fn kick(&self, token: u64) {
+        let worker = self.worker(token);
+        worker.lock().kicks.push(token);
+        worker.wake();
+    }
+
+    fn worker(&self, token: u64) -> &Arc<Worker> {
+        &self.workers[token as usize % self.workers.len()]
     }
 
     /// Makes a thread call `after` soon.
@@ -437,8 +457,11 @@ impl Rounds {
             // What had come before the helper began to wait it finds too; afterwards epoll tells again of what is left.
             let ready = if seat.helped.load(Ordering::Relaxed) { Ready::default() } else { ready };
             let socket = seat.stream.as_fd();
-            let turn = catch_unwind(AssertUnwindSafe(|| open.turn(socket, ready, now)))
-                .unwrap_or_else(|_| Turn::Over("a bug: its turn panicked".into()));
+            let turn = match seat.doomed.get() {
+                Some(reason) => Turn::Over(reason.clone()),
+                None => catch_unwind(AssertUnwindSafe(|| open.turn(socket, ready, now)))
+                    .unwrap_or_else(|_| Turn::Over("a bug: its turn panicked".into())),
+            };
             seat.watch(open.as_ref());
             turn
         };

@@ -37,8 +37,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use crate::error::Error;
-use crate::link::{Link, Stream};
+use crate::link::{Connection, Link, Stream};
 use crate::region::Regions;
+use crate::transport::fence::{Fences, Guest};
 use crate::transport::{Busy, Completion, Copy, Helper, Outcome, PIECE_BYTES, Path, Transport};
 use crate::types::{NodeAddress, NodeId};
 
@@ -124,17 +125,19 @@ fn count(counter: &AtomicU64, by: u64) {
 
 /// Makes connections of one kind.
 pub trait Dial: Send + Sync {
-    /// Connects to a peer and proves who is who, within 3 s. `link.close` ends the attempt early.
+    /// Connects to a peer, as its path of that number, and proves who is who, within 3 s. `link.close` ends the attempt
+    /// early.
     ///
     /// # Errors
     /// Why there is no connection, for a person.
-    fn dial(&self, peer: &NodeAddress, link: &Link) -> Result<Stream, Error>;
+    fn dial(&self, peer: &NodeAddress, path: u64, link: &Link) -> Result<Stream, Error>;
 }
 
 /// What lanes, dialling threads and the transport share.
 pub(super) struct Hub {
     pub name: &'static str,
     pub settings: Settings,
+    pub fences: Fences,
     pub dial: Box<dyn Dial>,
     regions: OnceLock<Arc<Regions>>,
     completions: Mutex<Vec<Completion>>,
@@ -142,7 +145,7 @@ pub(super) struct Hub {
     news: AtomicBool,
     notify: Box<dyn Fn() + Send + Sync>,
     pub tally: Tally,
-    incoming: Mutex<HashMap<u64, (NodeId, Arc<Seat>)>>,
+    incoming: Mutex<HashMap<u64, Arc<Seat>>>,
     io: OnceLock<Io>,
 }
 
@@ -187,7 +190,7 @@ impl Hub {
         self.io.get()
     }
 
-    fn incoming(&self) -> MutexGuard<'_, HashMap<u64, (NodeId, Arc<Seat>)>> {
+    fn incoming(&self) -> MutexGuard<'_, HashMap<u64, Arc<Seat>>> {
         // Single inserts and removes cannot be left half done.
         self.incoming.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -202,32 +205,40 @@ impl Hub {
 pub struct Acceptor(Arc<Hub>);
 
 impl Acceptor {
-    /// Serves a lane of a proven peer from now on, on an I/O thread.
+    /// Welcomes a proven peer's path of that number, or refuses it. An I/O thread serves it from then on.
     ///
     /// # Errors
-    /// Retry: there are too many lanes, or the engine stops. The connection is closed then.
-    pub fn adopt(&self, stream: Stream, peer: &NodeAddress) -> Result<(), Error> {
+    /// Retry: there are too many lanes, the engine stops, or the path was lost before it stood. Else as
+    /// [`Fences::enter`].
+    pub fn welcome(&self, mut connection: Connection, peer: &NodeAddress, path: u64) -> Result<(), Error> {
+        // Before the welcome: what the peer can lose, it can tell us of.
+        match self.0.fences.enter(peer, path) {
+            Ok(guest) => {
+                connection.welcome();
+                self.adopt(connection.into_lane()?, peer, guest)
+            }
+            Err(error) => {
+                connection.refuse(&error.message);
+                Err(error)
+            }
+        }
+    }
+
+    fn adopt(&self, stream: Stream, peer: &NodeAddress, guest: Guest) -> Result<(), Error> {
         let hub = &self.0;
         let io = hub.io.get().ok_or_else(|| Error::retry("the engine has not begun"))?;
-        // Locked to the end, so that a lane that ends at once is taken out after it was put in.
+        // Locked, so that a lane that ends at once is taken out after it was put in.
         let mut incoming = hub.incoming();
         if incoming.len() >= hub.settings.incoming_lanes {
             return Err(Error::retry(format!("{} lanes of peers stand already", hub.settings.incoming_lanes)));
         }
-        let sharing = Sharing::over(&stream);
-        let make = |token| -> Box<dyn Lane> { Box::new(Incoming::new(hub.clone(), peer.node.clone(), token, sharing)) };
+        let (sharing, place) = (Sharing::over(&stream), guest.place());
+        let make =
+            |token| -> Box<dyn Lane> { Box::new(Incoming::new(hub.clone(), peer.clone(), guest, token, sharing)) };
         let seat = io.seat(stream, make).ok_or_else(|| Error::retry("the engine stops"))?;
-        incoming.insert(seat.token(), (peer.node.clone(), seat));
-        Ok(())
-    }
-
-    /// Ends all lanes of a peer. Nothing is written here on its behalf any more when this returns.
-    pub fn close(&self, peer: &NodeId, reason: &str) {
-        let seats: Vec<Arc<Seat>> = {
-            let incoming = self.0.incoming();
-            incoming.values().filter(|(node, _)| node == peer).map(|(_, seat)| seat.clone()).collect()
-        };
-        seats.iter().for_each(|seat| seat.end(reason));
+        incoming.insert(seat.token(), seat.clone());
+        drop(incoming);
+        place.stands(move |reason| seat.end_soon(reason))
     }
 }
 
@@ -238,19 +249,22 @@ pub struct LaneTransport {
 }
 
 impl LaneTransport {
-    /// `notify` is called by the I/O threads and by those that dial.
+    /// `fences` is the process's, shared by all its transports. `notify` is called by the I/O threads and by those that
+    /// dial.
     ///
     /// # Errors
     /// Retry: out of threads or descriptors.
     pub fn new(
         name: &'static str,
         settings: Settings,
+        fences: Fences,
         dial: Box<dyn Dial>,
         notify: Box<dyn Fn() + Send + Sync>,
     ) -> Result<Self, Error> {
         let hub = Arc::new(Hub {
             name,
             settings,
+            fences,
             dial,
             regions: OnceLock::new(),
             completions: Mutex::default(),

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! A lane is **hungry** if it found the queue empty; `submit` then gives it a turn. Every other lane comes back to the
-//! queue by itself. The first lane is made by `connect`, others when the queue is long, and those go when they idle.
+//! queue by itself. After a loss of writes nothing is taken before the peer has answered a FENCE (`transport::fence`). The
+//! first lane is made by `connect`, others when the queue is long, and those go when they idle.
 //! One that dies while it carries nothing is nobody's loss: the next submission dials again.
 
 use std::collections::VecDeque;
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use crate::link::{Link, Stream};
 use crate::region::{By, Reading, Writing, checksums_of, sum_count};
+use crate::transport::fence::{Trail, next_path};
 use crate::transport::{Busy, Completion, Copy, Hand, Helper, Op, Outcome, Path, STALLED_AFTER};
 use crate::types::{NodeAddress, RegionId, Span};
 
@@ -32,8 +34,7 @@ use super::frames::{
 use super::inflow::{Inflow, Step};
 use super::io::{Helped, Lane, Ready, Seat, TURN_BYTES, Turn};
 use super::outflow::Outflow;
-use super::sharing::{Sharing, View};
-use super::socket::is_hung_up;
+use super::sharing::{Pulling, Sharing};
 use super::{FRAME_BYTES, Hub, count};
 
 /// A batch of small copies is split over the lanes down to frames of so many bytes; below, a frame costs more than a core.
@@ -54,6 +55,7 @@ const TIRED_AFTER: Duration = Duration::from_secs(30);
 pub struct Peer {
     hub: Arc<Hub>,
     address: NodeAddress,
+    trail: Arc<Trail>,
     state: Mutex<State>,
 }
 
@@ -81,7 +83,8 @@ struct State {
 impl Peer {
     /// Nothing is dialled yet.
     pub(super) fn new(hub: Arc<Hub>, address: NodeAddress) -> Arc<Self> {
-        Arc::new(Self { hub, address, state: Mutex::default() })
+        let trail = hub.fences.trail(&address);
+        Arc::new(Self { hub, address, trail, state: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -141,22 +144,23 @@ impl Peer {
     pub(super) fn dial(self: &Arc<Self>) {
         let link = match Link::new() {
             Ok(link) => link,
-            Err(error) => return self.dialled(None, Err(error.to_string())),
+            Err(error) => return self.dialled(0, None, Err(error.to_string())),
         };
+        let path = next_path();
         self.lock().dials.push(link.clone());
         let (peer, dialling) = (self.clone(), link.clone());
         let work = move || {
-            let result = peer.hub.dial.dial(&peer.address, &dialling).map_err(|error| error.to_string());
-            peer.dialled(Some(&dialling), result);
+            let result = peer.hub.dial.dial(&peer.address, path, &dialling).map_err(|error| error.to_string());
+            peer.dialled(path, Some(&dialling), result);
             peer.hub.tell();
         };
         let name = format!("{}-dial", self.hub.name);
         if let Err(error) = std::thread::Builder::new().name(name).spawn(work) {
-            self.dialled(Some(&link), Err(format!("no thread: {error}")));
+            self.dialled(path, Some(&link), Err(format!("no thread: {error}")));
         }
     }
 
-    fn dialled(self: &Arc<Self>, link: Option<&Link>, result: Result<Stream, String>) {
+    fn dialled(self: &Arc<Self>, path: u64, link: Option<&Link>, result: Result<Stream, String>) {
         let mut state = self.lock();
         state.dials.retain(|dial| link.is_none_or(|link| !dial.is(link)));
         if state.over.is_some() {
@@ -164,7 +168,7 @@ impl Peer {
         }
         let seat = result.and_then(|stream| {
             let (hub, owner, sharing) = (self.hub.clone(), self.clone(), Sharing::over(&stream));
-            let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, token, sharing)) };
+            let make = |token| -> Box<dyn Lane> { Box::new(Outgoing::new(hub, owner, path, token, sharing)) };
             self.hub.io().and_then(|io| io.seat(stream, make)).ok_or_else(|| "the engine stops".into())
         });
         let lost = match seat {
@@ -222,11 +226,16 @@ impl Peer {
         self.hub.complete(lost);
     }
 
-    /// Takes copies for one frame. None: the lane is hungry now, or so far ahead that an answer comes first.
+    /// Takes copies for one frame. None: the lane is hungry now, or so far ahead that an answer comes first, or a path was
+    /// lost.
     fn take(&self, token: u64, ahead: u64, shared: bool) -> Vec<Copy> {
         let mut state = self.lock();
         let bodiless = |next: &Copy| shared || next.op == Op::Read;
         if ahead >= BODILESS_BYTES && state.queue.front().is_some_and(bodiless) {
+            return Vec::new();
+        }
+        // Asked under the lock that every submission takes: what is sent again after a loss is queued after it was noted.
+        if !self.trail.is_clean() {
             return Vec::new();
         }
         let share = state.queued_bytes / state.lanes.len().max(1) as u64;
@@ -364,22 +373,18 @@ struct Sent {
     bytes: u64,
     /// Of a READ: where the bytes go, one per copy.
     holds: Vec<Writing>,
+    /// Of a FENCE, which has no copies: the paths that it names.
+    fence: Vec<u64>,
     /// Of a WRITE whose bodies stay where they are: held until the target has copied them.
     _lent: Vec<Reading>,
-}
-
-/// A DATA whose bytes this side copies itself.
-struct Pulling {
-    sequence: u64,
-    body: Body,
-    places: Vec<Place>,
-    views: Vec<Arc<View>>,
 }
 
 /// The asking side of one lane.
 pub struct Outgoing {
     hub: Arc<Hub>,
     peer: Arc<Peer>,
+    /// Its number among all paths of this process.
+    path: u64,
     token: u64,
     inflow: Inflow,
     outflow: Outflow,
@@ -397,10 +402,11 @@ pub struct Outgoing {
 }
 
 impl Outgoing {
-    fn new(hub: Arc<Hub>, peer: Arc<Peer>, token: u64, sharing: Option<Sharing>) -> Self {
+    fn new(hub: Arc<Hub>, peer: Arc<Peer>, path: u64, token: u64, sharing: Option<Sharing>) -> Self {
         Self {
             hub,
             peer,
+            path,
             token,
             inflow: Inflow::new(sharing.is_some()),
             outflow: Outflow::new(),
@@ -456,14 +462,36 @@ impl Outgoing {
         Ok(false)
     }
 
+    /// Makes a FENCE. False: it is under way.
+    fn fence(&mut self, now: Instant) -> bool {
+        let mut fence = self.peer.trail.paths();
+        fence.truncate(COPIES_LIMIT);
+        if fence.is_empty() || self.sent.iter().any(|sent| !sent.fence.is_empty()) {
+            // Another lane has had the answer just now: again.
+            return fence.is_empty();
+        }
+        if self.sent.is_empty() {
+            self.moved = now;
+        }
+        self.sequence += 1;
+        let table = frames::fence_table(&fence);
+        self.outflow.push(frames::encode(Kind::Fence, Flags::NONE, fence.len(), self.sequence, 0, &table), Vec::new());
+        let (copies, holds, lent) = (Vec::new(), Vec::new(), Vec::new());
+        self.sent.push_back(Sent { sequence: self.sequence, copies, bytes: 0, holds, fence, _lent: lent });
+        true
+    }
+
     /// Makes the next frame. False: nothing to send, or the window is full. No frame may have come of it.
     fn build(&mut self, now: Instant) -> io::Result<bool> {
         let settings = &self.hub.settings;
         if self.sent.len() >= settings.window_frames || self.sent_bytes >= settings.window_bytes {
             return Ok(false);
         }
+        if !self.peer.trail.is_clean() {
+            return Ok(self.fence(now));
+        }
         let mut taken = self.peer.take(self.token, self.sent_bytes, self.sharing.is_some());
-        let Some(first) = taken.first() else { return Ok(false) };
+        let Some(first) = taken.first() else { return Ok(!self.peer.trail.is_clean()) };
         let (op, flags) = (first.op, self.flags(first));
         let Some(regions) = self.hub.regions().cloned() else {
             self.end_all(taken, Outcome::Lost);
@@ -522,7 +550,7 @@ impl Outgoing {
             false => checksums_of(bodies.iter().zip(taken.iter().map(|copy| copy.grain))),
         };
         let lent = if flags.has(Flags::SHARED) { std::mem::take(&mut bodies) } else { Vec::new() };
-        self.sent.push_back(Sent { sequence, copies: taken, bytes, holds, _lent: lent });
+        self.sent.push_back(Sent { sequence, copies: taken, bytes, holds, fence: Vec::new(), _lent: lent });
         self.sent_bytes += bytes;
         if let Some(error) = broken {
             return Err(error);
@@ -557,16 +585,12 @@ impl Outgoing {
     /// Copies what a DATA has named out of the target's memory. False: the budget is used up.
     fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
         let Some(pulling) = &mut self.pulling else { return Ok(true) };
-        if !pulling.body.pull(&pulling.places, &pulling.views, budget)? {
+        if !pulling.pull(socket, budget)? {
             return Ok(false);
         }
-        // The target shuts the lane down before it takes its memory back: if it stands, all bytes were held.
-        if is_hung_up(socket) {
-            return Err(io::Error::other("the target has left"));
-        }
-        if let Some(Pulling { sequence, body, .. }) = self.pulling.take() {
+        if let Some(Pulling { header, body, .. }) = self.pulling.take() {
             self.arrived(body);
-            self.outflow.push(frames::encode(Kind::Release, Flags::NONE, 1, sequence, 0, &[]), Vec::new());
+            self.outflow.push(frames::encode(Kind::Release, Flags::NONE, 1, header.sequence, 0, &[]), Vec::new());
         }
         Ok(true)
     }
@@ -588,6 +612,10 @@ impl Outgoing {
         self.sent_bytes -= sent.bytes;
         let op = sent.copies.first().map(|copy| copy.op);
         match table {
+            Table::Ack { outcomes } if !sent.fence.is_empty() && outcomes.is_empty() => {
+                self.peer.trail.ended(&sent.fence);
+                Ok(())
+            }
             Table::Ack { outcomes } if op == Some(Op::Write) => {
                 if !outcomes.is_empty() && outcomes.len() != sent.copies.len() {
                     self.sent.push_back(sent);
@@ -620,19 +648,15 @@ impl Outgoing {
         let expected: usize = done().map(|(copy, _)| sum_count(copy.bytes.into(), copy.grain)).sum();
         let flags = sent.copies.first().map_or(Flags::NONE, |first| self.flags(first));
         let expected = if flags.has(Flags::BARE) { 0 } else { expected };
-        let views: Option<Vec<Arc<View>>> = match &self.sharing {
-            Some(sharing) => sharing.views(&places),
-            None => Some(Vec::new()),
-        };
         let inside = if flags.has(Flags::SHARED) { 0 } else { bytes };
         let fits = outcomes.len() == sent.copies.len()
             && header.flags == flags
             && header.body == inside
             && sums.len() == expected;
-        let (true, Some(views)) = (fits, views) else {
+        if !fits {
             self.sent.push_back(sent);
             return Err(FrameError::Inconsistent("answer"));
-        };
+        }
         let mut body = if flags.has(Flags::COMPARE) { Body::comparing() } else { Body::new(sums) };
         for ((copy, hold), outcome) in sent.copies.iter().zip(std::mem::take(&mut sent.holds)).zip(&outcomes) {
             if *outcome == Outcome::Done {
@@ -640,8 +664,9 @@ impl Outgoing {
             }
         }
         self.reading = Some((sent.copies, outcomes));
-        if flags.has(Flags::SHARED) {
-            self.pulling = Some(Pulling { sequence: header.sequence, body, places, views });
+        if let Some(sharing) = &self.sharing {
+            let pulling = Pulling::new(header, body, places, sharing);
+            self.pulling = Some(pulling.ok_or(FrameError::Inconsistent("place"))?);
         } else if header.body == 0 {
             self.arrived(body);
         } else {
@@ -723,7 +748,10 @@ impl Lane for Outgoing {
     }
 
     fn end(&mut self, reason: &str) {
-        let idle = self.sent.is_empty() && self.reading.is_none();
+        let idle = self.sent.iter().all(|sent| sent.copies.is_empty()) && self.reading.is_none();
+        if self.sent.iter().any(|sent| sent.copies.first().is_some_and(|copy| copy.op == Op::Write)) {
+            self.peer.trail.lost(self.path);
+        }
         // The holds first: a completion says that this side's memory is quiet.
         self.inflow = Inflow::new(false);
         self.outflow = Outflow::new();

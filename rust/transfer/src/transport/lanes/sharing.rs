@@ -10,7 +10,7 @@
 //! byte: whoever lends memory shuts the lane down before it takes the memory back, so what was read until then was held.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{IoSliceMut, Result as IoResult};
+use std::io::{self, IoSliceMut, Result as IoResult};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 
@@ -25,8 +25,10 @@ use crate::memory::{Mapping, is_sealed};
 use crate::region::{Region, Regions};
 use crate::types::RegionId;
 
-use super::frames::{self, Flags, How, Kind, Place, Shared};
+use super::body::Body;
+use super::frames::{self, Flags, Header, How, Kind, Place, Shared};
 use super::outflow::Outflow;
+use super::socket::is_hung_up;
 
 /// Regions of the other side that a lane remembers.
 const VIEWS_LIMIT: usize = 4096;
@@ -162,7 +164,7 @@ impl Sharing {
     }
 
     /// A region that the other side has told of.
-    pub fn view(&self, id: RegionId) -> Option<Arc<View>> {
+    fn view(&self, id: RegionId) -> Option<Arc<View>> {
         self.views.get(&id).cloned()
     }
 }
@@ -202,6 +204,36 @@ fn check_access(pid: Pid, (address, value): (u64, u64)) -> Result<(), String> {
             "private memory of the other process cannot be read ({errno}): permit process_vm_readv (the same user, no \
              stricter ptrace_scope than 0), or register memory that the engine has made (Buffer::shared)"
         )),
+    }
+}
+
+/// A body that is being copied out of the other side's memory.
+pub struct Pulling {
+    /// Of the frame that has named it.
+    pub header: Header,
+    /// Where the bytes go.
+    pub body: Body,
+    places: Vec<Place>,
+    views: Vec<Arc<View>>,
+}
+
+impl Pulling {
+    /// The bodies of these copies lie there. `None`: in a region that was not told of.
+    pub fn new(header: Header, body: Body, places: Vec<Place>, sharing: &Sharing) -> Option<Self> {
+        let views = sharing.views(&places)?;
+        Some(Self { header, body, places, views })
+    }
+
+    /// Copies on. False: the budget is used up.
+    ///
+    /// # Errors
+    /// The other side is gone, or lies.
+    pub fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
+        if !self.body.pull(&self.places, &self.views, budget)? {
+            return Ok(false);
+        }
+        // The other side shuts the lane down before it takes its memory back: if it stands, all bytes were held.
+        if is_hung_up(socket) { Err(io::Error::other("the other side has left")) } else { Ok(true) }
     }
 }
 

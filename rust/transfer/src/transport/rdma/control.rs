@@ -17,6 +17,9 @@
 //!    | -- Retire   a line that failed --------------------> |  destroys its queue pair before it reads on
 //!    | -- Renew    a new queue pair for that line --------> |  makes one too
 //!    | <- Renewed ----------------------------------------- |
+//!    |                                                      |
+//!    | -- Fence    other paths that are lost -------------> |  ends them (`transport::fence`)
+//!    | <- Fenced ------------------------------------------ |
 //! ```
 //!
 //! A line joins the k-th port of one side (counted around) with the k-th of the other. Messages are postcard in the
@@ -129,6 +132,8 @@ pub enum Message {
     Retire { line: u8 },
     Renew { line: u8, queue: QueueAddress },
     Renewed { line: u8, queue: QueueAddress },
+    Fence { paths: Vec<u64> },
+    Fenced,
 }
 
 /// What `Applied` means for a copy.
@@ -374,6 +379,8 @@ mod tests {
             any::<u8>().prop_map(|line| Message::Retire { line }),
             (any::<u8>(), queue()).prop_map(|(line, queue)| Message::Renew { line, queue }),
             (any::<u8>(), queue()).prop_map(|(line, queue)| Message::Renewed { line, queue }),
+            any::<Vec<u64>>().prop_map(|paths| Message::Fence { paths }),
+            Just(Message::Fenced),
         ]
     }
 

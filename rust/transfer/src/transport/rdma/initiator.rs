@@ -25,6 +25,7 @@ use crate::memory::checksum;
 use crate::messages::Purpose;
 use crate::region::{By, Denied, Reading, Regions, Writing, pieces, sum_count};
 use crate::session::Session;
+use crate::transport::fence::{Trail, next_path};
 use crate::transport::{Completion, Copy, Op, Outcome};
 use crate::types::NodeAddress;
 
@@ -165,6 +166,11 @@ struct Path<'a> {
     moved: Instant,
     /// A queue pair could not be destroyed: what it may touch is never given back.
     stuck: bool,
+    /// Its number among all paths of this process.
+    number: u64,
+    trail: Arc<Trail>,
+    /// Lost paths of which the other side has been told, and when.
+    fencing: Option<(Vec<u64>, Instant)>,
     spin: bool,
 }
 
@@ -177,7 +183,9 @@ impl<'a> Path<'a> {
         let ours = cards.ports()?;
         let stream = dial_tcp(&peer.address, &end.link, within)
             .map_err(|error| Error::retry(format!("cannot reach {}: {error}", peer.address)))?;
-        let mut session = Session::dial(shared.key, Purpose::Rdma { node: shared.me.clone() }, nonce()?, now());
+        let number = next_path();
+        let purpose = Purpose::Rdma { node: shared.me.clone(), path: number };
+        let mut session = Session::dial(shared.key, purpose, nonce()?, now());
         session.slow_down(shared.settings.slowness);
         let mut control = Control::dial(stream, session, peer, &end.link, until)?;
         control.say(&Message::Open {
@@ -219,6 +227,9 @@ impl<'a> Path<'a> {
             bytes: 0,
             moved: Instant::now(),
             stuck: false,
+            number,
+            trail: shared.fences.trail(peer),
+            fencing: None,
             spin: std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= CORES_TO_SPIN),
         })
     }
@@ -307,6 +318,9 @@ impl<'a> Path<'a> {
 
     /// Takes queued copies up to the window, and asks for them.
     fn refill(&mut self) -> Result<bool, Error> {
+        if !self.trail.is_clean() {
+            return self.fence();
+        }
         let mut wanted = Vec::new();
         while self.flights.len() < WINDOW && self.bytes < WINDOW_BYTES && wanted.len() < BATCH {
             let next = {
@@ -362,8 +376,28 @@ impl<'a> Path<'a> {
         Ok(some)
     }
 
+    /// Nothing is asked for before the other side has ended the paths that are lost.
+    fn fence(&mut self) -> Result<bool, Error> {
+        if let Some((_, since)) = &self.fencing {
+            let within = self.shared.settings.within(STALLED_AFTER);
+            return if since.elapsed() < within {
+                Ok(false)
+            } else {
+                Err(broken("does not end the paths that are lost"))
+            };
+        }
+        let paths = self.trail.paths();
+        self.control.say(&Message::Fence { paths: paths.clone() });
+        self.fencing = Some((paths, Instant::now()));
+        Ok(true)
+    }
+
     fn hear(&mut self, message: Message) -> Result<(), Error> {
         match message {
+            Message::Fenced => {
+                let (paths, _) = self.fencing.take().ok_or_else(|| broken("speaks out of turn"))?;
+                self.trail.ended(&paths);
+            }
             Message::Grant { answers } => {
                 for (number, answer) in answers {
                     match answer {
@@ -649,6 +683,9 @@ impl Drop for Path<'_> {
         }
         self.ready.clear();
         self.lines.clear();
+        if self.flights.values().any(|flight| flight.copy.op == Op::Write) {
+            self.trail.lost(self.number);
+        }
         let mut lost = std::mem::take(&mut self.completions);
         for (_, flight) in self.flights.drain() {
             lost.push(Completion { id: flight.copy.id, outcome: Outcome::Lost });

@@ -52,6 +52,7 @@ use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Link, nonce};
 use crate::region::Regions;
+use crate::transport::fence::Fences;
 use crate::transport::{Busy, Completion, Copy, Outcome, Path, Transport};
 use crate::types::{NodeAddress, NodeId, RegionId};
 
@@ -178,6 +179,7 @@ pub struct Shared {
     key: Key,
     me: NodeAddress,
     settings: Settings,
+    fences: Fences,
     regions: OnceLock<Arc<Regions>>,
     /// Opened when first needed; a failure is not kept, as a device may appear.
     cards: Mutex<Option<Arc<Cards>>>,
@@ -288,13 +290,20 @@ impl End {
 }
 
 impl RdmaTransport {
-    /// `me` is told to peers; `notify` is called (from paths' threads) when completions wait for `poll`, or a path has
-    /// changed. Without devices, or without the library, every path is down and says why.
-    pub fn new(key: Key, me: NodeAddress, settings: Settings, notify: Box<dyn Fn() + Send + Sync>) -> Self {
+    /// `me` is told to peers; `fences` is the process's; `notify` is called (from paths' threads) when completions wait for
+    /// `poll`, or a path has changed. Without devices, or without the library, every path is down and says why.
+    pub fn new(
+        key: Key,
+        me: NodeAddress,
+        settings: Settings,
+        fences: Fences,
+        notify: Box<dyn Fn() + Send + Sync>,
+    ) -> Self {
         let shared = Arc::new(Shared {
             key,
             me,
             settings,
+            fences,
             regions: OnceLock::new(),
             cards: Mutex::default(),
             completions: Mutex::default(),

@@ -15,6 +15,7 @@ use crate::mailbox::poll_timeout;
 use crate::memory::checksum;
 use crate::region::{By, Denied, Reading, Regions, Writing, pieces, sum_count};
 use crate::transport::Op;
+use crate::transport::fence::{Fencing, Guest};
 use crate::types::NodeAddress;
 
 use super::control::{self, Answer, Control, Message, PortAddress, QueueAddress, SUMS_PER_MESSAGE, Wanted};
@@ -88,15 +89,24 @@ impl Drop for Leave<'_> {
 ///
 /// # Errors
 /// Why there was no path, or why it ended; a path that the other side has closed is no error.
-pub fn serve(shared: &Shared, mut connection: Connection, peer: &NodeAddress, link: &Link) -> Result<(), Error> {
+pub fn serve(
+    shared: &Shared,
+    mut connection: Connection,
+    peer: &NodeAddress,
+    path: u64,
+    link: &Link,
+) -> Result<(), Error> {
     let busy = Arc::new(AtomicBool::new(false));
     let prepared = shared.regions().and_then(|regions| {
         let cards = shared.cards()?;
         let ports = cards.ports()?;
         let number = shared.serving.enter(shared.settings.paths, link, &busy)?;
-        Ok((regions, cards, ports, Leave(&shared.serving, number)))
+        let entry = Leave(&shared.serving, number);
+        let (guest, link) = (shared.fences.enter(peer, path)?, link.clone());
+        guest.place().stands(move |reason| link.close(reason))?;
+        Ok((regions, cards, ports, entry, guest))
     });
-    let (regions, cards, ports, entry) = match prepared {
+    let (regions, cards, ports, entry, guest) = match prepared {
         Ok(prepared) => prepared,
         Err(error) => {
             connection.refuse(&error.message);
@@ -105,7 +115,7 @@ pub fn serve(shared: &Shared, mut connection: Connection, peer: &NodeAddress, li
     };
     connection.welcome();
     let mut control = Control::accepted(connection, shared.settings.slowness)?;
-    let serving = Serving::open(shared, regions, cards, &ports, &mut control, link);
+    let serving = Serving::open(shared, regions, cards, &ports, &mut control, guest, link);
     let mut serving = match serving {
         Ok(serving) => serving,
         Err(error) => {
@@ -114,7 +124,7 @@ pub fn serve(shared: &Shared, mut connection: Connection, peer: &NodeAddress, li
         }
     };
     shared.counters.paths_opened.fetch_add(1, Ordering::Relaxed);
-    let result = serving.drive(&mut control, link, &busy, entry.1);
+    let result = serving.drive(&mut control, peer, link, &busy, entry.1);
     if let Err(error) = &result {
         tracing::info!(peer = %peer.node, "an incoming rdma path ended: {error}");
         control.refuse(&error.message);
@@ -151,8 +161,11 @@ struct Serving<'a> {
     rails: Vec<usize>,
     lines: Vec<Line>,
     grants: HashMap<u64, Granted>,
+    fencing: Option<Fencing>,
     /// A queue pair could not be destroyed: what it may touch is never given back.
     stuck: bool,
+    /// Goes last.
+    guest: Option<Guest>,
 }
 
 impl<'a> Serving<'a> {
@@ -162,6 +175,7 @@ impl<'a> Serving<'a> {
         cards: Arc<Cards>,
         ours: &[(usize, PortAddress)],
         control: &mut Control,
+        guest: Guest,
         link: &Link,
     ) -> Result<Self, Error> {
         let until = Instant::now() + shared.settings.within(DIAL_WITHIN);
@@ -195,10 +209,27 @@ impl<'a> Serving<'a> {
         }
         control.say(&Message::Joined);
         let rails = ours.iter().map(|(rail, _)| *rail).collect();
-        Ok(Self { shared, regions, cards, rails, lines, grants: HashMap::new(), stuck: false })
+        Ok(Self {
+            shared,
+            regions,
+            cards,
+            rails,
+            lines,
+            grants: HashMap::new(),
+            fencing: None,
+            stuck: false,
+            guest: Some(guest),
+        })
     }
 
-    fn drive(&mut self, control: &mut Control, link: &Link, busy: &AtomicBool, number: u64) -> Result<(), Error> {
+    fn drive(
+        &mut self,
+        control: &mut Control,
+        peer: &NodeAddress,
+        link: &Link,
+        busy: &AtomicBool,
+        number: u64,
+    ) -> Result<(), Error> {
         let mut heard = Instant::now();
         let within = self.shared.settings.within(GRANTS_WITHIN);
         loop {
@@ -215,7 +246,16 @@ impl<'a> Serving<'a> {
                 self.shared.serving.lock().sieve.touch(&number);
             }
             for message in messages {
-                self.hear(message, control)?;
+                match message {
+                    Message::Fence { paths } if self.fencing.is_none() => {
+                        let wake = link.clone();
+                        self.fencing = Some(self.shared.fences.fence(peer, &paths, move || wake.wake().set()));
+                    }
+                    message => self.hear(message, control)?,
+                }
+            }
+            if self.fencing.take_if(|fencing| fencing.is_over()).is_some() {
+                control.say(&Message::Fenced);
             }
             // What came before the end counts; an end with nothing under way is how paths are closed.
             match ended {
@@ -376,6 +416,9 @@ impl Drop for Serving<'_> {
         }
         if self.stuck {
             self.grants.drain().for_each(std::mem::forget);
+            if let Some(guest) = self.guest.take() {
+                guest.never_over();
+            }
         }
     }
 }
