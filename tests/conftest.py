@@ -35,7 +35,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
         return None
     from xdist.scheduler.loadfile import LoadFileScheduling
 
-    class Scheduling(LoadFileScheduling):
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = file_of(nodeid)
             return "real model" if file in REAL_MODEL else file
