@@ -25,6 +25,7 @@ from typing import Any
 
 from bench.common import end_on_sigterm, line, median, note
 from bench.peers.driver import Child
+from bench.server import free_port
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0))
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="only pyengine and the limit")
     arguments = parser.parse_args()
     end_on_sigterm()
-    turns, seconds = (3, 0.3) if arguments.quick else (7, 1.0)
+    turns, seconds = (3, 0.3) if arguments.quick else (5, 1.0)
     with ExitStack() as stack:
         buffers = QUICK_BUFFERS if arguments.quick else BUFFERS
         bench = Bench(stack, turns, seconds, arguments.only, build_limit(), buffers)
@@ -84,6 +85,7 @@ class Bench:
         self.stack, self.turns, self.seconds, self.only, self.limit = stack, turns, seconds, only, limit
         self.buffers = buffers
         self.children: dict[str, Child] = {}
+        self.iperf3 = False
 
     # -- contenders ----------------------------------------------------------------------------------------------------
 
@@ -106,6 +108,9 @@ class Bench:
             self.start(
                 "nixl", [environments / "nixl/bin/python", "-m", "bench.peers.nixl_ucx", "initiator"], UCX_TLS="tcp"
             )
+            self.iperf3 = have("iperf3")
+            if not self.iperf3:
+                note("iperf3: left out: it is not installed (apt-get install iperf3)")
         else:
             self.start("nixl-auto", [environments / "nixl/bin/python", "-m", "bench.peers.nixl_ucx", "initiator"])
 
@@ -134,7 +139,7 @@ class Bench:
     def bare(self, what: str, op: str, batch: int, block: int, seconds: float, *more: object) -> dict[str, float]:
         words = [what, "--op", op, "--batch", batch, "--block", block, "--seconds", seconds, *more]
         command = [str(word) for word in [self.limit, *words]]
-        result: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        result: dict[str, float] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
         return result
 
     def seek(self, transport: str, op: str, batch: int, block: int, *memory: str) -> Measure:
@@ -173,7 +178,7 @@ class Bench:
                     measures["memcpy-private"] = self.seek(transport, op, batch, block)
                 else:
                     measures["limit"] = self.seek(transport, op, batch, block)
-                if transport == "tcp" and (batch, block) == SHAPES[0] and have("iperf3"):
+                if transport == "tcp" and (batch, block) == SHAPES[0] and self.iperf3:
                     measures["iperf3"] = iperf3
                 self.report(case, batch, self.interleave(case, measures, op, batch, block))
 
@@ -183,7 +188,7 @@ class Bench:
             for name in list(measures):
                 try:
                     turns.results.setdefault(name, []).append(measures[name](op, batch, block, self.seconds))
-                except EOFError as error:
+                except (EOFError, subprocess.CalledProcessError) as error:
                     note(f"{case}: {name} is left out from here on: {error}")
                     del measures[name]
                     self.children.pop(name, None)
@@ -240,18 +245,21 @@ def build_limit() -> Path:
 
 
 def iperf3(op: str, batch: int, block: int, seconds: float) -> dict[str, float]:
-    """Two streams, from this machine to itself."""
-    server = ["iperf3", "--server", "--one-off", "--bind", "127.0.0.1", "--port", "5299"]
-    client = ["iperf3", "--client", "127.0.0.1", "--port", "5299", "--parallel", "2", "--length", "1M", "--json"]
-    reverse = ["--reverse"] if op == "read" else []
-    whole = str(max(1, round(seconds)))
-    with subprocess.Popen([*server, "--forceflush"], stdout=subprocess.PIPE) as serving:
+    """Two streams, from this machine to itself, for whole seconds."""
+    port = str(free_port())
+    server = ["iperf3", "--server", "--one-off", "--bind", "127.0.0.1", "--port", port, "--forceflush"]
+    client = ["iperf3", "--client", "127.0.0.1", "--port", port, "--parallel", "2", "--length", "1M", "--json"]
+    client += [*(["--reverse"] if op == "read" else []), "--time", str(max(1, round(seconds)))]
+    with subprocess.Popen(server, stdout=subprocess.PIPE) as serving:
         assert serving.stdout is not None
-        # It says when it listens.
-        while b"listening" not in serving.stdout.readline():
-            pass
-        result = subprocess.run([*client, *reverse, "--time", whole], capture_output=True, check=True)
-        serving.communicate()
+        try:
+            # It says when it listens.
+            while b"listening" not in (heard := serving.stdout.readline()):
+                if not heard:
+                    raise EOFError("its server ended")
+            result = subprocess.run(client, stdout=subprocess.PIPE, check=True)
+        finally:
+            serving.terminate()
     end = json.loads(result.stdout)["end"]
     cpu = end["cpu_utilization_percent"]
     rate = end["sum_received"]["bits_per_second"] / 8e9

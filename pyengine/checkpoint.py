@@ -541,8 +541,9 @@ def inverse_frequencies(config: ModelConfig, factors: F32 | None = None) -> F32:
 
     factors: the checkpoint's `rope_factors.weight`, for scaling "factors". Source of "llama3": its release code.
     """
-    pairs = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies: F32 = (1.0 / np.power(np.float32(config.rope_theta), pairs)).astype(np.float32)
+    # numpy's float32 power is off by another bit or two on every kind of processor, and a position multiplies that.
+    pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequencies: F32 = (config.rope_theta**-pairs).astype(np.float32)
     scaling = config.rope_scaling
     if scaling.kind == "linear":
         frequencies = frequencies / np.float32(scaling.factor)

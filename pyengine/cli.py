@@ -84,7 +84,7 @@ def serve(
     nodes
         Daemons, each with its pool; worker k sits on node k mod nodes.
     transport
-        How blocks cross between nodes: auto or tcp.
+        How blocks cross between nodes: auto, shm, rdma or tcp.
     dram_bytes
         Pool arena per node, for example 2GiB (default: the lesser of 2 GiB and a tenth of the memory).
     kv_bytes
@@ -92,7 +92,7 @@ def serve(
     pages
         Device pages per worker, instead of kv_bytes.
     host
-        Where the gateway listens (default 127.0.0.1).
+        Where the gateway listens (default 127.0.0.1; it asks nobody for a key).
     port
         Default 8000.
     policy

@@ -1,10 +1,52 @@
-"""Prints the size report under every run of the whole suite."""
+"""Who runs beside whom, and the size report under every run of the whole suite.
+
+Several processes (`--numprocesses`) share the suite file by file. The files that compute a real model keep all cores
+busy on their own, those with real processes mostly wait: so the first are one piece of work, begun first by one
+process, while the others go through the rest.
+"""
 
 from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.tidy.report_sizes import report
+
+if TYPE_CHECKING:
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+#: They compute with SmolLM2. The first of them has the oracle's answers computed, the others find them on the disk.
+REAL_MODEL = ("tests/model/test_real_model.py", "tests/system/test_oracle.py")
+
+# OpenMP's threads spin while they wait for each other. Beside other processes that burns the time slices of the very
+# threads that are waited for; asleep they cost a wake-up. Read by every process when it loads torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: file_of(item.nodeid) not in REAL_MODEL)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = file_of(nodeid)
+            return "real model" if file in REAL_MODEL else file
+
+    # As collected: by default the files with the fewest tests come last, which are ours that take longest.
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from bench.peers.driver import POOL_BYTES, Child, Offsets, main, plain_memory
-from pyengine.transfer import Copies, Peer, RemoteRegion, TransferEngine
+from pyengine.transfer import Copies, Peer, Region, RemoteRegion, TransferEngine
 
-#: Bytes of each engine in `with_peers`.
-SHARE = POOL_BYTES // 64
+#: Bytes of a round of `with_peers`, all peers together; half of the pool, and still more than the last-level cache.
+ROUND_BYTES = POOL_BYTES // 2
 
 
 class Ours:
@@ -29,6 +29,7 @@ class Ours:
             self.region = self.engine.allocate(POOL_BYTES, name="bench")
             self.memory = np.frombuffer(memoryview(self.region), np.uint8)
         self.more: list[TransferEngine] = []
+        self.shares: dict[int, list[Region]] = {}
 
     def start(self, checksums: bool) -> TransferEngine:
         return TransferEngine("127.0.0.1:0", transports=self.transport, checksums=checksums)
@@ -50,23 +51,25 @@ class Ours:
     # -- what only ours is asked for -----------------------------------------------------------------------------------
 
     def engines(self, count: int) -> list[str]:
-        """Of a target: starts so many engines, each with memory of its own."""
+        """Of a target: so many engines, with ROUND_BYTES of memory in equal shares that are called `count`."""
         while len(self.more) < count:
             self.more.append(self.start(True))
-            self.more[-1].allocate(SHARE, name="bench")
+        if count not in self.shares:
+            self.shares[count] = [
+                engine.allocate(ROUND_BYTES // count, name=str(count)) for engine in self.more[:count]
+            ]
         return [engine.address for engine in self.more[:count]]
 
     def with_peers(self, target: Child, count: int, block: int, seconds: float) -> Any:
-        """64 MiB at a time in blocks, in equal shares to so many engines at once."""
+        """ROUND_BYTES at a time in blocks, in equal shares to so many engines at once."""
         batches: list[tuple[Peer, Copies]] = []
-        share = min(SHARE, (64 << 20) // count)
+        share = ROUND_BYTES // count
         for index, address in enumerate(target.ask({"call": "engines", "count": count})):
             peer = self.engine.connect(address, transport=self.transport)
             offsets = np.arange(0, share, block, dtype=np.uint64)
-            remote: RemoteRegion = peer.region("bench")
+            remote: RemoteRegion = peer.region(str(count))
             local = offsets + np.uint64(index * share)
-            repeats = (64 << 20) // count // share
-            batches += [(peer, self.engine.prepare([(self.region, local, remote, offsets, block)]))] * repeats
+            batches.append((peer, self.engine.prepare([(self.region, local, remote, offsets, block)])))
         rounds = -1
         while True:
             for transfer in [self.engine.submit(peer, "write", copies, wait=10.0) for peer, copies in batches]:
@@ -76,7 +79,7 @@ class Ours:
             if rounds == 0:
                 start = time.perf_counter()
             elif time.perf_counter() - start > seconds:
-                return {"gbps": rounds * (64 << 20) / (time.perf_counter() - start) / 1e9}
+                return {"gbps": rounds * ROUND_BYTES / (time.perf_counter() - start) / 1e9}
 
     def cancel(self, target: Child, times: int) -> Any:
         """Microseconds from `cancel` of 64 MiB that are under way until no byte of them is touched any more."""

@@ -5,16 +5,23 @@ finds the connections that came meanwhile.
 from __future__ import annotations
 
 import errno
+import ipaddress
+import logging
 import socket
 
 from pyengine.config import ConfigError
+
+log = logging.getLogger(__name__)
 
 #: Connections the kernel keeps while nobody accepts.
 BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError when the address cannot be had, with what to do."""
+    """A listening socket; the log warns of one that other machines reach, as the gateway asks nobody for a key.
+
+    Raises ConfigError when the address cannot be had, with what to do.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,4 +39,10 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or end what holds this one"
         ) from error
+    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        log.warning(
+            "host %s: whoever can reach this machine can use its models, for the gateway asks nobody for a key and "
+            "speaks plain HTTP; put a proxy in front that does, or use --host 127.0.0.1",
+            host,
+        )
     return listener

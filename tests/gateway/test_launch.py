@@ -205,6 +205,13 @@ def test_host_that_is_not_here(host: str) -> None:
         listen(host, 0)
 
 
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_an_address_for_everybody_is_warned_of(host: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The gateway knows no keys, so whoever opens it to a network must hear what that means."""
+    listen(host, 0).close()
+    assert ["asks nobody for a key" in record.message for record in caplog.records] == [True] * warns
+
+
 @pytest.mark.parametrize("setting", [{"policy": "kvcache"}, {"admission": "at-arival"}])
 def test_unknown_names_are_said_before_anything_starts(setting: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="did you mean"):

@@ -19,7 +19,7 @@ from pyengine import _native
 from pyengine.backend import U8
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.kv_mover import Pool
-from pyengine.scheduler.types import SamplingParams, cacheable_blocks
+from pyengine.scheduler.types import FinishReason, SamplingParams, cacheable_blocks
 from tests.worker.harness import Cluster, Request
 
 BLOCK = 16
@@ -364,6 +364,19 @@ def test_preemption_recomputes_and_says_so() -> None:
         for i, request in enumerate(requests):
             assert request.ids == fake_tokens(prompt(40, i), 40)
         assert worker.counters["preempted"] > 0
+        cluster.settle()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_answer_that_fills_the_kv_space_ends_with_length(apart: bool) -> None:
+    """8 pages hold 128 positions: the answer stops when the next token would need another, right up to there."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with two_nodes(pages=8) as cluster:
+        request = cluster.submit(prompt(100), "prefill" if apart else "decode", "decode", sampling=sampling)
+        cluster.run(request)
+        assert request.finish is FinishReason.LENGTH
+        # The last token's own KV is never computed, so it needs no place.
+        assert request.ids == fake_tokens(prompt(100), 128 - 100 + 1)
         cluster.settle()
 
 

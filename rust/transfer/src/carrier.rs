@@ -1,10 +1,12 @@
-//! Carries the engine's block copies by the mover: each block is a transfer of one part.
+//! Carries the engine's block copies by the mover: each block is a transfer of one part. The daemon and its twin in
+//! `transport/sim/world.rs` both have one.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::engine::Copied;
+use crate::engine::{Copied, Engine};
 use crate::mover::{Ended, Failure, Mover, Part, Priority, Request, TransferId};
+use crate::region::Regions;
 use crate::transport::{Copy, CopyId};
 use crate::types::{Nanos, NodeId};
 
@@ -12,14 +14,26 @@ use crate::types::{Nanos, NodeId};
 pub struct Carrier {
     /// Connects and disconnects peers.
     pub mover: Mover,
+    regions: Arc<Regions>,
     copies: HashMap<TransferId, CopyId>,
     refused: Vec<Copied>,
 }
 
 impl Carrier {
-    /// Over a mover that knows the engine's arena as a region.
-    pub fn new(mover: Mover) -> Self {
-        Self { mover, copies: HashMap::new(), refused: Vec::new() }
+    /// Over a mover that has no memory yet: it gets the engine's arena.
+    pub fn new(mut mover: Mover) -> Self {
+        let regions = Regions::new();
+        mover.register(regions.clone());
+        Self { mover, regions, copies: HashMap::new(), refused: Vec::new() }
+    }
+
+    /// Called after every input of the engine, before its outputs are carried out: some input makes the arena.
+    pub fn know_arena(&self, engine: &Engine) {
+        if self.regions.arena().is_none()
+            && let Some(arena) = engine.arena()
+        {
+            self.regions.set_arena(arena);
+        }
     }
 
     /// Starts copies to a connected peer. The engine itself tries again where that can help, so the mover does not.

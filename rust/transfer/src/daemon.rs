@@ -31,7 +31,6 @@ use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
 use crate::paths::{self, Doors, Notify};
-use crate::region::Regions;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::transport::lanes::Settings as LaneSettings;
@@ -419,7 +418,6 @@ struct Actor {
     shared: Arc<Shared>,
     engine: Engine,
     carrier: Carrier,
-    regions: Arc<Regions>,
     via: Via,
     socket: String,
     clients: HashMap<ClientId, Port>,
@@ -443,14 +441,11 @@ struct PeerSession {
 }
 
 impl Actor {
-    fn new(shared: Arc<Shared>, engine: Engine, mut mover: Mover, config: &Config) -> Self {
-        let regions = Regions::new();
-        mover.register(regions.clone());
+    fn new(shared: Arc<Shared>, engine: Engine, mover: Mover, config: &Config) -> Self {
         Self {
             shared,
             engine,
             carrier: Carrier::new(mover),
-            regions,
             via: config.transport,
             socket: config.socket.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
             clients: HashMap::new(),
@@ -580,11 +575,7 @@ impl Actor {
         let mut outputs = Vec::new();
         while let Some(input) = self.inputs.pop_front() {
             self.engine.handle(input, now(), &mut outputs);
-            if self.regions.arena().is_none()
-                && let Some(arena) = self.engine.arena()
-            {
-                self.regions.set_arena(arena);
-            }
+            self.carrier.know_arena(&self.engine);
             for output in outputs.drain(..) {
                 self.carry_out(output);
             }

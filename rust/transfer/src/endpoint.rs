@@ -51,7 +51,7 @@ use crate::config::{Config, open_key};
 use crate::daemon::new_incarnation;
 use crate::error::Error;
 use crate::keys::Key;
-use crate::link::{Connection, Link, Stream, nonce, now};
+use crate::link::{Connection, Link, Stream, nonce, now, random};
 use crate::messages::{EngineMessage, NOTIFICATION_LIMIT, Purpose};
 use crate::mover::{self, Ended, Failure, Mover, PathReport, Priority, Progress, Request, Via};
 pub use crate::paths::KINDS;
@@ -165,7 +165,7 @@ impl Endpoint {
     pub fn start(settings: Settings) -> Result<Self, Error> {
         let node = match settings.node.clone() {
             Some(node) => node,
-            None => format!("engine-{:016x}", u64::from_le_bytes(first_eight(nonce()?))),
+            None => format!("engine-{:016x}", u64::from_le_bytes(random()?)),
         };
         let config = Config {
             node: node.clone(),
@@ -208,7 +208,7 @@ impl Endpoint {
         let of_lanes = LaneSettings { checksums: settings.checksums, lanes_per_peer, ..defaults };
         let (transports, doors) = paths::open(&settings.transports, key, &me, &of_lanes, || bell.notify())?;
         let regions = Regions::new();
-        let seed = u64::from_le_bytes(first_eight(nonce()?));
+        let seed = u64::from_le_bytes(random()?);
         let mover = Mover::new(transports, mover::Settings { seed, ..mover::Settings::default() });
         let timer = Timer::new();
         let driver = Driver::new(mover, regions.clone(), &bell, timer.clone());
@@ -802,10 +802,6 @@ fn closed() -> Error {
 /// A duration in nanoseconds; 584 years are the most.
 fn nanos(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-fn first_eight(bytes: [u8; 32]) -> [u8; 8] {
-    [bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5], bytes[6], bytes[7]]
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -39,11 +39,22 @@ pub fn now() -> Nanos {
     START.get_or_init(Instant::now).elapsed().as_nanos() as Nanos
 }
 
-/// 32 random bytes of the operating system.
-pub fn nonce() -> Result<[u8; 32], Error> {
-    let mut bytes = [0; 32];
+/// Random bytes of the operating system, which nobody can guess.
+///
+/// # Errors
+/// Retry: it has none yet.
+pub fn random<const N: usize>() -> Result<[u8; N], Error> {
+    let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| Error::retry(format!("no random numbers: {error}")))?;
     Ok(bytes)
+}
+
+/// What a session proves that it is new by.
+///
+/// # Errors
+/// As [`random`].
+pub fn nonce() -> Result<[u8; 32], Error> {
+    random()
 }
 
 /// A connected stream socket.

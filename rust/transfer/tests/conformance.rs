@@ -4,6 +4,7 @@
 //! transport; each expectation below is a function over a [`Harness`], and `suites!` at the end makes it a test of each
 //! implementation. `tests/tidy/conformance_table.py` prints the table transports x expectations.
 
+mod buffers;
 mod lanes;
 #[cfg(feature = "rdma")]
 mod rails;
@@ -19,6 +20,8 @@ use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::sim::{Faults, Network, SimTransport};
 use pyengine_transfer::transport::{Busy, Completion, Copy, CopyId, Op, Outcome, PIECE_BYTES, Path, Transport};
 use pyengine_transfer::types::{Layout, NodeAddress, RegionId, SlotRef, Span};
+
+use buffers::content;
 
 const LAYOUT: Layout = Layout { strips: 6, strip_bytes: 512 };
 const SLOTS: u64 = 16;
@@ -357,11 +360,6 @@ fn buffer(regions: &Regions, bytes: &[u8], access: Access) -> (RegionId, Arc<Buf
 }
 
 /// What a buffer holds, also one that is closed. Only where nothing is under way to it.
-fn content(buffer: &Buffer) -> Vec<u8> {
-    // SAFETY: the buffer owns its bytes, and all copies to it have completed.
-    unsafe { std::slice::from_raw_parts(buffer.pointer().as_ptr(), buffer.bytes() as usize) }.to_vec()
-}
-
 fn arena_span(arena: &Arena, slot: SlotRef, strip: u32) -> Span {
     Span { region: RegionId::ARENA, life: slot.generation, offset: arena.offset_of(slot.slot, strip) }
 }

@@ -2,6 +2,7 @@
 //! without; what a peer may not touch it does not, and a peer that lies, stalls or dies harms nobody. Method: two engines'
 //! transports in this process, random copies compared with a model in plain vectors; raw sockets play the bad peer.
 
+mod buffers;
 mod lanes;
 
 use std::collections::HashMap;
@@ -19,6 +20,7 @@ use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::{Completion, Copy, CopyId, Op, Outcome, Path, Transport};
 use pyengine_transfer::types::{NodeAddress, RegionId, Span};
 
+use buffers::{content, fill};
 use lanes::PATIENCE;
 
 const ALL: Access = Access { read: true, write: true };
@@ -36,17 +38,6 @@ fn buffer(memory: Memory, bytes: usize, access: Access) -> Arc<Buffer> {
         Memory::Private => Buffer::owned(bytes, access),
         Memory::Mappable => Buffer::shared(bytes as u64, access).expect("memory"),
     })
-}
-
-fn fill(buffer: &Buffer, bytes: &[u8]) {
-    assert!(bytes.len() as u64 <= buffer.bytes());
-    // SAFETY: in range, and no copy is under way.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), buffer.pointer().as_ptr(), bytes.len()) };
-}
-
-fn content(buffer: &Buffer) -> Vec<u8> {
-    // SAFETY: in range, and no copy is under way.
-    unsafe { std::slice::from_raw_parts(buffer.pointer().as_ptr(), buffer.bytes() as usize) }.to_vec()
 }
 
 fn noise(seed: u64, bytes: usize) -> Vec<u8> {

@@ -15,7 +15,7 @@ use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
 use pyengine_transfer::transport::sim::{Faults, Random, World};
-use pyengine_transfer::types::{BlockKey, ClientId, Layout, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, ClientId, Kind, Layout, NodeAddress, SlotRef, Tag};
 
 const LAYOUT: Layout = Layout { strips: 4, strip_bytes: 32 };
 const MILLISECOND: u64 = 1_000_000;
@@ -250,7 +250,8 @@ impl Model {
             88..92 => self.world.heal(node, other),
             92..94 => self.world.network.corrupt_next(),
             94..96 => self.world.network.drop_strip_of_next(),
-            96..98 => self.world.network.lose_next(),
+            96 => (0..4).for_each(|_| self.world.network.lose_next()),
+            97 => self.world.network.break_path(node, other, Kind::Sim),
             _ => {
                 let held: Vec<_> = self.tasks.keys().filter(|(at, ..)| at == node).cloned().collect();
                 if !held.is_empty() {

@@ -8,6 +8,8 @@
 //! the model knows which transfers could have written it. `check()` runs after every step. A failing seed is printed
 //! with the command to repeat it.
 
+mod buffers;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -18,6 +20,8 @@ use pyengine_transfer::region::{Access, Buffer, Regions};
 use pyengine_transfer::transport::sim::{Faults, Network};
 use pyengine_transfer::transport::{Busy, Kind, Op, Transport};
 use pyengine_transfer::types::{Incarnation, Nanos, NodeAddress, RegionId, Span};
+
+use buffers::{content, fill};
 
 const MILLISECOND: Nanos = 1_000_000;
 const SECOND: Nanos = 1_000 * MILLISECOND;
@@ -116,17 +120,6 @@ struct Model {
     others: BTreeMap<String, u64>,
     /// Nothing breaks.
     calm: bool,
-}
-
-fn content(buffer: &Buffer) -> Vec<u8> {
-    // SAFETY: the buffer owns its bytes, and the simulated network runs in this thread: nobody writes meanwhile.
-    unsafe { std::slice::from_raw_parts(buffer.pointer().as_ptr(), buffer.bytes() as usize) }.to_vec()
-}
-
-fn fill(buffer: &Buffer, bytes: &[u8]) {
-    assert_eq!(buffer.bytes(), bytes.len() as u64);
-    // SAFETY: as above; the region was not told to anybody yet.
-    unsafe { std::slice::from_raw_parts_mut(buffer.pointer().as_ptr(), bytes.len()) }.copy_from_slice(bytes);
 }
 
 impl Model {

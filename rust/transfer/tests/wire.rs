@@ -4,6 +4,7 @@
 //! that the bytes are there, and what has ended touches this side's memory no more. Method: seeded random transfers
 //! between memory that nobody else uses, while the proxy is unkind. Every wait is for an event, and generous.
 
+mod buffers;
 mod lanes;
 mod proxy;
 
@@ -18,6 +19,7 @@ use pyengine_transfer::region::{Access, Buffer, Regions};
 use pyengine_transfer::transport::{Copy, Kind, Op, Outcome, Transport};
 use pyengine_transfer::types::{NodeAddress, RegionId, Span};
 
+use buffers::{content, fill};
 use lanes::PATIENCE;
 use proxy::Proxy;
 
@@ -47,15 +49,9 @@ struct Stage {
 }
 
 /// What a buffer holds, which nobody writes now.
-fn content(buffer: &Buffer) -> Vec<u8> {
-    // SAFETY: the buffer owns its bytes; the transfer that used it has ended, or it was given back and is quiet.
-    unsafe { std::slice::from_raw_parts(buffer.pointer().as_ptr(), buffer.bytes() as usize) }.to_vec()
-}
-
 fn buffer(bytes: &[u8]) -> Arc<Buffer> {
     let buffer = Buffer::owned(bytes.len(), ALL);
-    // SAFETY: as above; nobody knows it yet.
-    unsafe { std::slice::from_raw_parts_mut(buffer.pointer().as_ptr(), bytes.len()) }.copy_from_slice(bytes);
+    fill(&buffer, bytes);
     Arc::new(buffer)
 }
 

@@ -166,6 +166,7 @@ enum Control {
     Message { at: NodeId, from: NodeId, session: u64, message: PeerMessage },
     Dialled { by: NodeAddress, peer: NodeAddress },
     Silent { session: u64 },
+    Look { at: NodeId },
     Tick,
 }
 

@@ -186,8 +186,7 @@ fn cookie() -> (u64, u64) {
     static COOKIE: OnceLock<Box<u64>> = OnceLock::new();
     let cookie = COOKIE.get_or_init(|| {
         // Without random numbers sessions cannot stand, so this one is never guessed in earnest.
-        let bytes = crate::link::nonce().unwrap_or_default();
-        Box::new(bytes.iter().fold(1, |number: u64, byte| number.wrapping_mul(257).wrapping_add((*byte).into())))
+        Box::new(u64::from_le_bytes(crate::link::random().unwrap_or_default()))
     });
     (&raw const **cookie as u64, **cookie)
 }

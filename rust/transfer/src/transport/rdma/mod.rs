@@ -50,7 +50,7 @@ use std::time::Duration;
 
 use crate::error::Error;
 use crate::keys::Key;
-use crate::link::{Link, nonce};
+use crate::link::{self, Link};
 use crate::region::Regions;
 use crate::transport::fence::Fences;
 use crate::transport::{Busy, Completion, Copy, Outcome, Path, Transport};
@@ -78,8 +78,7 @@ fn broken(what: &str) -> Error {
 
 /// For the number of a queue pair's first packet: old packets of another one must not fit.
 fn random() -> Result<u32, Error> {
-    let [a, b, c, d, ..] = nonce()?;
-    Ok(u32::from_le_bytes([a, b, c, d]))
+    Ok(u32::from_le_bytes(link::random()?))
 }
 
 /// How the transport uses the machine's cards.

@@ -1,13 +1,13 @@
-//! The twin of `daemon`: whole engines over a simulated network, and all that happens between them.
+//! The twin of `daemon`: whole engines, each with the carrier and the mover that the daemon gives it, over a simulated
+//! network, and all that happens between them.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 
-use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, SimTransport, Step, pair};
-use crate::engine::{Copied, Engine, Input, Output, Settings};
+use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, Step, pair};
+use crate::carrier::Carrier;
+use crate::engine::{Engine, Input, Output, Settings};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest};
-use crate::mover::Failure;
-use crate::region::Regions;
-use crate::transport::{Completion, Copy, Outcome, Transport};
+use crate::mover::{self, Mover, Via};
 use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId};
 
 /// The engine's shell ticks this often.
@@ -15,10 +15,9 @@ const TICK: Nanos = 100 * MILLISECOND;
 
 struct Node {
     engine: Engine,
-    transport: SimTransport,
-    registered: bool,
-    /// Copies that the transport was too busy for, in order.
-    waiting: BTreeMap<NodeId, VecDeque<Copy>>,
+    carrier: Carrier,
+    /// When the mover is looked at next, whatever happens.
+    look: Option<Nanos>,
 }
 
 struct Session {
@@ -70,9 +69,10 @@ impl World {
         self.lives += 1;
         let node = NodeAddress { node: name.into(), address: format!("{name}:1"), incarnation: self.lives };
         let transport = self.network.join(&node);
+        let mover = mover::Settings { seed: self.lives, ..mover::Settings::default() };
+        let carrier = Carrier::new(Mover::new(vec![(Kind::Sim, Box::new(transport))], mover));
         let engine = Engine::new(node.clone(), settings);
-        let state = Node { engine, transport, registered: false, waiting: BTreeMap::new() };
-        self.nodes.insert(node.node.clone(), state);
+        self.nodes.insert(node.node.clone(), Node { engine, carrier, look: None });
         node
     }
 
@@ -139,7 +139,7 @@ impl World {
         let step = self.network.inner().step();
         match step {
             Step::Nothing | Step::Copied => {}
-            Step::Completed(node) => self.poll(&node),
+            Step::Completed(node) => self.look(&node),
             Step::Control(control) => self.control(control),
         }
     }
@@ -185,22 +185,33 @@ impl World {
                     self.break_session(&a, &b);
                 }
             }
+            Control::Look { at } => {
+                let now = self.now();
+                if let Some(node) = self.nodes.get_mut(&at).filter(|node| node.look.is_some_and(|look| look <= now)) {
+                    node.look = None;
+                }
+                self.look(&at);
+            }
             Control::Dialled { by, peer } => self.dialled(by, peer),
             Control::Up { at, peer, session } => {
                 if self.sessions.get(&pair(&at, &peer.node)).is_some_and(|held| held.id == session) {
+                    let now = self.now();
+                    if let Some(Node { carrier, .. }) = self.nodes.get_mut(&at)
+                        && carrier.mover.peer(&peer.node) != Some(&peer)
+                    {
+                        carrier.mover.connect(&peer, Via::Auto, now);
+                    }
                     self.feed(&at, Input::PeerUp { peer });
                 }
             }
             Control::Down { at, peer } => {
-                if let Some(node) = self.nodes.get_mut(&at) {
-                    node.transport.close(&peer.node);
-                    let waiting = node.waiting.remove(&peer.node).unwrap_or_default();
-                    let lost = |copy: &Copy| Copied { id: copy.id, result: Err(Failure::Unreachable) };
-                    let lost = waiting.iter().map(lost).collect();
-                    self.feed(&at, Input::PeerDown { peer });
-                    self.feed(&at, Input::Completed(lost));
-                    self.poll(&at);
+                let now = self.now();
+                if let Some(Node { carrier, .. }) = self.nodes.get_mut(&at)
+                    && carrier.mover.peer(&peer.node) == Some(&peer)
+                {
+                    carrier.mover.disconnect(&peer.node, now);
                 }
+                self.feed(&at, Input::PeerDown { peer });
             }
             Control::Message { at, from, session, message } => {
                 let cut = self.network.inner().is_cut(&at, &from, None);
@@ -245,40 +256,37 @@ impl World {
         inner.schedule(*last, Event::Control(control));
     }
 
-    fn poll(&mut self, node: &NodeId) {
-        let mut completions = Vec::new();
-        if let Some(node) = self.nodes.get_mut(node) {
-            node.transport.poll(&mut completions);
+    /// An input of the shell, and what comes of it.
+    fn feed(&mut self, name: &NodeId, input: Input) {
+        self.handle(name, input);
+        self.look(name);
+    }
+
+    /// As the daemon's actor does after every batch: takes what the mover has to tell, and when it wants to be asked.
+    fn look(&mut self, name: &NodeId) {
+        let now = self.now();
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let copied = node.carrier.poll(now);
+        node.carrier.mover.check();
+        if !copied.is_empty() {
+            self.handle(name, Input::Completed(copied));
         }
-        if !completions.is_empty() {
-            self.feed(node, Input::Completed(completions.into_iter().map(copied).collect()));
-        }
-        // A completion may have made room in a lane.
-        if let Some(node) = self.nodes.get_mut(node) {
-            for (peer, copies) in &mut node.waiting {
-                while let Some(copy) = copies.front() {
-                    if node.transport.submit(peer, &[*copy]).is_err() {
-                        break;
-                    }
-                    copies.pop_front();
-                }
-            }
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let Some(at) = node.carrier.mover.next_tick().map(|at| at.max(now)) else { return };
+        if node.look.is_none_or(|look| at < look) {
+            node.look = Some(at);
+            self.network.inner().schedule(at, Event::Control(Control::Look { at: name.clone() }));
         }
     }
 
-    fn feed(&mut self, name: &NodeId, input: Input) {
+    fn handle(&mut self, name: &NodeId, input: Input) {
         let now = self.now();
-        let Some(node) = self.nodes.get_mut(name) else { return };
+        let Some(Node { engine, carrier, .. }) = self.nodes.get_mut(name) else { return };
         let mut out = Vec::new();
-        node.engine.handle(input, now, &mut out);
-        node.engine.check();
-        if !node.registered
-            && let Some(arena) = node.engine.arena()
-        {
-            node.transport.register(Regions::of(arena));
-            node.registered = true;
-        }
-        let here = node.engine.node().clone();
+        engine.handle(input, now, &mut out);
+        engine.check();
+        carrier.know_arena(engine);
+        let here = engine.node().clone();
         for output in out {
             match output {
                 Output::Local { client, event } => self.events.push((name.clone(), client, event)),
@@ -294,29 +302,10 @@ impl World {
                 }
                 Output::Submit { peer, copies } => {
                     if let Some(node) = self.nodes.get_mut(name) {
-                        node.transport.connect(&peer);
-                        let queue = node.waiting.entry(peer.node.clone()).or_default();
-                        queue.extend(copies);
-                        while let Some(copy) = queue.front() {
-                            if node.transport.submit(&peer.node, &[*copy]).is_err() {
-                                break;
-                            }
-                            queue.pop_front();
-                        }
+                        node.carrier.submit(&peer.node, &copies, now);
                     }
                 }
             }
         }
     }
-}
-
-fn copied(completion: Completion) -> Copied {
-    let result = match completion.outcome {
-        Outcome::Done => Ok(Kind::Sim),
-        Outcome::Fenced => Err(Failure::Fenced),
-        Outcome::Denied => Err(Failure::Denied),
-        Outcome::Corrupt => Err(Failure::Corrupt),
-        Outcome::Lost => Err(Failure::Unreachable),
-    };
-    Copied { id: completion.id, result }
 }
