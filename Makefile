@@ -63,11 +63,8 @@ python-checks: $(VENV)/test
 rust-checks: $(VENV)/cargo
 	cargo fmt --all --check
 	cargo clippy --quiet --workspace --all-targets -- -D warnings
-	@if cargo nextest --version >/dev/null 2>&1; then \
-	  cargo nextest run --workspace --exclude pyengine-python --no-fail-fast; \
-	else \
-	  cargo test --workspace --exclude pyengine-python --no-fail-fast; \
-	fi
+	@if cargo nextest --version >/dev/null 2>&1; then run="nextest run"; else run=test; fi; \
+	  $(PYTHON) tests/tidy/conformance_table.py cargo $$run --workspace --exclude pyengine-python --no-fail-fast
 
 $(VENV)/cargo:
 	@command -v cargo >/dev/null || \
