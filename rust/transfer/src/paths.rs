@@ -9,6 +9,7 @@ use crate::messages::Purpose;
 use crate::transport::lanes::{Acceptor, Settings};
 #[cfg(feature = "rdma")]
 use crate::transport::rdma;
+use crate::transport::served::Totals;
 use crate::transport::shm::ShmTransport;
 use crate::transport::{Kind, Transport, tcp};
 use crate::types::{NodeAddress, NodeId};
@@ -100,6 +101,14 @@ impl Doors {
                 Ok(())
             }
         }
+    }
+
+    /// What peers have moved here, by transport.
+    pub fn served(&self) -> Vec<(Kind, Totals)> {
+        let lanes = self.lanes.iter().map(|(kind, lanes)| (*kind, lanes.served()));
+        #[cfg(feature = "rdma")]
+        let lanes = lanes.chain(self.queue_pairs.iter().map(|shared| (Kind::Rdma, shared.served())));
+        lanes.collect()
     }
 
     /// Ends what a peer's life still has open here.

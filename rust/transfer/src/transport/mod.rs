@@ -3,6 +3,7 @@
 pub mod lanes;
 #[cfg(feature = "rdma")]
 pub mod rdma;
+pub mod served;
 pub mod shm;
 pub mod sim;
 pub mod tcp;

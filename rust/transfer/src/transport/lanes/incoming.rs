@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::region::{By, Reading};
-use crate::transport::{Outcome, STALLED_AFTER};
+use crate::transport::{Op, Outcome, STALLED_AFTER};
 use crate::types::{NodeId, Span};
 
 use super::body::{Body, outcome_of};
@@ -179,11 +179,9 @@ impl Incoming {
     fn applied(&mut self, header: &Header, body: Body) {
         let bytes = body.bytes_held();
         let outcomes = body.finish();
-        let tally = &self.hub.tally;
-        let number = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count() as u64;
-        count(&tally.copies_in, number(Outcome::Done));
-        count(&tally.bytes_in, bytes);
-        count(&tally.corrupt, number(Outcome::Corrupt));
+        let served = &self.hub.tally.served;
+        served.moved(Op::Write, bytes);
+        served.all_ended(&outcomes);
         let all_done = outcomes.iter().all(|outcome| *outcome == Outcome::Done);
         let table: Vec<u8> =
             if all_done { Vec::new() } else { outcomes.into_iter().map(frames::outcome_byte).collect() };
@@ -207,6 +205,7 @@ impl Incoming {
         let (bare, shared) = (header.flags.has(Flags::BARE), header.flags.has(Flags::SHARED));
         let (mut table, mut sums) = (Vec::with_capacity(entries.len() * 5), Vec::new());
         let (mut bodies, mut bytes, mut places) = (Vec::new(), 0, Vec::new());
+        let mut outcomes = Vec::with_capacity(entries.len());
         for entry in entries {
             let outcome = match regions.begin_read(entry.at, entry.bytes.into(), By::Peer) {
                 Ok(reading) => {
@@ -226,9 +225,10 @@ impl Incoming {
                 Err(denied) => outcome_of(denied),
             };
             table.push(frames::outcome_byte(outcome));
+            outcomes.push(outcome);
         }
-        count(&self.hub.tally.copies_in, bodies.len() as u64);
-        count(&self.hub.tally.bytes_in, bytes);
+        self.hub.tally.served.moved(Op::Read, bytes);
+        self.hub.tally.served.all_ended(&outcomes);
         table.extend(places);
         frames::put_sums(&mut table, &sums);
         if shared {

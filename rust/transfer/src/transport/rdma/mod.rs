@@ -52,6 +52,7 @@ use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Link, nonce};
 use crate::region::Regions;
+use crate::transport::served::{Served, Totals};
 use crate::transport::{Busy, Completion, Copy, Outcome, Path, Transport};
 use crate::types::{NodeAddress, NodeId, RegionId};
 
@@ -184,6 +185,7 @@ pub struct Shared {
     completions: Mutex<Vec<Completion>>,
     serving: target::Table,
     counters: Counters,
+    served: Served,
     notify: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -218,6 +220,11 @@ impl Shared {
     pub fn pinned_chunks(&self) -> usize {
         let cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner);
         cards.as_ref().map_or(0, |cards| cards.pinned.len())
+    }
+
+    /// What peers have moved here.
+    pub fn served(&self) -> Totals {
+        self.served.totals()
     }
 
     /// What has happened so far.
@@ -300,6 +307,7 @@ impl RdmaTransport {
             completions: Mutex::default(),
             serving: target::Table::default(),
             counters: Counters::default(),
+            served: Served::default(),
             notify,
         });
         Self { shared, endpoints: HashMap::new(), sieve: Sieve::default(), ending: Vec::new() }
