@@ -13,6 +13,7 @@ pub mod engine;
 pub mod error;
 pub mod keys;
 pub mod link;
+mod lives;
 pub mod mailbox;
 pub mod memory;
 pub mod messages;

@@ -9,7 +9,7 @@ const LIMIT: usize = 1 << 14;
 
 /// What a proven node's life is to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Seen {
+pub(crate) enum Seen {
     /// The latest one, seen before, or the first of this node.
     Known,
     /// Later than the one we knew.
@@ -21,7 +21,7 @@ pub(super) enum Seen {
 /// Bounded: when it is full the node that started longest ago is forgotten, so that engines with names of their own,
 /// however many come by, do not lock out those that follow. What is forgotten is only that an even older life is stale.
 #[derive(Default)]
-pub(super) struct Lives(HashMap<NodeId, Incarnation>);
+pub(crate) struct Lives(HashMap<NodeId, Incarnation>);
 
 impl Lives {
     /// Notes a life. Incarnations grow with time.
