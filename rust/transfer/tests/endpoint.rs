@@ -531,6 +531,22 @@ fn notifications_come_after_the_data_in_order_and_once() {
     assert!(b.notifications(1).is_empty());
 }
 
+/// A connection that was closed leaves nothing behind: the next one's session stands, and its notifications arrive.
+#[test]
+fn notifications_go_on_after_a_reconnect() {
+    let (a, b) = (engine("a"), engine("b"));
+    for round in 0..3 {
+        let peer = connect(&a, &b);
+        for text in ["1", "2"] {
+            done(&a.submit(&peer, Op::Write, &Copies::build().finish(), how(text.as_bytes())).expect("room"));
+            assert!(b.wait_notification(PATIENCE), "round {round}");
+            assert_eq!(b.notifications(2).iter().map(|told| &told.payload[..]).collect::<Vec<_>>(), [text.as_bytes()]);
+        }
+        peer.round_trip(PATIENCE).expect("the session stands");
+        peer.close();
+    }
+}
+
 #[test]
 fn a_full_inbox_holds_its_peers_back() {
     let a = engine("a");

@@ -16,7 +16,7 @@ const READ_BYTES: u64 = 4096;
 /// Flags.
 #[derive(clap::Args, Debug)]
 pub struct Arguments {
-    /// `host:port` of a transferd or of any engine that listens
+    /// `host:port` of a daemon, a target or any engine that listens
     #[arg(value_name = "PEER")]
     peer: String,
     #[command(flatten)]

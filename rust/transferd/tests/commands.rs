@@ -6,6 +6,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
+use transfer::config::Config;
+use transfer::daemon::Daemon;
+use transfer::mover::Via;
 
 fn transferd(words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_transferd")).args(words).output().expect("starts")
@@ -74,6 +77,30 @@ fn ping_says_which_path_is_taken_and_which_life_it_is() {
     let (text, _) = told(&transferd(&["ping", target.address(), "--transport", "tcp"]));
     let expected = format!("incarnation {}", target.ready["incarnation"]);
     assert!(text.contains(&expected) && text.contains("<- taken") && text.contains("median"), "{text}");
+}
+
+/// A pool's daemon offers no memory, but says who it is and by which paths it is reached; however many ask, it goes on.
+#[test]
+fn ping_of_a_pool_daemon() {
+    let config = Config {
+        node: "pool".into(),
+        dram_bytes: 256 << 10,
+        listen: Some("127.0.0.1:0".into()),
+        advertise: None,
+        transport: Via::Auto,
+        socket: None,
+        conductor: None,
+        session_key: None,
+    };
+    let daemon = Daemon::start(&config).expect("a daemon starts");
+    let me = daemon.address().clone();
+    for via in ["tcp", "shm"] {
+        let ping = transferd(&["ping", &me.address, "--transport", via, "--count", "3", "--json"]);
+        let answer = &lines(&ping)[0];
+        assert_eq!((&answer["node"], &answer["incarnation"]), (&Value::from("pool"), &Value::from(me.incarnation)));
+        assert_eq!((&answer["paths"][0]["state"], &answer["read_4kib"]), (&Value::from("up"), &Value::Null));
+        assert!(answer["session"]["p50_us"].as_f64().expect("a time") > 0.0);
+    }
 }
 
 #[test]

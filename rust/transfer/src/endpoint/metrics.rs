@@ -15,6 +15,21 @@ pub(super) fn samples(shared: &Shared) -> Vec<(String, u64)> {
         plain("notifications_waiting", shared.inbox.len() as u64),
         plain("refused_connections_total", shared.refused.load(Ordering::Relaxed)),
     ];
+    for (kind, served) in shared.doors.served() {
+        let mut add = |name: &str, more: &str, value: u64| {
+            let transport = kind.name();
+            samples.push((
+                format!(r#"pyengine_engine_served_{name}{{node="{node}",transport="{transport}",{more}}}"#),
+                value,
+            ));
+        };
+        add("bytes_total", r#"direction="written""#, served.bytes_written);
+        add("bytes_total", r#"direction="read""#, served.bytes_read);
+        add("copies_total", r#"outcome="done""#, served.done);
+        add("copies_total", r#"outcome="corrupt""#, served.corrupt);
+        add("copies_total", r#"outcome="fenced""#, served.fenced);
+        add("copies_total", r#"outcome="denied""#, served.denied);
+    }
     for stats in shared.driver.stats() {
         let peer = &stats.peer;
         let of_peer = |name: &str, value| (format!(r#"pyengine_engine_{name}{{node="{node}",peer="{peer}"}}"#), value);

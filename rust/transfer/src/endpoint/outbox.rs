@@ -24,6 +24,8 @@ pub struct Outbox<T> {
     ready: bool,
     /// A session stands.
     standing: bool,
+    /// One has stood, in this life of the receiver.
+    met: bool,
 }
 
 struct Entry<T> {
@@ -38,7 +40,7 @@ pub struct Nonsense;
 impl<T: Copy + PartialEq> Outbox<T> {
     /// Empty, no session.
     pub fn new() -> Self {
-        Self { entries: VecDeque::new(), sent: 0, first: 1, ready: false, standing: false }
+        Self { entries: VecDeque::new(), sent: 0, first: 1, ready: false, standing: false, met: false }
     }
 
     /// Queues a notification.
@@ -86,9 +88,11 @@ impl<T: Copy + PartialEq> Outbox<T> {
 
     /// A session stands whose acceptor has taken all up to this number: returns who waited for those.
     pub fn resume(&mut self, through: u64) -> Result<Vec<T>, Nonsense> {
-        // An acceptor that forgot us begins anew: nothing more of ours is known to be taken.
-        let taken = self.taken(through)?;
-        self.first = through + 1;
+        let next = through.checked_add(1).ok_or(Nonsense)?;
+        // On the first session nothing was sent yet: those were of a connection that was closed, and we go on behind them.
+        // Later, an acceptor that forgot us begins anew: nothing more of ours is known to be taken.
+        let taken = if std::mem::replace(&mut self.met, true) { self.taken(through)? } else { Vec::new() };
+        self.first = next;
         self.unsend();
         (self.ready, self.standing) = (true, true);
         Ok(taken)
@@ -123,7 +127,7 @@ impl<T: Copy + PartialEq> Outbox<T> {
 
     /// The receiver's life is over, the next one counts from 1: returns who waited.
     pub fn clear(&mut self) -> Vec<T> {
-        (self.sent, self.first) = (0, 1);
+        (self.sent, self.first, self.met) = (0, 1, false);
         self.entries.drain(..).filter_map(|entry| entry.owner).collect()
     }
 
@@ -261,11 +265,13 @@ mod tests {
     fn nonsense_is_noticed() {
         let mut outbox = Outbox::new();
         outbox.push(1, vec![]);
-        assert_eq!(outbox.resume(5), Err(Nonsense));
-        assert_eq!(outbox.resume(0), Ok(vec![]));
-        assert_eq!(outbox.taken(1), Err(Nonsense), "it was not sent");
+        assert_eq!(outbox.resume(u64::MAX), Err(Nonsense));
+        assert_eq!(outbox.resume(4), Ok(vec![]), "an earlier connection has sent four");
+        assert_eq!(outbox.next(), Some((5, &[][..])));
+        assert_eq!(outbox.taken(5), Err(Nonsense), "it was not sent");
+        assert_eq!(outbox.resume(5), Err(Nonsense), "it was not sent");
         outbox.sent();
         assert_eq!(outbox.taken(u64::MAX - 1), Err(Nonsense));
-        assert_eq!(outbox.taken(1), Ok(vec![1]));
+        assert_eq!(outbox.taken(5), Ok(vec![1]));
     }
 }

@@ -4,6 +4,7 @@ pub mod fence;
 pub mod lanes;
 #[cfg(feature = "rdma")]
 pub mod rdma;
+pub mod served;
 pub mod shm;
 pub mod sim;
 pub mod tcp;

@@ -77,6 +77,11 @@ impl ShmTransport {
         Ok(Self { lanes, accepting, threads })
     }
 
+    /// Where the lanes that peers dial are brought.
+    pub fn acceptor(&self) -> Acceptor {
+        self.lanes.acceptor()
+    }
+
     /// What has moved so far.
     pub fn counters(&self) -> Counters {
         self.lanes.counters()

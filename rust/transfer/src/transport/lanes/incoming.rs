@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use crate::region::{By, Reading, checksums_of};
 use crate::transport::fence::{Fencing, Guest};
-use crate::transport::{Outcome, STALLED_AFTER};
+use crate::transport::{Op, Outcome, STALLED_AFTER};
 use crate::types::{NodeAddress, Span};
 
 use super::body::{Body, outcome_of};
@@ -196,11 +196,9 @@ impl Incoming {
     fn applied(&mut self, header: &Header, body: Body) {
         let bytes = body.bytes_held();
         let outcomes = body.finish();
-        let tally = &self.hub.tally;
-        let number = |wanted| outcomes.iter().filter(|outcome| **outcome == wanted).count() as u64;
-        count(&tally.copies_in, number(Outcome::Done));
-        count(&tally.bytes_in, bytes);
-        count(&tally.corrupt, number(Outcome::Corrupt));
+        let served = &self.hub.tally.served;
+        served.moved(Op::Write, bytes);
+        served.all_ended(&outcomes);
         let all_done = outcomes.iter().all(|outcome| *outcome == Outcome::Done);
         let table: Vec<u8> =
             if all_done { Vec::new() } else { outcomes.into_iter().map(frames::outcome_byte).collect() };
@@ -225,6 +223,7 @@ impl Incoming {
         let mut taker = regions.taker(By::Peer);
         let mut table = Vec::with_capacity(entries.len() * 5);
         let (mut bodies, mut grains, mut bytes, mut places) = (Vec::new(), Vec::new(), 0, Vec::new());
+        let mut outcomes = Vec::with_capacity(entries.len());
         for entry in entries {
             let outcome = match taker.read(entry.at, entry.bytes.into()) {
                 Ok(reading) => {
@@ -242,9 +241,10 @@ impl Incoming {
                 Err(denied) => outcome_of(denied),
             };
             table.push(frames::outcome_byte(outcome));
+            outcomes.push(outcome);
         }
-        count(&self.hub.tally.copies_in, bodies.len() as u64);
-        count(&self.hub.tally.bytes_in, bytes);
+        self.hub.tally.served.moved(Op::Read, bytes);
+        self.hub.tally.served.all_ended(&outcomes);
         table.extend(places);
         if !bare {
             frames::put_sums(&mut table, &checksums_of(bodies.iter().zip(grains)));

@@ -18,7 +18,8 @@
 //! # Limits
 //!
 //! Per peer [`Settings::queue_copies`] copies wait or are under way (more only if the queue was empty), on each lane at
-//! most [`Settings::window_bytes`] and [`Settings::window_frames`] of them. An incoming lane holds the memory of one
+//! most [`Settings::window_bytes`] and [`Settings::window_frames`] of them. The mover gives them less on slow links
+//! (`mover/window.rs`): what waits here, in lanes and in both kernels' buffers is a part of that. An incoming lane holds the memory of one
 //! frame at a time, and remembers 256 reads. What stalls for 3 s is closed.
 
 mod body;
@@ -40,6 +41,7 @@ use crate::error::Error;
 use crate::link::{Connection, Link, Stream};
 use crate::region::Regions;
 use crate::transport::fence::{Fences, Guest};
+use crate::transport::served::{Served, Totals};
 use crate::transport::{Busy, Completion, Copy, Helper, Outcome, PIECE_BYTES, Path, Transport};
 use crate::types::{NodeAddress, NodeId};
 
@@ -110,13 +112,12 @@ pub struct Counters {
 #[derive(Default)]
 pub(super) struct Tally {
     bytes_out: AtomicU64,
-    bytes_in: AtomicU64,
     copies_out: AtomicU64,
-    copies_in: AtomicU64,
     frames_out: AtomicU64,
     frames_in: AtomicU64,
     corrupt: AtomicU64,
     lanes_out: AtomicU64,
+    served: Served,
 }
 
 fn count(counter: &AtomicU64, by: u64) {
@@ -240,6 +241,11 @@ impl Acceptor {
         drop(incoming);
         place.stands(move |reason| seat.end_soon(reason))
     }
+
+    /// What peers have moved here by these lanes.
+    pub fn served(&self) -> Totals {
+        self.0.tally.served.totals()
+    }
 }
 
 /// A transport over lanes.
@@ -295,14 +301,15 @@ impl LaneTransport {
     pub fn counters(&self) -> Counters {
         let tally = &self.hub.tally;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let served = tally.served.totals();
         Counters {
             bytes_out: read(&tally.bytes_out),
-            bytes_in: read(&tally.bytes_in),
+            bytes_in: served.bytes_written + served.bytes_read,
             copies_out: read(&tally.copies_out),
-            copies_in: read(&tally.copies_in),
+            copies_in: served.done,
             frames_out: read(&tally.frames_out),
             frames_in: read(&tally.frames_in),
-            corrupt: read(&tally.corrupt),
+            corrupt: read(&tally.corrupt) + served.corrupt,
             lanes_out: read(&tally.lanes_out),
             lanes_in: self.hub.incoming().len() as u64,
         }

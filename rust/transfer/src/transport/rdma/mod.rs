@@ -53,6 +53,7 @@ use crate::keys::Key;
 use crate::link::{self, Link};
 use crate::region::Regions;
 use crate::transport::fence::Fences;
+use crate::transport::served::{Served, Totals};
 use crate::transport::{Busy, Completion, Copy, Outcome, Path, Transport};
 use crate::types::{NodeAddress, NodeId, RegionId};
 
@@ -185,6 +186,7 @@ pub struct Shared {
     completions: Mutex<Vec<Completion>>,
     serving: target::Table,
     counters: Counters,
+    served: Served,
     notify: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -219,6 +221,11 @@ impl Shared {
     pub fn pinned_chunks(&self) -> usize {
         let cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner);
         cards.as_ref().map_or(0, |cards| cards.pinned.len())
+    }
+
+    /// What peers have moved here.
+    pub fn served(&self) -> Totals {
+        self.served.totals()
     }
 
     /// What has happened so far.
@@ -308,6 +315,7 @@ impl RdmaTransport {
             completions: Mutex::default(),
             serving: target::Table::default(),
             counters: Counters::default(),
+            served: Served::default(),
             notify,
         });
         Self { shared, endpoints: HashMap::new(), sieve: Sieve::default(), ending: Vec::new() }

@@ -14,8 +14,8 @@ use crate::link::{Connection, DIAL_WITHIN, Link};
 use crate::mailbox::poll_timeout;
 use crate::memory::checksum;
 use crate::region::{By, Denied, Reading, Regions, Writing, pieces, sum_count};
-use crate::transport::Op;
 use crate::transport::fence::{Fencing, Guest};
+use crate::transport::{Op, Outcome};
 use crate::types::NodeAddress;
 
 use super::control::{self, Answer, Control, Message, PortAddress, QueueAddress, SUMS_PER_MESSAGE, Wanted};
@@ -282,6 +282,11 @@ impl<'a> Serving<'a> {
                 let (mut answers, mut count) = (Vec::with_capacity(copies.len()), 0);
                 for wanted in copies {
                     let answer = self.grant(&wanted)?;
+                    match &answer {
+                        Answer::Fenced => self.shared.served.ended(Outcome::Fenced, 1),
+                        Answer::Denied => self.shared.served.ended(Outcome::Denied, 1),
+                        Answer::Granted { .. } => {}
+                    }
                     let sums = if let Answer::Granted { sums, .. } = &answer { sums.len() } else { 0 };
                     if count > 0 && count + sums > SUMS_PER_MESSAGE {
                         control.say(&Message::Grant { answers: std::mem::take(&mut answers) });
@@ -297,7 +302,12 @@ impl<'a> Serving<'a> {
                 for (number, sums) in copies {
                     match self.grants.remove(&number) {
                         Some(granted) if matches!(granted.hold, Hold::Writing(_)) => {
-                            outcomes.push((number, apply(granted, &sums)));
+                            let (bytes, intact) = (granted.bytes, apply(granted, &sums));
+                            if intact {
+                                self.shared.served.moved(Op::Write, bytes.into());
+                            }
+                            self.shared.served.ended(if intact { Outcome::Done } else { Outcome::Corrupt }, 1);
+                            outcomes.push((number, intact));
                         }
                         _ => return Err(broken("speaks of a write that was not granted")),
                     }
@@ -307,7 +317,10 @@ impl<'a> Serving<'a> {
             Message::Released { numbers } => {
                 for number in numbers {
                     match self.grants.remove(&number) {
-                        Some(granted) if matches!(granted.hold, Hold::Reading(_)) => {}
+                        Some(granted) if matches!(granted.hold, Hold::Reading(_)) => {
+                            self.shared.served.moved(Op::Read, granted.bytes.into());
+                            self.shared.served.ended(Outcome::Done, 1);
+                        }
                         _ => return Err(broken("speaks of a read that was not granted")),
                     }
                 }
