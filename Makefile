@@ -23,7 +23,7 @@ serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worke
 test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
 
-test-rdma: $(VENV)/cargo ## the rdma transport's tests, on emulated devices in a VM (needs QEMU, says so if it is missing)
+test-rdma: $(VENV)/test ## rdma and serving over it, on emulated devices in a VM (needs QEMU, says so if it is missing)
 	tests/rdma/run.sh
 
 # What needs no Python compiles while PyTorch is downloaded.

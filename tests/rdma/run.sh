@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Goal: the rdma transport keeps its promises on real verbs devices. Method: the conformance suite and tests/rdma.rs over
-# soft-RoCE, four rails, in one boot of a VM (vm.sh).
+# Goal: the rdma transport keeps its promises on real verbs devices, and serving works over it. Method: over soft-RoCE,
+# four rails, in one boot of a VM (vm.sh): the conformance suite, tests/rdma.rs, transferd's commands, `pyengine serve`.
 # Without QEMU and its friends it says what is missing and ends well, but in CI that is a failure.
+#
+# RDMA_SECONDS: limit for the VM. RDMA_MODEL=1: one prompt of the real model too, which takes minutes (see below).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-packages="qemu-system-x86 busybox-static cpio kmod iproute2 xz-utils rdma-core ibverbs-utils libibverbs-dev"
 
 missing=()
 for tool in qemu-system-x86_64 busybox cpio modprobe rdma xz ibv_devices; do
   PATH=$PATH:/sbin:/usr/sbin type -P $tool >/dev/null || missing+=("$tool")
 done
 if [ ${#missing[@]} -gt 0 ]; then
-  echo "test-rdma: not run: ${missing[*]} missing: apt-get install $packages"
+  echo "test-rdma: not run: ${missing[*]} missing: apt-get install $(cat tests/rdma/packages)"
   [ "${CI:-}" != true ]
   exit
 fi
@@ -20,20 +21,36 @@ fi
 cargo test --quiet --package pyengine-transfer --lib transport::rdma::verbs
 
 # Built here, run there; optimized, as the VM is emulated and slow enough.
-tests=$(cargo test --release --quiet --no-run --package pyengine-transfer --test conformance --test rdma \
-  --message-format=json | sed -n 's/.*"name":"\(conformance\|rdma\)".*"executable":"\([^"]*\)".*/\1=\2/p')
-conformance= rdma=
-for entry in $tests; do
-  case $entry in
-    conformance=*) conformance=${entry#*=} ;;
-    rdma=*) rdma=${entry#*=} ;;
-  esac
+declare -A built=()
+while read -r name program; do built[$name]=$program; done < <(
+  cargo test --release --quiet --no-run --package pyengine-transfer --package transferd \
+    --test conformance --test rdma --test commands --message-format=json |
+    sed -n 's/.*"name":"\(conformance\|rdma\|commands\)".*"executable":"\([^"]*\)".*/\1 \2/p')
+for test in conformance rdma commands; do
+  [ -x "${built[$test]:-}" ] || { echo "test-rdma: $test was not built"; exit 1; }
 done
-for test in "$conformance" "$rdma"; do [ -x "$test" ] || { echo "test-rdma: a test was not built"; exit 1; }; done
+
+# The VM throws away what it writes: so what is computed only once, bytecode (half of Python's start there) and the
+# oracle's answers, is made here.
+python=$PWD/.venv/bin/python serving=tests/system/test_serve.py
+export PYTHONPYCACHEPREFIX=$PWD/target/pycache
+unset PYTHONDONTWRITEBYTECODE
+$python -c "import pytest_timeout, pytest_asyncio, pyengine._transferd, pyengine.launch, pyengine.gateway.app
+import pyengine.scheduler.service, pyengine.worker.service, pyengine.backends.fake, tests.system.test_serve"
+if [ "${RDMA_MODEL:-}" = 1 ]; then
+  serving+=" tests/system/test_oracle.py"
+  $python -c "import pyengine.backends.torch, tests.oracle as it, tests.system.test_oracle
+from pyengine.checkpoint import resolve
+it.load()
+resolve('smollm2', it.MODELS)"
+fi
 
 # One after another: they share the rails. PYENGINE_TEST_RDMA: no device is a failure, not a reason to skip.
 export PYENGINE_TEST_RDMA=required PATH=$PATH:/sbin:/usr/sbin
-exec tests/rdma/vm.sh -n 4 -t "${RDMA_SECONDS:-900}" bash -c "
+seconds=${RDMA_SECONDS:-1200}
+exec tests/rdma/vm.sh -n 4 -t "$seconds" bash -c "
   set -e
-  '$conformance' --test-threads 1 --include-ignored rdma::
-  '$rdma' --test-threads 1 ${RDMA_FLAGS:-}"
+  '${built[conformance]}' --test-threads 1 --include-ignored rdma::
+  '${built[rdma]}' --test-threads 1 ${RDMA_FLAGS:-}
+  '${built[commands]}' --test-threads 1 --ignored --nocapture rdma
+  $python -m pytest -p no:cacheprovider -p no:xdist -p no:hypothesispytest --timeout $seconds -k rdma $serving"

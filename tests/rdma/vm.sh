@@ -5,10 +5,10 @@
 #     -n RAILS    devices rxe0, rxe1, ... on interfaces rail0, rail1, ... with addresses 10.99.N.1 (default 4)
 #     -t SECONDS  limit for the whole run, boot included (default 900); past it the status is 124
 #
-# Boots Debian's kernel in QEMU, emulated, as containers rarely have KVM; mounts this machine's root over 9p (read-only,
-# under a tmpfs: what the command writes is thrown away), and runs the command in a chroot there as root, in the current
-# directory, with the caller's environment. Output and exit status come back. 125: the VM or its set-up failed.
-# Time is emulated too: nothing measured in there says anything about performance.
+# Boots Debian's kernel in QEMU, emulated, as containers rarely have KVM (and where /dev/kvm opens, a guest may hang: seen);
+# mounts this machine's root over 9p (read-only, under a tmpfs: what the command writes is thrown away), and runs the
+# command in a chroot there as root, in the current directory, with the caller's environment. Output and exit status come
+# back. 125: the VM or its set-up failed. Time is emulated too: nothing measured in there says anything about performance.
 #
 # PYENGINE_RDMA_VM_CACHE: kernel and initramfs (default ~/.cache/pyengine-rdma-vm).
 set -euo pipefail

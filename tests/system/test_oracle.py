@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import Server
+from bench.server import START_TIMEOUT, Server
 from pyengine import LLM, SamplingParams
 from tests import oracle
-from tests.system.conftest import complete, until
+from tests.system.conftest import SLOWNESS, complete, crossed, expect_no_other, needs_rdma, until
 
 BLOCK = 16
 
 # The first of them has the oracle computed, which takes minutes.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(900 * SLOWNESS)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,6 @@ def compare(server: Server, cases: list[oracle.Case], at_once: int) -> Tally:
     return tally
 
 
-def crossed(server: Server, transport: str) -> float:
-    return server.metric("pyengine_transfer_blocks_total", transport=transport, direction="in")
-
-
 def expect_counters(server: Server, tally: Tally, decode: str) -> None:
     until(
         lambda: server.metric("pyengine_worker_tokens_total", worker=decode, phase="decode") == tally.decoded,
@@ -125,7 +121,7 @@ def test_apart_on_one_node(cases: list[oracle.Case], model_state: Path) -> None:
         tally = compare(server, cases, 4)
         expect_counters(server, tally, "decode-0")
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
-        blocks = settled(lambda: crossed(server, "arena"))
+        blocks = settled(lambda: server.metric("pyengine_transfer_blocks_total", transport="arena", direction="in"))
         assert len(tally.distinct_blocks) <= blocks <= tally.prompt_blocks
         assert server.metric("pyengine_transfer_bytes_total") == 0
 
@@ -138,7 +134,7 @@ def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_st
         tally = compare(server, cases, 4)
         expect_counters(server, tally, "decode-0")
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
-        blocks = settled(lambda: crossed(server, transport))
+        blocks = settled(lambda: crossed(server, transport)[1])
         assert len(tally.distinct_blocks) <= blocks <= tally.prompt_blocks
         if transport == "shm":
             return
@@ -146,3 +142,20 @@ def test_apart_on_two_nodes_and_eight_at_once(cases: list[oracle.Case], model_st
         again.decoded += tally.decoded
         expect_counters(server, again, "decode-0")
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
+
+
+@needs_rdma
+def test_a_small_prompt_over_rdma(cases: list[oracle.Case], model_state: Path) -> None:
+    """A short one, a few tokens: the VM that has the devices emulates its processors."""
+    case = next(case for case in cases if case.name == "one token")
+    tokens = 4
+    flags = ("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "rdma", "--pages", "64")
+    with Server(*flags, state_dir=model_state, start_timeout=START_TIMEOUT * SLOWNESS) as server:
+        comparison = oracle.Comparison(case, tokens)
+        while (wanted := comparison.wanted()) is not None:
+            answer = complete(server, *wanted, model="smollm2", return_token_ids=True)
+            comparison.feed(answer["choices"][0]["token_ids"])
+        until(lambda: min(crossed(server, "rdma")) > 0, "its blocks have crossed")
+        expect_no_other(server, "rdma")
+        assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
+        assert server.metric("pyengine_recomputed_tokens_total") == 0

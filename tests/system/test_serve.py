@@ -14,12 +14,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
-import openai
 import pytest
 
 from bench.server import is_alive
 from pyengine.backends.fake import fake_tokens
-from tests.system.conftest import FAKE_SLOW, PATIENCE, StreamFailed, complete, fake_server, prompt, stream, text, until
+from tests.system.conftest import (
+    FAKE_SLOW,
+    PATIENCE,
+    StreamFailed,
+    complete,
+    crossed,
+    expect_no_other,
+    fake_server,
+    needs_rdma,
+    prompt,
+    stream,
+    text,
+    until,
+)
 
 
 def expect(answer: dict, ids: list[int], tokens: int) -> None:  # type: ignore[type-arg]
@@ -33,6 +45,7 @@ SHAPES = {
     "both": (("--both", "1"), ("both-0",)),
     "tcp": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp"), ("prefill-0", "decode-0")),
     "shm": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "shm"), ("prefill-0", "decode-0")),
+    "rdma": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "rdma"), ("prefill-0", "decode-0")),
     "2 + 2 on two nodes": (
         ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "round-robin"),
         ("prefill-0", "prefill-1", "decode-0", "decode-1"),
@@ -40,7 +53,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(name, marks=needs_rdma if name == "rdma" else ()) for name in SHAPES])
 def test_every_shape_answers_and_its_workers_counters_move(shape: str, state_dir: Path) -> None:
     flags, workers = SHAPES[shape]
     with fake_server(state_dir, *flags) as server:
@@ -53,13 +66,10 @@ def test_every_shape_answers_and_its_workers_counters_move(shape: str, state_dir
 
         until(lambda: all(map(worked, workers)), "the counters of all workers move")
         assert server.metric("pyengine_recomputed_tokens_total") == 0
-        if shape in ("tcp", "shm"):
-            until(lambda: server.metric("pyengine_transfer_bytes_total", transport=shape) > 0, "bytes crossed")
+        if shape in ("tcp", "shm", "rdma"):
             # 7 blocks each: six full ones and the partial one.
-            until(
-                lambda: server.metric("pyengine_transfer_blocks_total", transport=shape, direction="in") == 28,
-                "all blocks crossed",
-            )
+            until(lambda: crossed(server, shape) == (28, 28), "all blocks have crossed")
+            expect_no_other(server, shape)
         if shape == "one node":
             until(
                 lambda: server.metric("pyengine_transfer_blocks_total", transport="arena", direction="in") == 28,
@@ -116,6 +126,8 @@ def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path) -> None:
 
 
 def test_openai_client(state_dir: Path) -> None:
+    import openai  # here, as it costs the VM of `make test-rdma`, which needs it not, half a minute
+
     with fake_server(state_dir) as server:
         client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none")
         assert [model.id for model in client.models.list()] == ["fake"]

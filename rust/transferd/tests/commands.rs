@@ -174,6 +174,27 @@ fn bench_verifies_every_byte() {
     assert_eq!(table.lines().count(), 3, "a head, write, read: {table}");
 }
 
+// Goal: the same over a network card: the paths that are asked for are the paths that are taken. Method: four devices.
+#[test]
+#[ignore = "needs RDMA devices: make test-rdma has some"]
+fn rdma_devices_are_listed_and_carry_every_byte() {
+    let (text, why) = told(&transferd(&["topology"]));
+    for device in ["rxe0/1", "rxe1/1", "rxe2/1", "rxe3/1"] {
+        assert!(text.lines().any(|line| line.starts_with(device) && line.contains("10.99.")), "{text}{why}");
+    }
+    println!("{text}");
+    let target = Target::start(&[]);
+    let sizes = ["--block", "5000,256KiB", "--batch", "7", "--seconds", "1", "--verify", "--json", "--timeout", "100"];
+    let rows = lines(&transferd(&[&["bench", target.address(), "--transport", "rdma"], &sizes[..]].concat()));
+    assert_eq!(rows.len(), 4, "two sizes, write and read");
+    for row in &rows {
+        println!("{row}");
+        let bytes = row["transfers"].as_u64().expect("a number") * row["block"].as_u64().expect("a number") * 7;
+        assert_eq!((row["transport"].as_str(), row["verified"].as_u64()), (Some("rdma"), Some(bytes)));
+        assert!(bytes > 0);
+    }
+}
+
 #[test]
 fn impossible_wishes_are_refused_with_a_reason() {
     let target = Target::start(&[]);
