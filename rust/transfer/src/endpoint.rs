@@ -407,7 +407,8 @@ impl Endpoint {
     /// As `submit`; how it ended, its `result` says.
     pub fn run(&self, peer: &Peer, op: Op, copies: &Copies, how: How, timeout: Duration) -> Result<Transfer, Error> {
         // Taken over before it begins: else the answer may be there before, and wakes a thread.
-        let hand = if transfer::is_small(copies.len(), copies.bytes()) { transfer::take_over(peer) } else { None };
+        let small = transfer::is_small(copies.len(), copies.bytes());
+        let hand = if small { transfer::helper(peer).and_then(|helper| helper.take_next()) } else { None };
         let transfer = self.submit(peer, op, copies, how)?;
         transfer.wait_with(hand, timeout);
         Ok(transfer)

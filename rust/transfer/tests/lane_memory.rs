@@ -418,7 +418,7 @@ fn a_thread_that_waits_takes_the_answer_itself() {
         for id in 1..200 {
             // Taken over before it is submitted, or when the answer is under way already.
             let helper = pair.end.transport().helper(&peer).expect("lanes have one");
-            let early = if id % 3 == 0 { helper.take_over() } else { None };
+            let early = if id % 3 == 0 { helper.take_next() } else { None };
             pair.submit(&[copy(id)]);
             if let Some(mut hand) = early.or_else(|| helper.take_over())
                 && hand.wait(PATIENCE)
@@ -431,10 +431,11 @@ fn a_thread_that_waits_takes_the_answer_itself() {
             pair.wait(id as usize + 1);
             assert_eq!(pair.outcomes[&id], Outcome::Done);
         }
-        assert!(helped > 100, "{name}: {helped} answers were taken by who waited for them");
+        assert!(helped > 40, "{name}: {helped} answers were taken by who waited for them");
         let helper = pair.end.transport().helper(&peer).expect("lanes have one");
-        let mut hand = helper.take_over().expect("an idle lane");
-        assert!(helper.take_over().is_none(), "{name}: two work on one lane");
+        assert!(helper.take_over().is_none(), "{name}: nothing is under way");
+        let mut hand = helper.take_next().expect("an idle lane");
+        assert!(helper.take_next().is_none(), "{name}: two work on one lane");
         assert!(!hand.wait(Duration::from_millis(1)), "nothing is under way");
         drop(hand);
         // Whoever took it over has given it back: the lane's own thread takes the answer.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::endpoint::Peer;
 use crate::error::Error;
 use crate::mover::{Ended, Failure, Progress};
-use crate::transport::Hand;
+use crate::transport::{Hand, Helper};
 
 /// How long a waiter looks before it sleeps: a small copy's round trip fits in, a sleep and a wake-up cost as much again.
 const SPIN: Duration = Duration::from_micros(50);
@@ -41,8 +41,8 @@ impl Transfer {
 
     /// Waits until it has ended; false if the time was over before (the transfer goes on).
     pub fn wait(&self, timeout: Duration) -> bool {
-        let hand =
-            if is_small(self.state.copies, self.state.bytes) && !self.is_over() { take_over(&self.peer) } else { None };
+        let small = is_small(self.state.copies, self.state.bytes) && !self.is_over();
+        let hand = if small { helper(&self.peer).and_then(|helper| helper.take_over()) } else { None };
         self.wait_with(hand, timeout)
     }
 
@@ -145,9 +145,9 @@ impl Transfer {
     }
 }
 
-/// The lane that small copies to a peer go by, for a thread that is going to wait for some.
-pub(super) fn take_over(peer: &Peer) -> Option<Box<dyn Hand>> {
-    peer.driver().helper(&peer.node())?.take_over()
+/// For a thread that is going to wait for small copies to a peer.
+pub(super) fn helper(peer: &Peer) -> Option<Box<dyn Helper>> {
+    peer.driver().helper(&peer.node())
 }
 
 /// True if a thread that waits for such copies should do the work itself.

@@ -121,11 +121,12 @@ impl Seat {
     }
 
     /// Lets the caller's thread take what comes here, so that nobody else has to be woken for it. `None`: another thread
-    /// does already, or the lane is not in a state for it.
-    pub fn take_over(self: &Arc<Self>) -> Option<Helped> {
+    /// does already, or nothing is due though something should be, or the other way round.
+    pub fn take_over(self: &Arc<Self>, due: bool) -> Option<Helped> {
         let lane = self.lock();
         let nothing = &mut EpollEvent::new(EpollFlags::EPOLLET, self.token);
-        let fit = lane.as_ref().is_some_and(|lane| !lane.is_blocked()) && !self.helped.load(Ordering::Relaxed);
+        let fit = lane.as_ref().is_some_and(|lane| !lane.is_blocked() && lane.stalls_at().is_some() == due)
+            && !self.helped.load(Ordering::Relaxed);
         if !fit || self.worker.epoll.modify(&self.stream, nothing).is_err() {
             return None;
         }
@@ -146,9 +147,9 @@ impl Seat {
         self.helped.load(Ordering::Relaxed)
     }
 
-    /// True if an answer is due on it.
+    /// True if an answer is due on it, or it has a turn just now.
     pub fn waits(&self) -> bool {
-        self.lane.try_lock().is_ok_and(|lane| lane.as_ref().is_some_and(|lane| lane.stalls_at().is_some()))
+        self.lane.try_lock().map_or(true, |lane| lane.as_ref().is_some_and(|lane| lane.stalls_at().is_some()))
     }
 
     /// Makes its thread end it, behind the turn that it may have. Waits for nobody, so a lane's turn may end another lane.

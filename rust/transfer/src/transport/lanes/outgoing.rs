@@ -283,18 +283,27 @@ impl Peer {
         self.lock().lanes.len() > 1
     }
 
-    /// Takes over the only lane that is busy; if none is, the one that a small submission would go by.
+    fn waiting(&self, lane: Helped) -> Box<dyn Hand> {
+        Box::new(Waiting { hub: self.hub.clone(), lane })
+    }
+
+    /// Takes over the only lane that is busy.
     fn take_over(&self) -> Option<Helped> {
-        let (lanes, next) = {
-            let state = self.lock();
-            (state.lanes.clone(), state.hungry.last().copied())
-        };
+        let lanes = self.lock().lanes.clone();
         let mut busy = lanes.iter().filter(|lane| lane.waits());
         match (busy.next(), busy.next()) {
-            (Some(lane), None) => lane.take_over(),
-            (None, _) => lanes.iter().find(|lane| Some(lane.token()) == next)?.take_over(),
+            (Some(lane), None) => lane.take_over(true),
             _ => None,
         }
+    }
+
+    /// Takes over the lane that a small submission would go by, if all are idle.
+    fn take_next(&self) -> Option<Helped> {
+        let state = self.lock();
+        let next = state.hungry.last().filter(|_| state.taken == 0 && state.queue.is_empty())?;
+        let lane = state.lanes.iter().find(|lane| lane.token() == *next).cloned()?;
+        drop(state);
+        lane.take_over(false)
     }
 
     /// Ends all lanes and attempts. What was queued or under way is complete as `Lost` when this returns.
@@ -324,8 +333,11 @@ pub struct Waiter(pub(super) Arc<Peer>);
 
 impl Helper for Waiter {
     fn take_over(&self) -> Option<Box<dyn Hand>> {
-        let lane = self.0.take_over()?;
-        Some(Box::new(Waiting { hub: self.0.hub.clone(), lane }))
+        Some(self.0.waiting(self.0.take_over()?))
+    }
+
+    fn take_next(&self) -> Option<Box<dyn Hand>> {
+        Some(self.0.waiting(self.0.take_next()?))
     }
 }
 
