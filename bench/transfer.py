@@ -204,8 +204,8 @@ class Bench:
             suffix = "" if ours == "ours" else f" {ours}"
             what, unit = ("p50_us", "us") if batch == 1 else ("gbps", "GB/s")
             value = turns.value(ours, what)
-            # Others check nothing above TCP, so our figure without checksums is for the limit alone; and memory is copied
-            # as fast as its pages allow, so each kind is compared with its own.
+            # Others check nothing above TCP, so our figure without them is for the limit alone. Memory is copied as
+            # fast as its pages allow, so each kind is compared with its own.
             limits = {"limit", "memcpy-private" if ours == "private" else "memcpy"}
             peers = {"mooncake", "nixl", "nixl-auto", "iperf3"} if ours != "unchecked" else set()
             wanted = [name for name in others if name in limits | peers]

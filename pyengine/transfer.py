@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from pyengine import _native
 from pyengine._native import Copies, Notification, Region, RemoteRegion
 
@@ -171,6 +173,27 @@ class Transfer:
         return f"<Transfer {self.number}: {self.outcome}, {done} of {total} bytes>"
 
 
+#: DLPack's numbers for host memory: plain, and pinned for CUDA.
+_HOST_DEVICES = (1, 3)
+
+
+def _in_host_memory(memory: Any) -> Any:
+    """A tensor as something with the buffer protocol; all else as it is."""
+    if isinstance(memory, np.ndarray) or not hasattr(memory, "__dlpack_device__"):
+        return memory
+    kind, number = memory.__dlpack_device__()
+    if kind not in _HOST_DEVICES:
+        raise _native.BugError(
+            f"this tensor lies on device {number} of DLPack kind {int(kind)}, and the engine moves host memory only: "
+            "copy it to the host first, into pinned memory if that is done often"
+        )
+    try:
+        return np.from_dlpack(memory)
+    except (BufferError, RuntimeError, TypeError) as error:
+        why = f"this tensor's memory cannot be shared ({error}): register a view of it as uint8"
+        raise _native.BugError(why) from error
+
+
 class TransferEngine:
     """The transfer engine of this process. Use it from any thread; after a fork, make a new one in the child.
 
@@ -224,13 +247,14 @@ class TransferEngine:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def register(self, memory: Any, *, read: bool = True, write: bool = True, name: str | None = None) -> Region:
-        """Makes memory nameable: anything with the buffer protocol, or (pointer, length) of writable memory.
+        """Makes memory nameable: anything with the buffer protocol, a tensor in host memory (of any library
+        that exports DLPack), or (pointer, length) of writable memory.
 
         It stays registered until its `unregister` (or the end of its `with` block) or until the engine is closed. So
         long a buffer's export is held; memory behind a pointer must be kept by the caller. `read` and `write` say what
         peers may do. A `name` is what peers can ask for (`peer.region`); otherwise give them its `handle`.
         """
-        return self._native.register(memory, read=read, write=write, name=name)
+        return self._native.register(_in_host_memory(memory), read=read, write=write, name=name)
 
     def allocate(self, length: int, *, read: bool = True, write: bool = True, name: str | None = None) -> Region:
         """Registers zeroed memory of the engine's own, which shares best: `region.memory`."""

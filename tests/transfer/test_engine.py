@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pyengine import TransferEngine
 from pyengine._native import BugError, GiveUpError, RetryError
@@ -147,6 +148,27 @@ def test_memory_by_pointer_and_of_the_engine(a: TransferEngine, b: TransferEngin
 
 
 # -- what cannot be ------------------------------------------------------------------------------------------------
+
+
+class Elsewhere:
+    """A tensor that is not in host memory."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 7
+
+
+def test_tensors_are_memory_where_they_lie(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:
+    source, target = torch.arange(1000.0), torch.zeros(1000)
+    region, exposed = a.register(source), b.register(target, name="it")
+    a.run(peer, "write", [(region, 0, peer.region("it"), 0, exposed.nbytes)])
+    assert torch.equal(source, target)
+    with pytest.raises(BugError, match=r"device 7 of DLPack kind 2.*host memory only"):
+        a.register(Elsewhere())
+    with pytest.raises(BugError, match="a view of it as uint8"):
+        a.register(torch.zeros(8, dtype=torch.bfloat16))
+    a.register(torch.zeros(8, dtype=torch.bfloat16).view(torch.uint8)).unregister()
+    with pytest.raises(BugError, match="contiguous"):
+        a.register(torch.zeros(8, 8)[:, ::2])
 
 
 def test_mistakes_are_sentences(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:
