@@ -25,7 +25,8 @@ pub struct Daemon {
 impl Daemon {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python gives them by name")]
-    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None, transport = "auto", tls = false))]
+    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None,
+                        transport = "auto", tls = false))]
     fn new(
         py: Python<'_>,
         node: String,

@@ -109,8 +109,8 @@ impl Config {
 pub fn encrypts(transport: Via) -> Result<(), Error> {
     match transport {
         Via::Only(Kind::Rdma) => Err(Error::give_up(
-            "rdma is not encrypted, and TLS is on: use the transport auto or tcp, or start without TLS where the network is \
-             trusted",
+            "rdma is not encrypted, and TLS is on: use the transport auto or tcp, or start without TLS where the network \
+             is trusted",
         )),
         _ => Ok(()),
     }

@@ -81,7 +81,8 @@ pub struct Settings {
     pub listen: Option<String>,
     /// `host:port` that peers dial, where it is not what `listen` says.
     pub advertise: Option<String>,
-    /// What travels by TCP is encrypted (TLS 1.3); both sides must want it. Rdma cannot be encrypted and is not used then.
+    /// What travels by TCP is encrypted (TLS 1.3); both sides must want it. Rdma cannot be encrypted and is not used
+    /// then.
     pub tls: bool,
     /// By which transports copies may travel, out of [`KINDS`].
     pub transports: Vec<Kind>,

@@ -81,8 +81,8 @@ impl AsFd for Stream {
 }
 
 impl Stream {
-    /// Puts TLS between a TCP connection and its user, where `tls` says so; a unix socket stays as it is. The handshake is
-    /// [`Connection::handshake`]'s.
+    /// Puts TLS between a TCP connection and its user, where `tls` says so; a unix socket stays as it is. The handshake
+    /// is [`Connection::handshake`]'s.
     ///
     /// # Errors
     /// Retry: this process could make no key.

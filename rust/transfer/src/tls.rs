@@ -1,10 +1,10 @@
 //! TLS 1.3 under a session: what makes a TCP connection unreadable to whoever sees it pass.
 //!
-//! Nobody manages certificates: each process makes a key for itself when it first needs one (a raw public key, RFC 7250),
-//! and no side asks whose the other's is. Who is who is proven above, by the session, whose proofs are bound to this very
-//! channel ([`Tls::exporter`]): somebody in the middle who ends TLS on both sides has two channels with different
-//! exporters, and what was proven on one is worth nothing on the other. Where the cluster has no secret, TLS protects
-//! from listeners only.
+//! Nobody manages certificates: each process makes a key for itself when it first needs one (a raw public key, RFC
+//! 7250), and no side asks whose the other's is. Who is who is proven above, by the session, whose proofs are bound to
+//! this very channel ([`Tls::exporter`]): somebody in the middle who ends TLS on both sides has two channels with
+//! different exporters, and what was proven on one is worth nothing on the other. Where the cluster has no secret, TLS
+//! protects from listeners only.
 //!
 //! ```text
 //! send:    memory --- encrypted, 128 KiB at a time ---> records --- sendmsg ---> kernel
@@ -41,8 +41,8 @@ use rustls::{
 use crate::error::Error;
 use crate::wire::{self, WireError};
 
-/// Bytes that are encrypted, or taken from the socket, at once: they are still in the second-level cache when the kernel,
-/// or the cipher, reads them. Each connection holds about as much each way.
+/// Bytes that are encrypted, or taken from the socket, at once: they are still in the second-level cache when the
+/// kernel, or the cipher, reads them. Each connection holds about as much each way.
 const CHUNK_BYTES: usize = 128 << 10;
 
 /// Which end of a connection.
@@ -128,8 +128,8 @@ impl Tls {
         }
     }
 
-    /// 32 bytes that both ends of this channel know, and that no other channel has (RFC 9266, tls-exporter). Only once the
-    /// handshake is done.
+    /// 32 bytes that both ends of this channel know, and that no other channel has (RFC 9266, tls-exporter). Only once
+    /// the handshake is done.
     ///
     /// # Errors
     /// Bug: it is not.
@@ -184,7 +184,8 @@ impl Tls {
         Ok((got > 0 || self.ended).then_some(got))
     }
 
-    /// Sends the memory; `None`: the socket takes nothing now. What was not reported as sent must be offered again, first.
+    /// Sends the memory; `None`: the socket takes nothing now. What was not reported as sent must be offered again,
+    /// first.
     ///
     /// # Errors
     /// The connection is over.
@@ -415,8 +416,8 @@ impl ServerCertVerifier for AnyKey {
 
 #[cfg(test)]
 mod tests {
-    //! Goal: the manners of a socket (top), whatever the sizes, and whatever TLS says in between. Method: two sides over a
-    //! socket pair, driven by hand.
+    //! Goal: the manners of a socket (top), whatever the sizes, and whatever TLS says in between. Method: two sides
+    //! over a socket pair, driven by hand.
     use std::os::unix::net::UnixStream;
 
     use super::*;

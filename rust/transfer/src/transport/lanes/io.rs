@@ -185,8 +185,8 @@ impl Helped {
         let seat = &self.0;
         let mut wait = [PollFd::new(seat.stream.as_fd(), PollFlags::POLLIN)];
         let mut look = |within| {
-            // What TLS has taken already the socket does not tell of. An error is an interrupted call, which is a wait that
-            // was too short.
+            // What TLS has taken already the socket does not tell of. An error is an interrupted call, which is a wait
+            // that was too short.
             seat.stream.has_rest() || ppoll(&mut wait, Some(TimeSpec::from_duration(within)), None).unwrap_or(0) > 0
         };
         let began = Instant::now();

@@ -1,5 +1,5 @@
-//! Vectored system calls on lists of raw memory, never blocking; on unix sockets with descriptors beside them, over TLS with
-//! a cipher in between.
+//! Vectored system calls on lists of raw memory, never blocking; on unix sockets with descriptors beside them, over TLS
+//! with a cipher in between.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -77,8 +77,8 @@ impl Slices {
             Stream::Tls(encrypted) => {
                 let (socket, mut tls) = encrypted.parts();
                 let list = self.list[..self.count].as_mut_ptr().cast::<IoSliceMut<'_>>();
-                // SAFETY: an `IoSliceMut` has the layout of an iovec; the list is that long, and its pieces are memory that
-                // may be written during the call, by the caller's promise.
+                // SAFETY: an `IoSliceMut` has the layout of an iovec; the list is that long, and its pieces are memory
+                // that may be written during the call, by the caller's promise.
                 tls.receive(socket, unsafe { std::slice::from_raw_parts_mut(list, self.count) })?
             }
             // SAFETY: by the caller's promise.
@@ -125,8 +125,8 @@ impl Slices {
             Stream::Tls(encrypted) => {
                 let (socket, mut tls) = encrypted.parts();
                 let list = self.list[..self.count].as_ptr().cast::<IoSlice<'_>>();
-                // SAFETY: an `IoSlice` has the layout of an iovec; the list is that long, and its pieces are memory that
-                // stays mapped during the call, by the caller's promise.
+                // SAFETY: an `IoSlice` has the layout of an iovec; the list is that long, and its pieces are memory
+                // that stays mapped during the call, by the caller's promise.
                 tls.send(socket, unsafe { std::slice::from_raw_parts(list, self.count) })
             }
             // SAFETY: by the caller's promise.
