@@ -267,10 +267,12 @@ class Daemon:
         socket: str | None = None,
         conductor: str | None = None,
         transport: str = "auto",
+        tls: bool = False,
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
-        conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers. Raises GiveUpError
-        for an impossible configuration (arena larger than memory, port in use, path too long), with what to do.
+        conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers; tls: TCP is
+        encrypted, to peers and to the conductor, which must want the same. Raises GiveUpError for an impossible
+        configuration (arena larger than memory, port in use, path too long), with what to do.
         """
     @property
     def address(self) -> NodeAddress: ...
@@ -373,8 +375,8 @@ DaemonReport: TypeAlias = (
 @final
 class ReportEndpoint:
     """Where daemons dial in to the conductor: an authenticated session each, hosted in the conductor's process."""
-    def __new__(cls, listen: str, session_key: _Bytes) -> ReportEndpoint:
-        """listen: "host:port", port 0 for any. Raises GiveUpError if it cannot bind."""
+    def __new__(cls, listen: str, session_key: _Bytes, *, tls: bool = False) -> ReportEndpoint:
+        """listen: "host:port", port 0 for any. tls: for daemons with TLS. Raises GiveUpError if it cannot bind."""
     @property
     def address(self) -> str: ...
     def fileno(self) -> int: ...
@@ -502,6 +504,7 @@ class Endpoint:
         transports: Sequence[str] | None = None,
         checksums: bool = True,
         inbox: int = 1024,
+        tls: bool = False,
     ) -> Endpoint: ...
     @property
     def address(self) -> NodeAddress: ...

@@ -51,6 +51,7 @@ def serve(
     both: int | None = None,
     nodes: int | None = None,
     transport: str | None = None,
+    tls: Annotated[bool | None, Parameter(negative=())] = None,
     dram_bytes: str | None = None,
     kv_bytes: str | None = None,
     pages: int | None = None,
@@ -85,6 +86,8 @@ def serve(
         Daemons, each with its pool; worker k sits on node k mod nodes.
     transport
         How blocks cross between nodes: auto, shm, rdma or tcp.
+    tls
+        Daemons and conductor encrypt what travels by TCP.
     dram_bytes
         Pool arena per node, for example 2GiB (default: the lesser of 2 GiB and a tenth of the memory).
     kv_bytes

@@ -69,6 +69,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     nodes: daemons (each with its own pool); worker k sits on node k mod nodes, prefill workers first. One: hand-off
     through a shared arena, the fastest on one machine.
     transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma, then tcp.
+    tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used then.
     dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory.
     kv_bytes: device pages per worker, bytes; 0: as dram_bytes.
     pages: device pages per worker; 0: derived from kv_bytes.
@@ -87,6 +88,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     both: int = 0
     nodes: int = 1
     transport: str = "auto"
+    tls: bool = False
     dram_bytes: int = 0
     kv_bytes: int = 0
     pages: int = 0
@@ -108,6 +110,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("backend jax is not in this version: use --backend torch")
         _one_of("backend", self.backend, BACKENDS)
         _one_of("transport", self.transport, TRANSPORTS)
+        if self.tls and self.transport == "rdma":
+            raise ConfigError("rdma is not encrypted: use --transport auto or tcp with --tls, or leave --tls out")
         for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads", "slo_ttft", "slo_tbt"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
@@ -201,6 +205,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: "host:port" for peers (port 0: any). transport: how blocks travel to them. socket: path for local workers.
     conductor: "host:port" of its endpoint for daemons. dram_bytes: size of the arena.
+    tls: what travels by TCP is encrypted, to peers and to the conductor.
     """
 
     node: str
@@ -210,6 +215,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     conductor: str
     secret_file: str
+    tls: bool = False
 
     def toml(self) -> str:
         # A TOML basic string is a JSON string, for everything a path or an address can hold.

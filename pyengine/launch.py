@@ -244,6 +244,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
                 *("serve", "--listen", conductor, "--daemons", daemons),
                 *("--policy", config.policy, "--admission", config.admission),
                 *("--secret-file", str(secret), "--state-dir", config.state_dir, "--ready-fd", "{ready}"),
+                *(("--tls",) if config.tls else ()),
             ),
             front=False,
         )
@@ -258,6 +259,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             socket=f"{run}/{node}.sock",
             conductor=daemons,
             secret_file=str(secret),
+            tls=config.tls,
         )
         file = _write(run / f"{node}.toml", daemon.toml().encode())
         parts.append(

@@ -204,6 +204,9 @@ class TransferEngine:
     transports: "auto" (all that are built in), or which: "tcp", ["shm", "tcp"].
     checksums: copies carry checksums that are verified where they land.
     inbox: notifications that may wait in `notifications`; beyond, peers wait.
+    tls: what travels by TCP is encrypted (TLS 1.3); both engines must want it. shm does not leave the host; rdma cannot
+        be encrypted and is not used then. With a `secret` nobody on the way can read, change or impersonate; without
+        one TLS protects from listeners only.
     """
 
     def __init__(
@@ -216,6 +219,7 @@ class TransferEngine:
         transports: Literal["auto"] | Transport | Sequence[Transport] = "auto",
         checksums: bool = True,
         inbox: int = 1024,
+        tls: bool = False,
     ) -> None:
         names: list[str] | None = [transports] if isinstance(transports, str) else list(transports)
         self._native = _native.Endpoint(
@@ -226,6 +230,7 @@ class TransferEngine:
             transports=None if transports == "auto" else names,
             checksums=checksums,
             inbox=inbox,
+            tls=tls,
         )
         self._watches: WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = WeakKeyDictionary()
 
@@ -266,7 +271,8 @@ class TransferEngine:
         """Reaches the engine that listens at "host:port"; returns when copies would get through.
 
         transport: one that must be used, or "auto": the best that stands. `peer.transports` says which one is, and why.
-        Raises RetryError if it does not answer, or no path stands; GiveUpError if the secrets differ. It waits: in an
+        Raises RetryError if it does not answer, or no path stands; GiveUpError if the secrets differ, or
+        only one side has TLS. It waits: in an
         event loop call it by `asyncio.to_thread`.
         """
         native = self._native.connect(address, transport=None if transport == "auto" else transport, timeout=timeout)

@@ -40,6 +40,7 @@ def serve(
     seed: int = 0,
     secret: Annotated[Path | None, cyclopts.Parameter(name="--secret-file")] = None,
     state_dir: Path | None = None,
+    tls: Annotated[bool, cyclopts.Parameter(negative=())] = False,
     ready_fd: int | None = None,
 ) -> int:
     """Serves gateways, workers and daemons until SIGTERM or SIGINT.
@@ -60,6 +61,8 @@ def serve(
         The cluster secret; by default the one in the state directory, made if there is none.
     state_dir
         Where the cluster's secret is kept.
+    tls
+        Daemons report over TLS 1.3: start them with --tls too. Gateways and workers have CURVE.
     ready_fd
         Descriptor that gets one JSON line, {"endpoint": ..., "daemons": ...}, when it serves; by default stdout.
     """
@@ -68,7 +71,7 @@ def serve(
         logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))
         conductor = Conductor(policy=policy, admission=admission, seed=seed)
-        service = Service(conductor, listen, daemons, _native.derive_key(key, "session"))
+        service = Service(conductor, listen, daemons, _native.derive_key(key, "session"), tls=tls)
     except (ConfigError, LinkError, UnknownName, ValueError, _native.GiveUpError) as error:
         print(f"conductor serve: error: {error}", file=sys.stderr)
         return IMPOSSIBLE

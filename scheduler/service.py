@@ -69,10 +69,13 @@ class Service:
         listen: ZeroMQ endpoint for gateways and workers ("ipc://…", "tcp://127.0.0.1:*").
         daemons: "host:port" for daemons, port 0 for any.
         session_key: 32 bytes; who cannot prove it cannot connect over tcp, as gateway, worker or daemon.
+        tls: daemons report over TLS.
     Raises LinkError or GiveUpError if it cannot listen.
     """
 
-    def __init__(self, conductor: Conductor, listen: str, daemons: str, session_key: bytes) -> None:
+    def __init__(
+        self, conductor: Conductor, listen: str, daemons: str, session_key: bytes, *, tls: bool = False
+    ) -> None:
         self._conductor = conductor
         self._codec = Codec(ToConductor)
         self._empty = self._codec.encode([])
@@ -88,7 +91,7 @@ class Service:
         self._router.router_mandatory = True
         try:
             bind(self._router, listen, session_key)
-            self._reports = _native.ReportEndpoint(daemons, session_key)
+            self._reports = _native.ReportEndpoint(daemons, session_key, tls=tls)
         except Exception:
             self._close_sockets()
             raise

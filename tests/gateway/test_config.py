@@ -76,6 +76,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"backend": "jax"}, "use --backend torch"),
         ({"backend": "toch"}, "did you mean torch?"),
         ({"transport": "tpc"}, "did you mean tcp?"),
+        ({"transport": "rdma", "tls": True}, "not encrypted"),
         ({"prefill": 1}, "--decode 1"),
         ({"decode": 2}, "--prefill 1"),
         ({"prefill": -1}, "negative"),
@@ -180,7 +181,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_command_line() -> None:
     assert command("--version").returncode == 0
     shown = command("serve", "--help").stdout
-    for flag in ("--model", "--backend", "--prefill", "--decode", "--both", "--nodes", "--transport", "--dram-bytes"):
+    for flag in ("--model", "--backend", "--prefill", "--decode", "--both", "--nodes", "--transport", "--tls"):
         assert flag in shown
     refused = command("serve", "--backend", "jax")
     assert refused.returncode == 2

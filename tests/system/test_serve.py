@@ -46,6 +46,7 @@ SHAPES = {
     "tcp": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp"), ("prefill-0", "decode-0")),
     "shm": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "shm"), ("prefill-0", "decode-0")),
     "rdma": (("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "rdma"), ("prefill-0", "decode-0")),
+    "tls": (("--nodes", "2", "--transport", "tcp", "--tls"), ("prefill-0", "decode-0")),
     "2 + 2 on two nodes": (
         ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "round-robin"),
         ("prefill-0", "prefill-1", "decode-0", "decode-1"),
@@ -66,10 +67,11 @@ def test_every_shape_answers_and_its_workers_counters_move(shape: str, state_dir
 
         until(lambda: all(map(worked, workers)), "the counters of all workers move")
         assert server.metric("pyengine_recomputed_tokens_total") == 0
-        if shape in ("tcp", "shm", "rdma"):
+        if shape in ("tcp", "tls", "shm", "rdma"):
+            transport = "tcp" if shape == "tls" else shape
             # 7 blocks each: six full ones and the partial one.
-            until(lambda: crossed(server, shape) == (28, 28), "all blocks have crossed")
-            expect_no_other(server, shape)
+            until(lambda: crossed(server, transport) == (28, 28), "all blocks have crossed")
+            expect_no_other(server, transport)
         if shape == "one node":
             until(
                 lambda: server.metric("pyengine_transfer_blocks_total", transport="arena", direction="in") == 28,

@@ -293,6 +293,29 @@ def test_who_may_connect_and_who_not(a: TransferEngine, b: TransferEngine) -> No
         TransferEngine(node="a b")
 
 
+def test_tls_is_for_both_or_neither(b: TransferEngine) -> None:
+    with (
+        TransferEngine("127.0.0.1:0", secret=SECRET, node="left", tls=True) as left,
+        TransferEngine("127.0.0.1:0", secret=SECRET, node="right", tls=True) as right,
+    ):
+        mine, theirs = np.random.default_rng(5).bytes(64 << 20), bytearray(64 << 20)
+        region, remote = left.register(mine, write=False), right.register(theirs)
+        peer = left.connect(right.address, transport="tcp")
+        finish(left.submit(peer, "write", [(region, 0, RemoteRegion(remote.handle), 0, len(mine))]))
+        assert theirs == mine
+        with pytest.raises(GiveUpError, match="start both with --tls or neither"):
+            left.connect(b.address)
+        with pytest.raises(GiveUpError, match="start both with --tls or neither"):
+            b.connect(right.address)
+        with pytest.raises(GiveUpError, match="not encrypted"):
+            left.connect(right.address, transport="rdma")
+        peer.close()
+        paths = {path.transport: path for path in left.connect(right.address).transports}
+        assert paths["shm"].state == "up" and "TLS is on" in paths["rdma"].why
+    with pytest.raises(GiveUpError, match="not encrypted"):
+        TransferEngine(tls=True, transports=["rdma", "tcp"])
+
+
 def test_stranger_bytes_on_the_port(a: TransferEngine, b: TransferEngine, peer: Peer) -> None:
     host, port = b.address.rsplit(":", 1)
     open_ones = []

@@ -25,7 +25,8 @@ pub struct Daemon {
 impl Daemon {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python gives them by name")]
-    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None, transport = "auto"))]
+    #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None,
+                        transport = "auto", tls = false))]
     fn new(
         py: Python<'_>,
         node: String,
@@ -35,10 +36,12 @@ impl Daemon {
         socket: Option<PathBuf>,
         conductor: Option<String>,
         transport: &str,
+        tls: bool,
     ) -> PyResult<Self> {
         let session_key = self::session_key(session_key.bytes()).map_err(exception)?;
         let transport = transport.parse().map_err(exception)?;
-        let config = Config { node, dram_bytes, listen, advertise: None, transport, socket, conductor, session_key };
+        let config =
+            Config { node, dram_bytes, listen, advertise: None, transport, socket, conductor, session_key, tls };
         let daemon = py.detach(|| daemon::Daemon::start(&config)).map_err(exception)?;
         let address = NodeAddress(daemon.address().clone());
         Ok(Self { living: Living::new(daemon), address })

@@ -54,9 +54,11 @@ pub struct ReportEndpoint {
 #[pymethods]
 impl ReportEndpoint {
     #[new]
-    fn new(py: Python<'_>, listen: String, session_key: Readable) -> PyResult<Self> {
+    #[pyo3(signature = (listen, session_key, *, tls = false))]
+    fn new(py: Python<'_>, listen: String, session_key: Readable, tls: bool) -> PyResult<Self> {
         let key = self::session_key(session_key.bytes()).map_err(exception)?;
-        let endpoint = py.detach(|| report::ReportEndpoint::new(&listen, key, new_incarnation())).map_err(exception)?;
+        let start = || report::ReportEndpoint::new(&listen, key, tls, new_incarnation());
+        let endpoint = py.detach(start).map_err(exception)?;
         let address = endpoint.address().to_string();
         Ok(Self { living: Living::new(endpoint), address })
     }

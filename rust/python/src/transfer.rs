@@ -11,7 +11,7 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyList, PyMemoryView, PyTuple};
-use transfer::config::session_key;
+use transfer::config::{encrypts, session_key};
 use transfer::endpoint::{self, Copies as CopyList, How, KINDS, RegionHandle, Registration, Settings};
 use transfer::mailbox::Mailbox;
 use transfer::mover::{Ended, Failure, Priority, Via};
@@ -46,7 +46,7 @@ type Kept = Arc<Mutex<HashMap<u32, Py<Region>>>>;
 impl Endpoint {
     #[new]
     #[pyo3(signature = (*, session_key, node = None, listen = None, advertise = None, transports = None, checksums = true,
-                        inbox = 1024))]
+                        inbox = 1024, tls = false))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
     fn new(
         py: Python<'_>,
@@ -57,13 +57,18 @@ impl Endpoint {
         transports: Option<Vec<String>>,
         checksums: bool,
         inbox: usize,
+        tls: bool,
     ) -> PyResult<Self> {
         let key = self::session_key(session_key.bytes()).map_err(exception)?;
+        let given = transports.is_some();
         let transports = match transports {
             None => KINDS.to_vec(),
             Some(names) => names.iter().map(|name| kind(name)).collect::<PyResult<Vec<Kind>>>()?,
         };
-        let settings = Settings { node, key, listen, advertise, transports, checksums, inbox, lanes: None };
+        if given && tls && transports.contains(&Kind::Rdma) {
+            encrypts(Via::Only(Kind::Rdma)).map_err(exception)?;
+        }
+        let settings = Settings { node, key, listen, advertise, tls, transports, checksums, inbox, lanes: None };
         let endpoint = py.detach(|| endpoint::Endpoint::start(settings)).map_err(exception)?;
         let address = NodeAddress(endpoint.address().clone());
         let transports = endpoint.kinds().iter().map(|kind| kind.name()).collect();

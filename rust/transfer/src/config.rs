@@ -8,6 +8,7 @@ use crate::error::Error;
 use crate::keys::{Key, derive_key};
 use crate::memory::available_memory;
 use crate::mover::Via;
+use crate::types::Kind;
 
 /// Longest path of a unix socket: `sun_path` less its final zero.
 const SOCKET_PATH_LIMIT: usize = 107;
@@ -37,6 +38,9 @@ pub struct Config {
     pub conductor: Option<String>,
     /// Proven by everybody who connects. None: this cluster has no secret, and only loopback is allowed.
     pub session_key: Option<Key>,
+    /// What travels by TCP is encrypted (TLS 1.3), to the conductor and between nodes; both sides must want it. Local
+    /// workers and shm do not leave the host; rdma cannot be encrypted and is not used then.
+    pub tls: bool,
 }
 
 impl Config {
@@ -64,6 +68,9 @@ impl Config {
                 "dram_bytes is {}, but this machine has {available} bytes of memory available: lower it",
                 self.dram_bytes
             )));
+        }
+        if self.tls {
+            encrypts(self.transport)?;
         }
         if let Some(listen) = &self.listen {
             let addresses = resolve(listen)?;
@@ -95,6 +102,17 @@ impl Config {
             }
         }
         Ok(())
+    }
+}
+
+/// Refuses, where TLS is on, what it does not protect.
+pub fn encrypts(transport: Via) -> Result<(), Error> {
+    match transport {
+        Via::Only(Kind::Rdma) => Err(Error::give_up(
+            "rdma is not encrypted, and TLS is on: use the transport auto or tcp, or start without TLS where the network \
+             is trusted",
+        )),
+        _ => Ok(()),
     }
 }
 
@@ -202,6 +220,7 @@ mod tests {
             socket: None,
             conductor: None,
             session_key: None,
+            tls: false,
         }
     }
 
@@ -221,6 +240,7 @@ mod tests {
         assert!(refusal(open).contains("advertise"));
         assert!(refusal(|c| c.listen = Some("nonsense".into())).contains("host:port"));
         assert!(refusal(|c| c.conductor = Some("nonsense".into())).contains("host:port"));
+        assert!(refusal(|c| (c.tls, c.transport) = (true, Via::Only(Kind::Rdma))).contains("not encrypted"));
         assert!(refusal(|c| c.socket = Some("x".repeat(200).into())).contains("shorter"));
     }
 

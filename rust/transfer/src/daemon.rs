@@ -33,6 +33,7 @@ use crate::mover::{self, Mover, Via};
 use crate::paths::{self, Doors, Notify};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended, Event, Session};
+use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
 use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
 use crate::wire;
@@ -100,6 +101,7 @@ pub struct Daemon {
 /// What all of a daemon's threads know.
 struct Shared {
     key: Key,
+    tls: bool,
     me: NodeAddress,
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
@@ -134,10 +136,17 @@ impl Daemon {
         // All of them, whichever is used to reach others: a peer may have been told otherwise. Without a listener there
         // are no peers.
         let kinds = if config.listen.is_some() { paths::KINDS } else { &[] };
-        let (transports, doors) = paths::open(kinds, config.key(), &me, &LaneSettings::default(), bell)?;
+        let lanes = LaneSettings { tls: config.tls, ..LaneSettings::default() };
+        let (transports, doors) = paths::open(kinds, config.key(), &me, &lanes, bell)?;
         let threads = Arc::new(Threads::default());
-        let shared =
-            Arc::new(Shared { key: config.key(), me: me.clone(), happenings, threads: threads.clone(), doors });
+        let shared = Arc::new(Shared {
+            key: config.key(),
+            tls: config.tls,
+            me: me.clone(),
+            happenings,
+            threads: threads.clone(),
+            doors,
+        });
         let transports_shown = match config.transport {
             Via::Auto => kinds.to_vec(),
             Via::Only(kind) => vec![kind],
@@ -277,7 +286,7 @@ fn accepted(shared: &Arc<Shared>, stream: Stream) {
 fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error> {
     let local = matches!(stream, Stream::Unix(_));
     let session = Session::accept(shared.key, shared.me.clone(), nonce()?, now());
-    let mut connection = Connection::new(stream, session, link.clone())?;
+    let mut connection = Connection::new(stream.secured(shared.tls, Side::Acceptor)?, session, link.clone())?;
     let purpose = match connection.handshake()? {
         Event::Proven(purpose) => purpose,
         event => return Err(Error::bug(format!("{event:?} on an accepted session"))),
@@ -381,7 +390,8 @@ fn connect(shared: &Shared, address: &str, purpose: Purpose, link: &Link) -> Res
     let stream = dial_tcp(address, link, DIAL_WITHIN)
         .map_err(|error| Error::retry(format!("cannot reach {address}: {error}")))?;
     let session = Session::dial(shared.key, purpose, nonce()?, now());
-    let mut connection = Connection::new(Stream::Tcp(stream), session, link.clone())?;
+    let stream = Stream::Tcp(stream).secured(shared.tls, Side::Dialler)?;
+    let mut connection = Connection::new(stream, session, link.clone())?;
     match connection.handshake()? {
         Event::Established(found) => Ok((connection, found)),
         event => Err(Error::bug(format!("{event:?} on a dialled session"))),

@@ -47,7 +47,7 @@ pub use inbox::Notification;
 pub use region::{NAME_LIMIT, Registration};
 pub use transfer::Transfer;
 
-use crate::config::{Config, open_key};
+use crate::config::{Config, encrypts, open_key};
 use crate::daemon::new_incarnation;
 use crate::error::Error;
 use crate::keys::Key;
@@ -59,6 +59,7 @@ use crate::paths::{self, Doors};
 use crate::region::{Access, Buffer, Regions};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended as SessionEnded, Event, Session};
+use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
 use crate::transport::{Kind, Op, Path};
 use crate::types::{NodeAddress, NodeId};
@@ -80,6 +81,9 @@ pub struct Settings {
     pub listen: Option<String>,
     /// `host:port` that peers dial, where it is not what `listen` says.
     pub advertise: Option<String>,
+    /// What travels by TCP is encrypted (TLS 1.3); both sides must want it. Rdma cannot be encrypted and is not used
+    /// then.
+    pub tls: bool,
     /// By which transports copies may travel, out of [`KINDS`].
     pub transports: Vec<Kind>,
     /// Copies carry checksums that are verified where they land.
@@ -98,6 +102,7 @@ impl Default for Settings {
             key: None,
             listen: None,
             advertise: None,
+            tls: false,
             transports,
             checksums: true,
             lanes: None,
@@ -139,6 +144,7 @@ pub struct Endpoint {
 /// What an engine's threads, peers and transfers know.
 struct Shared {
     key: Key,
+    tls: bool,
     me: NodeAddress,
     kinds: Vec<Kind>,
     regions: Arc<Regions>,
@@ -176,6 +182,7 @@ impl Endpoint {
             transport: Via::Auto,
             conductor: None,
             session_key: settings.key,
+            tls: settings.tls,
         };
         config.check()?;
         let mut address = String::new();
@@ -201,11 +208,14 @@ impl Endpoint {
     /// # Errors
     /// Give up: impossible settings. Retry: no descriptors or threads.
     pub fn embed(settings: Settings, me: NodeAddress) -> Result<Self, Error> {
+        if let ([kind], true) = (&settings.transports[..], settings.tls) {
+            encrypts(Via::Only(*kind))?;
+        }
         let key = settings.key.unwrap_or_else(open_key);
         let bell = Bell::default();
         let defaults = LaneSettings::default();
         let lanes_per_peer = settings.lanes.unwrap_or(defaults.lanes_per_peer);
-        let of_lanes = LaneSettings { checksums: settings.checksums, lanes_per_peer, ..defaults };
+        let of_lanes = LaneSettings { checksums: settings.checksums, tls: settings.tls, lanes_per_peer, ..defaults };
         let (transports, doors) = paths::open(&settings.transports, key, &me, &of_lanes, || bell.notify())?;
         let regions = Regions::new();
         let seed = u64::from_le_bytes(random()?);
@@ -215,6 +225,7 @@ impl Endpoint {
         let threads = Arc::new(Threads::default());
         let shared = Arc::new(Shared {
             key,
+            tls: settings.tls,
             me,
             kinds: settings.transports,
             regions,
@@ -303,6 +314,9 @@ impl Endpoint {
     /// transport is not built in. Bug: it is connected already by other paths.
     pub fn connect(&self, address: &str, via: Via, timeout: Duration) -> Result<Peer, Error> {
         self.shared.open()?;
+        if self.shared.tls {
+            encrypts(via)?;
+        }
         let until = Instant::now() + timeout;
         if let Via::Only(kind) = via
             && !self.shared.kinds.contains(&kind)
@@ -789,7 +803,7 @@ fn accepted(shared: &Arc<Shared>, stream: Stream) {
 
 fn welcome(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error> {
     let session = Session::accept(shared.key, shared.me.clone(), nonce()?, now());
-    let mut connection = Connection::new(stream, session, link.clone())?;
+    let mut connection = Connection::new(stream.secured(shared.tls, Side::Acceptor)?, session, link.clone())?;
     match connection.handshake()? {
         Event::Proven(purpose) => shared.serve(connection, purpose, link),
         event => Err(Error::bug(format!("{event:?} on an accepted session"))),

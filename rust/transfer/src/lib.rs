@@ -26,6 +26,7 @@ pub mod report;
 pub mod server;
 pub mod session;
 pub mod stats;
+pub mod tls;
 pub mod transport;
 pub mod types;
 pub mod wire;

@@ -19,7 +19,9 @@ use crate::error::Error;
 use crate::mailbox::{Full, Wake, poll_timeout};
 use crate::memory::Arena;
 use crate::session::{Ended, Event, MESSAGE_LIMIT, Session};
+use crate::tls::{Encrypted, Shaken, Side};
 use crate::types::Nanos;
+use crate::wire::WireError;
 
 /// Kernel buffer of every TCP connection, each way: about what 10 Gbit/s and 0.4 ms round trip need.
 pub const SOCKET_BUFFER: usize = 512 << 10;
@@ -64,6 +66,8 @@ pub enum Stream {
     Tcp(TcpStream),
     /// To a process of this host; may carry descriptors.
     Unix(UnixStream),
+    /// Over TCP, encrypted.
+    Tls(Box<Encrypted>),
 }
 
 impl AsFd for Stream {
@@ -71,17 +75,28 @@ impl AsFd for Stream {
         match self {
             Self::Tcp(stream) => stream.as_fd(),
             Self::Unix(stream) => stream.as_fd(),
+            Self::Tls(encrypted) => encrypted.socket.as_fd(),
         }
     }
 }
 
 impl Stream {
+    /// Puts TLS between a TCP connection and its user, where `tls` says so; a unix socket stays as it is. The handshake
+    /// is [`Connection::handshake`]'s.
+    ///
+    /// # Errors
+    /// Retry: this process could make no key.
+    pub fn secured(self, tls: bool, side: Side) -> Result<Self, Error> {
+        match self {
+            Self::Tcp(stream) if tls => Ok(Self::Tls(Box::new(Encrypted::new(stream, side)?))),
+            other => Ok(other),
+        }
+    }
+
     fn prepare(&self) -> io::Result<()> {
         match self {
-            Self::Tcp(stream) => {
-                stream.set_nonblocking(true)?;
-                stream.set_nodelay(true)
-            }
+            Self::Tcp(stream) => prepare_tcp(stream),
+            Self::Tls(encrypted) => prepare_tcp(&encrypted.socket),
             Self::Unix(stream) => stream.set_nonblocking(true),
         }
     }
@@ -91,12 +106,28 @@ impl Stream {
         let _ = match self {
             Self::Tcp(stream) => stream.shutdown(how),
             Self::Unix(stream) => stream.shutdown(how),
+            Self::Tls(encrypted) => {
+                if how == std::net::Shutdown::Write {
+                    let (socket, mut tls) = encrypted.parts();
+                    tls.close(socket);
+                }
+                encrypted.socket.shutdown(how)
+            }
         };
+    }
+
+    /// True if `read` has something though the socket may have nothing.
+    pub(crate) fn has_rest(&self) -> bool {
+        matches!(self, Self::Tls(encrypted) if encrypted.parts().1.has_rest())
     }
 
     fn read(&self, buffer: &mut [u8], descriptors: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => (&mut &*stream).read(buffer),
+            Self::Tls(encrypted) => {
+                let (socket, mut tls) = encrypted.parts();
+                tls.receive(socket, &mut [IoSliceMut::new(buffer)])?.ok_or(io::ErrorKind::WouldBlock.into())
+            }
             Self::Unix(stream) => {
                 let mut space = nix::cmsg_space!([RawFd; 1]);
                 let mut slices = [IoSliceMut::new(buffer)];
@@ -126,6 +157,10 @@ impl Stream {
     fn write(&self, bytes: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => (&mut &*stream).write(bytes),
+            Self::Tls(encrypted) => {
+                let (socket, mut tls) = encrypted.parts();
+                tls.send(socket, &[IoSlice::new(bytes)])?.ok_or(io::ErrorKind::WouldBlock.into())
+            }
             Self::Unix(stream) => {
                 let raw = descriptor.map(|descriptor| [descriptor.as_raw_fd()]);
                 let control = raw.as_ref().map(|raw| ControlMessage::ScmRights(raw));
@@ -135,6 +170,11 @@ impl Stream {
             }
         }
     }
+}
+
+fn prepare_tcp(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)
 }
 
 /// Dials `host:port`. Closing `link` ends the attempt early.
@@ -340,6 +380,7 @@ impl Connection {
 
     /// Blocks until the other side is proven: `Event::Proven` (answer with `welcome` or `refuse`) or `Event::Established`.
     pub fn handshake(&mut self) -> Result<Event, Ended> {
+        self.secure()?;
         while self.events.is_empty() {
             if let Err(ended) = self.step() {
                 self.farewell();
@@ -348,6 +389,56 @@ impl Connection {
         }
         // An acceptor may say something right behind its welcome: the rest is for `drive`.
         Ok(self.events.remove(0))
+    }
+
+    /// The handshake of TLS, if the connection has it, and the session bound to it. It counts into the session's time.
+    fn secure(&mut self) -> Result<(), Ended> {
+        let Stream::Tls(encrypted) = &self.stream else { return Ok(()) };
+        let (socket, mut tls) = encrypted.parts();
+        loop {
+            self.session.tick(now())?;
+            let wants = match tls.shake(socket) {
+                Ok(Shaken::Waits(wants)) => wants,
+                Ok(Shaken::Done) => {
+                    let exporter = tls.exporter().map_err(|error| Ended::Closed(error.message))?;
+                    self.session.bind(&exporter);
+                    return Ok(());
+                }
+                Err(error) => {
+                    let clear = error.get_ref().is_some_and(|inner| inner.downcast_ref() == Some(&WireError::Clear));
+                    drop(tls);
+                    if !clear {
+                        return Err(closed(error));
+                    }
+                    self.answer_clear();
+                    return Err(WireError::Clear.into());
+                }
+            };
+            let left = self.session.next_tick().map(|at| Duration::from_nanos(at.saturating_sub(now())));
+            let mut wait = [PollFd::new(socket, wants), PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN)];
+            match poll(&mut wait, poll_timeout(left)) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(errno) => return Err(closed(errno.into())),
+            }
+            if ready(&wait[1]) {
+                self.link.wake().clear();
+            }
+            if let Some(reason) = &self.link.lock().closed {
+                return Err(Ended::Closed(reason.clone()));
+            }
+        }
+    }
+
+    /// Tells a side that speaks no TLS so, in words that it can read.
+    fn answer_clear(&mut self) {
+        let Stream::Tls(encrypted) = &self.stream else { return };
+        // Out of descriptors: then it sees the end only.
+        let Ok(stream) = encrypted.socket.try_clone() else { return };
+        self.stream = Stream::Tcp(stream);
+        // What a dialler had to say was meant for the channel.
+        self.session.take_output();
+        self.session.refuse(&WireError::Tls.to_string(), now());
+        self.farewell();
     }
 
     /// Welcomes a proven dialler.
@@ -421,14 +512,16 @@ impl Connection {
         }
         let wants =
             if self.sent < self.pending.len() { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
+        let rest = self.stream.has_rest();
         let left = self.session.next_tick().map(|at| Duration::from_nanos(at.saturating_sub(now())));
+        let left = if rest { Some(Duration::ZERO) } else { left };
         let mut wait =
             [PollFd::new(self.stream.as_fd(), wants), PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN)];
         match poll(&mut wait, poll_timeout(left)) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(closed(errno.into())),
         }
-        let readable = wait[0].revents().is_some_and(|events| events.intersects(!PollFlags::POLLOUT));
+        let readable = rest || wait[0].revents().is_some_and(|events| events.intersects(!PollFlags::POLLOUT));
         if ready(&wait[1]) {
             self.link.wake().clear();
         }

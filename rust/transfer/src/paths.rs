@@ -7,12 +7,16 @@ use crate::keys::Key;
 use crate::link::{Connection, Link};
 use crate::lives::{Lives, Seen};
 use crate::messages::Purpose;
+#[cfg(feature = "rdma")]
+use crate::region::Regions;
 use crate::transport::fence::Fences;
 use crate::transport::lanes::{Acceptor, Settings};
 #[cfg(feature = "rdma")]
 use crate::transport::rdma;
 use crate::transport::served::Totals;
 use crate::transport::shm::ShmTransport;
+#[cfg(feature = "rdma")]
+use crate::transport::{Busy, Completion, Copy, Outcome, Path};
 use crate::transport::{Kind, Transport, tcp};
 use crate::types::{Incarnation, NodeAddress, NodeId};
 
@@ -66,6 +70,11 @@ pub fn open(
                 Box::new(transport)
             }
             #[cfg(feature = "rdma")]
+            Kind::Rdma if settings.tls => {
+                tracing::info!("rdma is not used: {UNENCRYPTED}");
+                Box::new(Barred { why: UNENCRYPTED, lost: Vec::new() })
+            }
+            #[cfg(feature = "rdma")]
             Kind::Rdma => {
                 let transport = rdma::RdmaTransport::new(
                     key,
@@ -85,6 +94,39 @@ pub fn open(
         transports.push((kind, transport));
     }
     Ok((transports, doors))
+}
+
+/// Why TLS bars rdma.
+#[cfg(feature = "rdma")]
+const UNENCRYPTED: &str = "TLS is on, and rdma is not encrypted";
+
+/// Takes the place of a transport that must not be used, and says why.
+#[cfg(feature = "rdma")]
+struct Barred {
+    why: &'static str,
+    lost: Vec<Completion>,
+}
+
+#[cfg(feature = "rdma")]
+impl Transport for Barred {
+    fn register(&mut self, _regions: Arc<Regions>) {}
+
+    fn connect(&mut self, _peer: &NodeAddress) {}
+
+    fn path(&self, _peer: &NodeId) -> Path {
+        Path::Down(self.why.into())
+    }
+
+    fn submit(&mut self, _peer: &NodeId, copies: &[Copy]) -> Result<(), Busy> {
+        self.lost.extend(copies.iter().map(|copy| Completion { id: copy.id, outcome: Outcome::Lost }));
+        Ok(())
+    }
+
+    fn poll(&mut self, into: &mut Vec<Completion>) {
+        into.append(&mut self.lost);
+    }
+
+    fn close(&mut self, _peer: &NodeId) {}
 }
 
 impl Doors {

@@ -14,6 +14,7 @@ use crate::messages::{DaemonOrder, DaemonReport, Purpose};
 use crate::mover::Via;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
+use crate::tls::Side;
 use crate::types::{Incarnation, NodeAddress};
 use crate::wire;
 
@@ -39,6 +40,7 @@ pub struct ReportEndpoint {
 
 struct Shared {
     key: Key,
+    tls: bool,
     me: NodeAddress,
     mailbox: Mailbox<EndpointEvent>,
     /// By node: the session that counts.
@@ -52,11 +54,11 @@ struct Standing {
 }
 
 impl ReportEndpoint {
-    /// Listens at `host:port` (port 0: any).
+    /// Listens at `host:port` (port 0: any); with `tls`, for daemons that were started with it.
     ///
     /// # Errors
     /// Give up: cannot bind, or a non-loopback address without a key.
-    pub fn new(listen: &str, key: Option<Key>, incarnation: Incarnation) -> Result<Self, Error> {
+    pub fn new(listen: &str, key: Option<Key>, tls: bool, incarnation: Incarnation) -> Result<Self, Error> {
         let config = Config {
             node: "conductor".into(),
             dram_bytes: 0,
@@ -67,12 +69,14 @@ impl ReportEndpoint {
             socket: None,
             conductor: None,
             session_key: key,
+            tls,
         };
         config.check()?;
         let (listener, address) = Listener::tcp(listen)?;
         let me = NodeAddress { node: "conductor".into(), address: address.to_string(), incarnation };
         let shared = Arc::new(Shared {
             key: key.unwrap_or_else(open_key),
+            tls,
             me,
             mailbox: Mailbox::new(REPORT_LIMIT)?,
             daemons: Mutex::default(),
@@ -148,7 +152,7 @@ fn welcome(shared: &Arc<Shared>, threads: &Arc<Threads>, stream: Stream) {
 
 fn serve(shared: &Shared, number: u64, stream: Stream, link: &Link) -> Result<(), Error> {
     let session = Session::accept(shared.key, shared.me.clone(), nonce()?, now());
-    let mut connection = Connection::new(stream, session, link.clone())?;
+    let mut connection = Connection::new(stream.secured(shared.tls, Side::Acceptor)?, session, link.clone())?;
     let node = match connection.handshake()? {
         Event::Proven(Purpose::Report { node }) => node,
         Event::Proven(_) => {

@@ -11,8 +11,10 @@
 //! ```
 //!
 //! Both nonces are in both proofs, so no recorded session can be replayed; the labels differ, so no proof can be sent
-//! back to its maker. Behind the handshake every frame carries 16 bytes of a MAC under a key of this session and
-//! direction, over a running number: frames cannot be altered, dropped, repeated or moved between sessions.
+//! back to its maker. Over TLS the key of the MACs is made from the secret's and the channel's exporter (`bind`), so no
+//! proof can be carried from one channel to another. Behind the handshake every frame carries 16 bytes of a MAC under a
+//! key of this session and direction, over a running number: frames cannot be altered, dropped, repeated or moved
+//! between sessions.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -190,6 +192,15 @@ impl Session {
             watched: true,
             slowness: 1,
         }
+    }
+
+    /// Binds the proofs to the channel under the session, of which these 32 bytes are known to its two ends only.
+    /// Before anything is received.
+    pub fn bind(&mut self, exporter: &[u8; 32]) {
+        let mut hasher = blake3::Hasher::new_keyed(&self.key);
+        // No label of `proof` begins so: its length comes first there.
+        hasher.update(b"bound to the channel").update(exporter);
+        self.key = *hasher.finalize().as_bytes();
     }
 
     /// Turns the heartbeat off: on a unix socket the kernel reports a death, and a stopped process is not a dead one.

@@ -28,6 +28,8 @@ pub const BODY_LIMIT: usize = 4 << 20;
 pub const HANDSHAKE_LIMIT: usize = 1024;
 
 const MAGIC: [u8; 4] = *b"pyEN";
+/// First byte of a connection that begins with a TLS handshake.
+const TLS_HANDSHAKE: u8 = 22;
 
 /// What a session frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +65,12 @@ pub enum WireError {
     /// The other side is no pyengine process, or the stream is damaged.
     #[error("not a pyengine frame")]
     Magic,
+    /// The other side speaks TLS.
+    #[error("the other side speaks TLS and this one does not: start both with --tls or neither")]
+    Tls,
+    /// The other side speaks no TLS.
+    #[error("the other side speaks no TLS and this one does: start both with --tls or neither")]
+    Clear,
     /// Another version of the protocol.
     #[error("the other side speaks protocol {0}, this side {VERSION}: upgrade the older one")]
     Version(u16),
@@ -105,11 +113,16 @@ pub struct Frame<'a> {
     pub bytes: usize,
 }
 
+/// True unless these bytes cannot be the beginning of a session.
+pub fn begins(buffer: &[u8]) -> bool {
+    let seen = buffer.len().min(MAGIC.len());
+    buffer[..seen] == MAGIC[..seen]
+}
+
 /// Reads the frame at the front of `buffer`; `None` if more bytes are needed. `limit` bounds the body.
 pub fn parse(buffer: &[u8], limit: usize) -> Result<Option<Frame<'_>>, WireError> {
-    let seen = buffer.len().min(4);
-    if buffer[..seen] != MAGIC[..seen] {
-        return Err(WireError::Magic);
+    if !begins(buffer) {
+        return Err(if buffer[0] == TLS_HANDSHAKE { WireError::Tls } else { WireError::Magic });
     }
     if buffer.len() < HEADER_BYTES {
         return Ok(None);

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::region::{Access, Buffer, By, Regions};
-use pyengine_transfer::transport::lanes::LaneTransport;
+use pyengine_transfer::transport::lanes::{LaneTransport, Settings};
 use pyengine_transfer::transport::shm::ShmTransport;
 use pyengine_transfer::transport::sim::{Faults, Network, SimTransport};
 use pyengine_transfer::transport::{Busy, Completion, Copy, CopyId, Op, Outcome, PIECE_BYTES, Path, Transport};
@@ -94,19 +94,25 @@ impl Harness for Sim {
     }
 }
 
-/// Real sockets over loopback.
-struct Tcp {
+/// Real sockets over loopback, with TLS or without.
+struct Tcp<const TLS: bool> {
     transport: LaneTransport,
     woken: mpsc::Receiver<()>,
     receiver: lanes::Receiver,
 }
 
-impl Harness for Tcp {
+impl<const TLS: bool> Tcp<TLS> {
+    fn settings() -> Settings {
+        Settings { tls: TLS, ..lanes::short_queue() }
+    }
+}
+
+impl<const TLS: bool> Harness for Tcp<TLS> {
     type Transport = LaneTransport;
 
     fn new(here: Arc<Regions>, there: Arc<Regions>) -> Self {
-        let (transport, woken) = lanes::sender_with(here, lanes::short_queue());
-        Self { transport, woken, receiver: lanes::Receiver::with(there) }
+        let (transport, woken) = lanes::sender_with(here, Self::settings());
+        Self { transport, woken, receiver: lanes::Receiver::at("127.0.0.1:0", there, Self::settings()) }
     }
 
     fn transport(&mut self) -> &mut LaneTransport {
@@ -126,7 +132,8 @@ impl Harness for Tcp {
     }
 
     fn revive_peer(&mut self, there: Arc<Regions>) {
-        self.receiver = lanes::Receiver::life(there, self.receiver.address.incarnation + 1);
+        let incarnation = self.receiver.address.incarnation + 1;
+        self.receiver = lanes::Receiver::start("127.0.0.1:0", there, incarnation, Self::settings());
     }
 }
 
@@ -836,4 +843,4 @@ suites!([
     removal_waits_for_what_is_under_way,
     paths_tell,
     a_dead_peer_comes_back,
-]; sim: Sim, tcp: Tcp, shm: Shm; in a VM: rdma: Rdma);
+]; sim: Sim, tcp: Tcp<false>, tcp_tls: Tcp<true>, shm: Shm; in a VM: rdma: Rdma);

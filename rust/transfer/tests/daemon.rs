@@ -46,6 +46,7 @@ fn config(node: &str) -> Config {
         socket: None,
         conductor: None,
         session_key: Some(KEY),
+        tls: false,
     }
 }
 
@@ -265,7 +266,7 @@ fn two_nodes_push_to_each_other_at_once() {
 
 #[test]
 fn fetch_and_replicate_bring_blocks_from_a_peer() {
-    let endpoint = ReportEndpoint::new("127.0.0.1:0", Some(KEY), 1).expect("binds");
+    let endpoint = ReportEndpoint::new("127.0.0.1:0", Some(KEY), false, 1).expect("binds");
     let a = daemon("a");
     let reporting = Config { conductor: Some(endpoint.address().to_string()), ..config("b") };
     let b = Daemon::start(&reporting).expect("starts");
@@ -336,13 +337,13 @@ impl Log {
 
 #[test]
 fn a_restarted_conductor_is_found_again() {
-    let first = ReportEndpoint::new("127.0.0.1:0", Some(KEY), 1).expect("binds");
+    let first = ReportEndpoint::new("127.0.0.1:0", Some(KEY), false, 1).expect("binds");
     let address = first.address().to_string();
     let _daemon = Daemon::start(&Config { conductor: Some(address.clone()), ..config("a") }).expect("starts");
     let hello = |event: &EndpointEvent| matches!(event, EndpointEvent::Report(_, DaemonReport::Hello { .. }));
     Log::default().until(&first, "Hello", hello);
     drop(first);
-    let second = ReportEndpoint::new(&address, Some(KEY), 2).expect("binds again");
+    let second = ReportEndpoint::new(&address, Some(KEY), false, 2).expect("binds again");
     Log::default().until(&second, "Hello", hello);
 }
 

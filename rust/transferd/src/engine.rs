@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::ValueEnum;
-use transfer::config::{parse_bytes, read_session_key};
+use transfer::config::{encrypts, parse_bytes, read_session_key};
 use transfer::endpoint::{Endpoint, Settings};
 use transfer::error::Error;
 use transfer::mover::Via;
@@ -19,6 +19,9 @@ pub struct EngineArguments {
     /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
     #[arg(long, value_name = "FILE")]
     secret_file: Option<PathBuf>,
+    /// Encrypt what travels by TCP (TLS 1.3); the other side must have it too
+    #[arg(long)]
+    tls: bool,
     /// The path to take
     #[arg(long, default_value = "auto")]
     pub transport: Transport,
@@ -56,7 +59,10 @@ impl EngineArguments {
     /// Starts an engine.
     pub fn start(&self, listen: Option<String>, change: impl FnOnce(&mut Settings)) -> Result<Endpoint, Error> {
         let key = self.secret_file.as_deref().map(read_session_key).transpose()?;
-        let mut settings = Settings { key, listen, ..Settings::default() };
+        if self.tls {
+            encrypts(self.transport.via())?;
+        }
+        let mut settings = Settings { key, listen, tls: self.tls, ..Settings::default() };
         change(&mut settings);
         Endpoint::start(settings)
     }

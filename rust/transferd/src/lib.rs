@@ -31,7 +31,7 @@ use transfer::error::Error;
 struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
-    /// TOML file with node, dram_bytes, listen, advertise, transport, socket, conductor, secret_file
+    /// TOML file with node, dram_bytes, listen, advertise, transport, socket, conductor, secret_file, tls
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Id of this node, unique in the cluster
@@ -58,6 +58,9 @@ struct Arguments {
     /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
     #[arg(long, value_name = "FILE")]
     secret_file: Option<PathBuf>,
+    /// Encrypt what travels by TCP (TLS 1.3): all daemons and the conductor, or none
+    #[arg(long)]
+    tls: bool,
     /// Write one line of JSON with node, address, incarnation and socket to this descriptor when serving
     #[arg(long, value_name = "N")]
     ready_fd: Option<u32>,
@@ -93,6 +96,8 @@ struct File {
     socket: Option<PathBuf>,
     conductor: Option<String>,
     secret_file: Option<PathBuf>,
+    #[serde(default)]
+    tls: bool,
 }
 
 #[derive(Deserialize, Debug)]
@@ -247,6 +252,7 @@ fn configure(arguments: &Arguments) -> Result<Config, Error> {
         socket: arguments.socket.clone().or(file.socket),
         conductor: arguments.conductor.clone().or(file.conductor),
         session_key: secret.as_deref().map(read_session_key).transpose()?,
+        tls: arguments.tls || file.tls,
     };
     if config.listen.is_none() && config.socket.is_none() {
         return Err(missing("way in: no socket and no listen", "--socket or --listen"));
@@ -271,7 +277,12 @@ mod tests {
         std::fs::write(&path, "node = \"n1\"\ndram_bytes = \"2GiB\"\nlisten = \"127.0.0.1:0\"\n").expect("writable");
         let path_text = path.to_str().expect("a plain path");
         let config = configure(&arguments(&["--config", path_text, "--node", "n2"])).expect("good");
-        assert_eq!((config.node.as_str(), config.dram_bytes), ("n2", 2 << 30));
+        assert_eq!((config.node.as_str(), config.dram_bytes, config.tls), ("n2", 2 << 30, false));
+        std::fs::write(&path, "node = \"n1\"\ndram_bytes = 5\nlisten = \"127.0.0.1:0\"\ntls = true\n")
+            .expect("writable");
+        assert!(configure(&arguments(&["--config", path_text])).expect("good").tls);
+        let given = ["--node", "n", "--dram-bytes", "1MiB", "--listen", "127.0.0.1:0", "--tls"];
+        assert!(configure(&arguments(&given)).expect("good").tls);
 
         std::fs::write(&path, "node = \"n1\"\ndram_byte = 5\n").expect("writable");
         let error = configure(&arguments(&["--config", path_text])).expect_err("an unknown key").message;

@@ -91,6 +91,7 @@ fn ping_of_a_pool_daemon() {
         socket: None,
         conductor: None,
         session_key: None,
+        tls: false,
     };
     let daemon = Daemon::start(&config).expect("a daemon starts");
     let me = daemon.address().clone();

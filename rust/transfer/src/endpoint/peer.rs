@@ -29,6 +29,7 @@ use crate::mailbox::poll_timeout;
 use crate::messages::{EngineMessage, Purpose, RegionInfo};
 use crate::mover::{Ended, Failure, Progress, TransferId, Via};
 use crate::session::{Ended as SessionEnded, Event, Session};
+use crate::tls::Side;
 use crate::types::{Incarnation, Nanos, NodeAddress};
 use crate::wire;
 
@@ -469,7 +470,8 @@ impl Remote {
             Error::retry(format!("cannot reach {}: {error}; is its engine running and listening there?", self.address))
         })?;
         let session = Session::dial(shared.key, Purpose::Engine { node: shared.me.clone() }, nonce()?, now());
-        let mut connection = Connection::new(Stream::Tcp(stream), session, self.link.clone())?;
+        let stream = Stream::Tcp(stream).secured(shared.tls, Side::Dialler)?;
+        let mut connection = Connection::new(stream, session, self.link.clone())?;
         let context = |error: Error| Error { message: format!("{}: {error}", self.address), ..error };
         match connection.handshake().map_err(|ended| context(ended.into()))? {
             Event::Established(found) => Ok((connection, found)),

@@ -7,6 +7,7 @@ use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::messages::Purpose;
 use crate::session::{Event, HANDSHAKE_WITHIN, Session};
+use crate::tls::Side;
 use crate::transport::fence::Fences;
 use crate::transport::lanes::{Dial, LaneTransport, Settings};
 use crate::types::NodeAddress;
@@ -22,12 +23,14 @@ pub fn transport(
     fences: Fences,
     notify: Box<dyn Fn() + Send + Sync>,
 ) -> Result<LaneTransport, Error> {
-    LaneTransport::new("tcp", settings, fences, Box::new(Dialler { key, me }), notify)
+    let dialler = Dialler { key, me, tls: settings.tls };
+    LaneTransport::new("tcp", settings, fences, Box::new(dialler), notify)
 }
 
 struct Dialler {
     key: Key,
     me: NodeAddress,
+    tls: bool,
 }
 
 impl Dial for Dialler {
@@ -36,7 +39,7 @@ impl Dial for Dialler {
         let stream = dial_tcp(&peer.address, link, DIAL_WITHIN)
             .map_err(|error| Error::retry(format!("cannot reach {}: {error}", peer.address)))?;
         let purpose = Purpose::Lane { node: self.me.clone(), path };
-        prove(Stream::Tcp(stream), self.key, purpose, peer, began, link)
+        prove(Stream::Tcp(stream).secured(self.tls, Side::Dialler)?, self.key, purpose, peer, began, link)
     }
 }
 

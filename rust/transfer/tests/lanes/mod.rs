@@ -15,6 +15,7 @@ use pyengine_transfer::messages::Purpose;
 use pyengine_transfer::region::Regions;
 use pyengine_transfer::server::{Listener, Threads, accept_all};
 use pyengine_transfer::session::{Event, Session};
+use pyengine_transfer::tls::Side;
 use pyengine_transfer::transport::Transport;
 use pyengine_transfer::transport::fence::Fences;
 use pyengine_transfer::transport::lanes::{Acceptor, LaneTransport, Settings};
@@ -57,9 +58,11 @@ impl Receiver {
         Self::start(listen, regions, 1, settings)
     }
 
-    fn start(listen: &str, regions: Arc<Regions>, incarnation: Incarnation, settings: Settings) -> Self {
+    /// Serves these regions there, as this life of the node.
+    pub fn start(listen: &str, regions: Arc<Regions>, incarnation: Incarnation, settings: Settings) -> Self {
         let (listener, at) = Listener::tcp(listen).expect("binds");
         let address = NodeAddress { node: "destination".into(), address: at.to_string(), incarnation };
+        let tls = settings.tls;
         let fences = Fences::default();
         let mut transport = transport(&address, settings, fences.clone(), Box::new(|| {}));
         transport.register(regions);
@@ -70,7 +73,7 @@ impl Receiver {
             accept_all(&[listener], &until, |stream| {
                 let (acceptor, me, link) = (acceptor.clone(), me.clone(), Link::new().expect("an eventfd"));
                 let within = link.clone();
-                let serve = move || serve(&acceptor, me, stream, &within);
+                let serve = move || serve(&acceptor, me, stream.secured(tls, Side::Acceptor).expect("a key"), &within);
                 all.spawn("lane", &link, serve).expect("not stopping");
             });
         };

@@ -10,10 +10,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::link::Stream;
 use crate::region::{By, Reading, checksums_of};
 use crate::transport::fence::{Fencing, Guest};
 use crate::transport::{Op, Outcome, STALLED_AFTER};
@@ -75,7 +75,7 @@ impl Incoming {
     }
 
     /// True if there is more to do at once.
-    fn work(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
+    fn work(&mut self, socket: &Stream, now: Instant) -> io::Result<bool> {
         let mut budget = TURN_BYTES;
         let mut more = false;
         self.fenced();
@@ -111,7 +111,7 @@ impl Incoming {
     }
 
     /// Copies what a WRITE has named out of the peer's memory. False: the budget is used up.
-    fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
+    fn pull(&mut self, socket: &Stream, budget: &mut usize) -> io::Result<bool> {
         let Some(pulling) = &mut self.pulling else { return Ok(true) };
         if !pulling.pull(socket, budget)? {
             return Ok(false);
@@ -260,7 +260,7 @@ impl Incoming {
 }
 
 impl Lane for Incoming {
-    fn turn(&mut self, socket: BorrowedFd<'_>, ready: Ready, now: Instant) -> Turn {
+    fn turn(&mut self, socket: &Stream, ready: Ready, now: Instant) -> Turn {
         if ready.readable {
             self.inflow.set_readable(ready.hangup);
         }

@@ -2,12 +2,13 @@
 //! registered one.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use super::body::{Body, DISCARD_BYTES};
 use super::frames::{self, ENTRY_BYTES, FrameError, HEADER_BYTES, Header, Table};
 use super::socket::Slices;
+use crate::link::Stream;
 use crate::transport::STALLED_AFTER;
 
 /// Bytes read for a header if nothing is known: a whole frame with a copy of 4 KiB, and room to see that it was all. Its body is copied once more then,
@@ -103,7 +104,7 @@ impl Inflow {
     ///
     /// # Errors
     /// The connection is over, or what came is no frame.
-    pub fn next(&mut self, socket: BorrowedFd<'_>, now: Instant, budget: &mut usize) -> io::Result<Step> {
+    pub fn next(&mut self, socket: &Stream, now: Instant, budget: &mut usize) -> io::Result<Step> {
         loop {
             match &mut self.stage {
                 Stage::Front => {
@@ -197,7 +198,7 @@ impl State {
     unsafe fn receive(
         &mut self,
         slices: &mut Slices,
-        socket: BorrowedFd<'_>,
+        socket: &Stream,
         budget: &mut usize,
     ) -> io::Result<Result<usize, Step>> {
         if !self.readable {

@@ -11,7 +11,7 @@
 //! lane's lock. A turn that has more to do is followed by those of the other lanes, so no lane starves another.
 
 use std::collections::HashMap;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -63,7 +63,7 @@ pub struct Ready {
 /// One connection's side of the protocol.
 pub trait Lane: Send {
     /// Does what can be done without waiting.
-    fn turn(&mut self, socket: BorrowedFd<'_>, ready: Ready, now: Instant) -> Turn;
+    fn turn(&mut self, socket: &Stream, ready: Ready, now: Instant) -> Turn;
     /// When the lane counts as stalled if nothing moves; `None` if nothing is due on it.
     fn stalls_at(&self) -> Option<Instant>;
     /// True if the socket was full: the lane goes on when it is not.
@@ -104,7 +104,7 @@ impl Seat {
     pub fn turn_here(&self, now: Instant) -> bool {
         let Ok(mut lane) = self.lane.try_lock() else { return false };
         let Some(open) = lane.as_mut() else { return false };
-        let turn = open.turn(self.stream.as_fd(), Ready::default(), now);
+        let turn = open.turn(&self.stream, Ready::default(), now);
         self.watch(open.as_ref());
         drop(lane);
         self.follow(turn);
@@ -185,8 +185,9 @@ impl Helped {
         let seat = &self.0;
         let mut wait = [PollFd::new(seat.stream.as_fd(), PollFlags::POLLIN)];
         let mut look = |within| {
-            // An error is an interrupted call, which is a wait that was too short.
-            ppoll(&mut wait, Some(TimeSpec::from_duration(within)), None).unwrap_or(0) > 0
+            // What TLS has taken already the socket does not tell of. An error is an interrupted call, which is a wait
+            // that was too short.
+            seat.stream.has_rest() || ppoll(&mut wait, Some(TimeSpec::from_duration(within)), None).unwrap_or(0) > 0
         };
         let began = Instant::now();
         while !look(Duration::ZERO) {
@@ -202,7 +203,7 @@ impl Helped {
         let hangup = wait[0].revents().is_none_or(|events| events.intersects(!PollFlags::POLLIN));
         let mut lane = seat.lock();
         let Some(open) = lane.as_mut() else { return false };
-        let turn = open.turn(seat.stream.as_fd(), Ready { readable: true, writable: false, hangup }, Instant::now());
+        let turn = open.turn(&seat.stream, Ready { readable: true, writable: false, hangup }, Instant::now());
         seat.watch(open.as_ref());
         drop(lane);
         match turn {
@@ -457,7 +458,7 @@ impl Rounds {
             };
             // What had come before the helper began to wait it finds too; afterwards epoll tells again of what is left.
             let ready = if seat.helped.load(Ordering::Relaxed) { Ready::default() } else { ready };
-            let socket = seat.stream.as_fd();
+            let socket = &seat.stream;
             let turn = match seat.doomed.get() {
                 Some(reason) => Turn::Over(reason.clone()),
                 None => catch_unwind(AssertUnwindSafe(|| open.turn(socket, ready, now)))

@@ -68,6 +68,8 @@ pub struct Settings {
     pub window_frames: usize,
     /// Copies carry checksums that are verified where they land. Default true; both ends obey who submits.
     pub checksums: bool,
+    /// TCP connections are dialled with TLS. Default false; whoever accepts must want the same.
+    pub tls: bool,
 }
 
 impl Default for Settings {
@@ -81,6 +83,7 @@ impl Default for Settings {
             window_bytes: 4 << 20,
             window_frames: 64,
             checksums: true,
+            tls: false,
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 
+use crate::link::Stream;
 use crate::region::Reading;
 
 use super::socket::Slices;
@@ -67,7 +68,7 @@ impl Outflow {
     ///
     /// # Errors
     /// The connection is over.
-    pub fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+    pub fn flush(&mut self, socket: &Stream) -> io::Result<usize> {
         if !self.writable || self.frames.is_empty() {
             return Ok(0);
         }

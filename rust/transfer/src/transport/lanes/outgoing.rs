@@ -16,7 +16,6 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -445,7 +444,7 @@ impl Outgoing {
     }
 
     /// True if there is more to do at once.
-    fn work(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
+    fn work(&mut self, socket: &Stream, now: Instant) -> io::Result<bool> {
         let mut budget = TURN_BYTES;
         let more = self.receive(socket, now, &mut budget)?;
         if budget < TURN_BYTES {
@@ -454,7 +453,7 @@ impl Outgoing {
         Ok(self.send(socket, now)? || more)
     }
 
-    fn send(&mut self, socket: BorrowedFd<'_>, now: Instant) -> io::Result<bool> {
+    fn send(&mut self, socket: &Stream, now: Instant) -> io::Result<bool> {
         let mut bytes = 0;
         while self.outflow.is_writable() {
             // Frame by frame, so that the kernel finds in cache what the checksum has read.
@@ -580,7 +579,7 @@ impl Outgoing {
     }
 
     /// True if the budget was used up before the socket was empty.
-    fn receive(&mut self, socket: BorrowedFd<'_>, now: Instant, budget: &mut usize) -> io::Result<bool> {
+    fn receive(&mut self, socket: &Stream, now: Instant, budget: &mut usize) -> io::Result<bool> {
         loop {
             if !self.pull(socket, budget)? {
                 return Ok(true);
@@ -595,7 +594,7 @@ impl Outgoing {
     }
 
     /// Copies what a DATA has named out of the target's memory. False: the budget is used up.
-    fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
+    fn pull(&mut self, socket: &Stream, budget: &mut usize) -> io::Result<bool> {
         let Some(pulling) = &mut self.pulling else { return Ok(true) };
         if !pulling.pull(socket, budget)? {
             return Ok(false);
@@ -729,7 +728,7 @@ impl Outgoing {
 }
 
 impl Lane for Outgoing {
-    fn turn(&mut self, socket: BorrowedFd<'_>, ready: Ready, now: Instant) -> Turn {
+    fn turn(&mut self, socket: &Stream, ready: Ready, now: Instant) -> Turn {
         if ready.readable {
             self.inflow.set_readable(ready.hangup);
         }

@@ -227,12 +227,12 @@ impl Pulling {
     ///
     /// # Errors
     /// The other side is gone, or lies.
-    pub fn pull(&mut self, socket: BorrowedFd<'_>, budget: &mut usize) -> io::Result<bool> {
+    pub fn pull(&mut self, socket: &Stream, budget: &mut usize) -> io::Result<bool> {
         if !self.body.pull(&self.places, &self.views, budget)? {
             return Ok(false);
         }
         // The other side shuts the lane down before it takes its memory back: if it stands, all bytes were held.
-        if is_hung_up(socket) { Err(io::Error::other("the other side has left")) } else { Ok(true) }
+        if is_hung_up(socket.as_fd()) { Err(io::Error::other("the other side has left")) } else { Ok(true) }
     }
 }
 

@@ -1,11 +1,14 @@
-//! Vectored system calls on lists of raw memory, never blocking; on unix sockets with descriptors beside them.
+//! Vectored system calls on lists of raw memory, never blocking; on unix sockets with descriptors beside them, over TLS
+//! with a cipher in between.
 
-use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 use nix::libc;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::link::Stream;
 
 /// Pieces that one call takes: 2 KiB on the stack, and a call per 1 MiB of 4 KiB copies or more often.
 const SLICES: usize = 128;
@@ -67,6 +70,30 @@ impl Slices {
     /// The connection is over; also at its regular end.
     pub unsafe fn receive(
         &mut self,
+        socket: &Stream,
+        descriptors: Option<&mut Vec<OwnedFd>>,
+    ) -> io::Result<Option<usize>> {
+        let received = match socket {
+            Stream::Tls(encrypted) => {
+                let (socket, mut tls) = encrypted.parts();
+                let list = self.list[..self.count].as_mut_ptr().cast::<IoSliceMut<'_>>();
+                // SAFETY: an `IoSliceMut` has the layout of an iovec; the list is that long, and its pieces are memory
+                // that may be written during the call, by the caller's promise.
+                tls.receive(socket, unsafe { std::slice::from_raw_parts_mut(list, self.count) })?
+            }
+            // SAFETY: by the caller's promise.
+            clear => unsafe { self.receive_clear(clear.as_fd(), descriptors) }?,
+        };
+        match received {
+            Some(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
+            other => Ok(other),
+        }
+    }
+
+    /// # Safety
+    /// As `receive`.
+    unsafe fn receive_clear(
+        &mut self,
         socket: BorrowedFd<'_>,
         descriptors: Option<&mut Vec<OwnedFd>>,
     ) -> io::Result<Option<usize>> {
@@ -83,10 +110,7 @@ impl Slices {
             // SAFETY: the kernel has just filled the message's control buffer, which is still there.
             unsafe { take_descriptors(&message, descriptors) };
         }
-        match received {
-            Some(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
-            other => Ok(other),
-        }
+        Ok(received)
     }
 
     /// Sends the memory, and a descriptor beside its first byte. `None`: the socket takes nothing now.
@@ -96,7 +120,23 @@ impl Slices {
     ///
     /// # Errors
     /// The connection is over.
-    pub unsafe fn send(
+    pub unsafe fn send(&mut self, socket: &Stream, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Option<usize>> {
+        match socket {
+            Stream::Tls(encrypted) => {
+                let (socket, mut tls) = encrypted.parts();
+                let list = self.list[..self.count].as_ptr().cast::<IoSlice<'_>>();
+                // SAFETY: an `IoSlice` has the layout of an iovec; the list is that long, and its pieces are memory
+                // that stays mapped during the call, by the caller's promise.
+                tls.send(socket, unsafe { std::slice::from_raw_parts(list, self.count) })
+            }
+            // SAFETY: by the caller's promise.
+            clear => unsafe { self.send_clear(clear.as_fd(), descriptor) },
+        }
+    }
+
+    /// # Safety
+    /// As `send`.
+    unsafe fn send_clear(
         &mut self,
         socket: BorrowedFd<'_>,
         descriptor: Option<BorrowedFd<'_>>,

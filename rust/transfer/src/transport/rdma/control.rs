@@ -193,7 +193,9 @@ impl Control {
         session.slow_down(slowness);
         match stream {
             Stream::Tcp(stream) => Self::new(stream, session, pending, events),
-            Stream::Unix(_) => Err(Ended::Closed("an rdma path is set up over TCP".into())),
+            Stream::Unix(_) | Stream::Tls(_) => {
+                Err(Ended::Closed("an rdma path is set up over TCP without TLS".into()))
+            }
         }
     }
 
