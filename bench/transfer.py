@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -120,10 +121,12 @@ class Bench:
             note(f"{name}: left out: {command[0]} is not there (`make peers`)")
             return False
         # Ours is heard; others say much, which is kept where it can be looked up.
-        log = None if command[0] == sys.executable else (ROOT / ".venv-peers" / f"{name}.log").open("w")
-        child = Child([str(word) for word in command], {**os.environ, **env}, cwd=ROOT, log=log)
+        other = command[0] != sys.executable
+        log = (ROOT / ".venv-peers" / f"{name}.log").open("w") if other else None
+        child = Child([str(word) for word in command], {**os.environ, **env}, cwd=ROOT, log=log, polls=other)
         try:
             child.hear()
+            child.signal(signal.SIGSTOP)
         except EOFError as error:
             note(f"{name}: left out: {error}" + (f" (see {log.name})" if log else ""))
             child.__exit__()

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -148,23 +150,48 @@ def digest(memory: Memory, offsets: Offsets, block: int) -> int:
 
 
 class Child:
-    """A process that is spoken with line by line, and ends with its standard input."""
+    """A process that is spoken with line by line, and ends with its standard input.
+
+    polls: it and its own children keep cores busy while nobody asks anything (threads that poll), so they are stopped
+    between questions: else whoever else is measured would have these cores no more.
+    """
 
     def __init__(
-        self, command: list[str], env: dict[str, str] | None = None, cwd: Path | None = None, log: IO[str] | None = None
+        self,
+        command: list[str],
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        log: IO[str] | None = None,
+        polls: bool = False,
     ) -> None:
         self.process = subprocess.Popen(
-            command, env=env, cwd=cwd, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            env=env,
+            cwd=cwd,
+            stderr=log,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=polls,
         )
+        self.polls = polls
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
         self.name = " ".join(command)
 
     def ask(self, question: Any) -> Any:
         """Waits for the answer."""
+        self.signal(signal.SIGCONT)
         self.input.write(json.dumps(question) + "\n")
         self.input.flush()
-        return self.hear()
+        answer = self.hear()
+        self.signal(signal.SIGSTOP)
+        return answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """To it and its children, if they are stopped between questions."""
+        if self.polls and self.process.poll() is None:
+            os.killpg(self.process.pid, number)
 
     def hear(self) -> Any:
         """The next thing it says to us; EOFError if it ends instead."""
@@ -177,6 +204,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGCONT)
         self.input.close()
         try:
             self.process.wait(10)
