@@ -271,9 +271,8 @@ class TransferEngine:
         """Reaches the engine that listens at "host:port"; returns when copies would get through.
 
         transport: one that must be used, or "auto": the best that stands. `peer.transports` says which one is, and why.
-        Raises RetryError if it does not answer, or no path stands; GiveUpError if the secrets differ, or
-        only one side has TLS. It waits: in an
-        event loop call it by `asyncio.to_thread`.
+        Raises RetryError if it does not answer, or no path stands; GiveUpError if the secrets differ, or only one side
+        has TLS. It waits: in an event loop call it by `asyncio.to_thread`.
         """
         native = self._native.connect(address, transport=None if transport == "auto" else transport, timeout=timeout)
         return Peer(native, self)

@@ -5,8 +5,8 @@ both, around an `Engine` of four methods. It needs numpy alone, for it runs in t
 that it drives.
 
 The work: a batch of blocks, scattered (block i of the one side is block `order[i]` of the other, as the blocks of a KV
-cache are), one batch at a time. Every batch takes the next set of a pool that is several times as large as the
-last-level cache, so neither end is ever warm. What can be prepared (descriptor lists) is, outside the measurement.
+cache are), one batch at a time. Every batch takes the next set of a pool that is far larger than a core's own caches,
+so neither end is warm. What can be prepared (descriptor lists) is, outside the measurement.
 
 ```
 bench/transfer.py --stdin--> initiator --stdin--> target       one JSON object a line, each way

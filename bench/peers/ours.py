@@ -13,7 +13,7 @@ import numpy as np
 from bench.peers.driver import POOL_BYTES, Child, Offsets, main, plain_memory
 from pyengine.transfer import Copies, Peer, Region, RemoteRegion, TransferEngine
 
-#: Bytes of a round of `with_peers`, all peers together; half of the pool, and still more than the last-level cache.
+#: Bytes of a round of `with_peers`, all peers together; half of the pool, and still far more than a core's caches.
 ROUND_BYTES = POOL_BYTES // 2
 
 

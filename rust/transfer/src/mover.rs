@@ -24,8 +24,8 @@
 //!   breaker (`mover/breaker.rs`).
 //! * **Again.** A piece that was lost or corrupted is sent again, at most [`Request::retries`] times, on whatever path
 //!   is the best then. That is safe: a read changes nothing at the peer, a write writes the same bytes again, and what
-//!   was lost is not applied any more when that begins (`transport/fence.rs`). A
-//!   transfer that finds no path waits until all paths have failed more often than that.
+//!   was lost is not applied any more when that begins (`transport/fence.rs`). A transfer that finds no path waits until
+//!   all paths have failed more often than that.
 //! * **Bounded.** [`Busy`] when a peer, or all together, have too much queued. Parts are never copied, pieces exist only
 //!   while they are under way.
 //!
@@ -291,17 +291,6 @@ struct Peer {
     over: bool,
     /// When to look again, as a path's rest is over then.
     tick: Option<Nanos>,
-}
-
-impl Peer {
-    /// A copy is not under way any more.
-    fn landed(&mut self, flight: &Flight) {
-        self.in_flight -= 1;
-        let way = &mut self.ways[flight.path];
-        way.copies -= 1;
-        way.bytes -= u64::from(flight.piece.bytes);
-        way.full = false;
-    }
 }
 
 /// What a path can take now.
@@ -803,7 +792,11 @@ impl Mover {
         let flight = flight.take()?;
         self.free.push(index);
         let peer = self.peers.get_mut(&flight.peer).expect("peers outlive their copies");
-        peer.landed(&flight);
+        peer.in_flight -= 1;
+        let way = &mut peer.ways[flight.path];
+        way.copies -= 1;
+        way.bytes -= u64::from(flight.piece.bytes);
+        way.full = false;
         Some(flight)
     }
 

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Each prints one JSON object. A batch is scattered: block `i` of the one side is block `shuffled[i]` of the other, as
-//! the blocks of a KV cache are. Every batch takes the next set of a pool of buffers that is several times as large as
-//! the last-level cache, so neither end is ever warm. A batch ends when all of it is in the memory of the receiver and
+//! the blocks of a KV cache are. Every batch takes the next set of a pool of buffers that is far larger than a core's own
+//! caches, so neither end is warm. A batch ends when all of it is in the memory of the receiver and
 //! (write) one byte per stream has come back to say so; then the next begins. Streams are threads, one at each end.
 
 use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
@@ -26,7 +26,7 @@ use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use transfer::config::parse_bytes;
 
-/// Bytes of all sets together, at each end: four times a usual last-level cache.
+/// Bytes of all sets together, at each end: as the contenders have (`bench/peers/driver.py`).
 const POOL_BYTES: usize = 128 << 20;
 /// Most blocks that one system call may name (UIO_MAXIOV).
 const MOST_BLOCKS: usize = 1024;

@@ -206,10 +206,9 @@ impl Helped {
         let turn = open.turn(&seat.stream, Ready { readable: true, writable: false, hangup }, Instant::now());
         seat.watch(open.as_ref());
         drop(lane);
-        match turn {
-            Turn::Wait => {}
-            Turn::Again => seat.kick(),
-            Turn::Over(reason) => seat.end(&reason),
+        // Its thread need not watch it as long as this one does.
+        if !matches!(turn, Turn::Wait) {
+            seat.follow(turn);
         }
         true
     }
