@@ -441,6 +441,7 @@ fn a_thread_that_waits_takes_the_answer_itself() {
         // Whoever took it over has given it back: the lane's own thread takes the answer.
         pair.submit(&[copy(200)]);
         pair.wait(201);
+        assert_eq!(pair.outcomes[&200], Outcome::Done, "{name}: its thread watches it no more");
     }
 }
 
