@@ -142,15 +142,23 @@ class Complete:
 
 @final
 class Fetched:
-    """Outcome of one index of a `fetch`: readable (refusal None), or why not."""
+    """Outcome of one index of a `fetch`: readable (refusal None), or why not.
 
-    __match_args__ = ("tag", "index", "refusal")
+    slot: where the block lies, which may be another slot than was granted. origin: "dram" or "ssd" of this node,
+    "peer_dram" or "peer_ssd".
+    """
+
+    __match_args__ = ("tag", "index", "refusal", "slot", "origin")
     @property
     def tag(self) -> Tag: ...
     @property
     def index(self) -> int: ...
     @property
     def refusal(self) -> str | None: ...
+    @property
+    def slot(self) -> Slot | None: ...
+    @property
+    def origin(self) -> str | None: ...
 
 @final
 class Pushed:
@@ -194,9 +202,17 @@ class PoolClient:
     """
     @staticmethod
     def connect(
-        socket: str, session_key: _Bytes, incarnation: int, strips: int, strip_bytes: int, timeout: float = 5.0
+        socket: str,
+        session_key: _Bytes,
+        incarnation: int,
+        strips: int,
+        strip_bytes: int,
+        namespace: int = 0,
+        timeout: float = 5.0,
     ) -> PoolClient:
         """Dials the daemon's unix socket, proves the session key both ways, maps the arena.
+
+        namespace: 64 bits of the digest of the blocks that this client makes, for quotas and deletion.
 
         Raises RetryError if nobody answers within `timeout` seconds, GiveUpError if the layout or the key is refused.
         """
@@ -211,7 +227,9 @@ class PoolClient:
         """Takes what has come. Never blocks."""
     def wait(self, timeout: float) -> bool:
         """Blocks up to `timeout` seconds until an event waits; True if one does."""
-    def grant(self, tag: Tag, keys: _Bytes, private: bool, parent: _Bytes, position: int, mode: str) -> None:
+    def grant(
+        self, tag: Tag, keys: _Bytes, private: bool, parent: _Bytes, position: int, mode: str, tenant: int = 0
+    ) -> None:
         """Reserves or pins a slot per key, plus one private slot: all or nothing; -> Granted or Refused.
 
         parent: the key before keys[0] (16 zero bytes at the head); position: index of keys[0] in its prefix.
@@ -222,8 +240,10 @@ class PoolClient:
         """Pins the longest leading run of committed keys under `tag`; -> Located."""
     def commit(self, tag: Tag, indices: Sequence[int]) -> None:
         """Publishes own reserved blocks whose strips have all been stored."""
-    def fetch(self, tag: Tag, indices: Sequence[int], source: NodeAddress) -> None:
-        """Fills own reserved blocks from a peer's pool; -> one Fetched per index."""
+    def fetch(self, tag: Tag, indices: Sequence[int], sources: Sequence[NodeAddress]) -> None:
+        """Fills own reserved blocks from this node's SSD, else from these peers' pools; -> one Fetched per index."""
+    def prefetch(self, keys: _Bytes, parent: _Bytes, position: int, sources: Sequence[NodeAddress]) -> None:
+        """A hint: these blocks of one prefix are wanted soon, so they may be brought into DRAM. Nothing is answered."""
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
     def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: _Bytes | None = None) -> None:
@@ -276,13 +296,13 @@ class Daemon:
         """
     @property
     def address(self) -> NodeAddress: ...
-    def attach(self, incarnation: int, strips: int, strip_bytes: int) -> PoolClient:
+    def attach(self, incarnation: int, strips: int, strip_bytes: int, namespace: int = 0) -> PoolClient:
         """A client within this process, with no socket."""
     def counters(self) -> dict[str, int]: ...
     def stop(self) -> None:
         """Ends all links and threads; returns when they are gone. Idempotent."""
 
-# What a ReportEndpoint's `events` returns. Blocks are (key, parent, position).
+# What a ReportEndpoint's `events` returns. Blocks are (key, parent, position, medium); medium is "dram" or "ssd".
 
 @final
 class DaemonHello:
@@ -296,7 +316,7 @@ class DaemonHello:
 
 @final
 class BlockStored:
-    __match_args__ = ("node", "sequence", "key", "parent", "position")
+    __match_args__ = ("node", "sequence", "key", "parent", "position", "medium")
     @property
     def node(self) -> NodeAddress: ...
     @property
@@ -307,16 +327,20 @@ class BlockStored:
     def parent(self) -> bytes: ...
     @property
     def position(self) -> int: ...
+    @property
+    def medium(self) -> str: ...
 
 @final
 class BlockRemoved:
-    __match_args__ = ("node", "sequence", "key")
+    __match_args__ = ("node", "sequence", "key", "medium")
     @property
     def node(self) -> NodeAddress: ...
     @property
     def sequence(self) -> int: ...
     @property
     def key(self) -> bytes: ...
+    @property
+    def medium(self) -> str: ...
 
 @final
 class BlockDump:
@@ -328,7 +352,7 @@ class BlockDump:
     @property
     def sequence(self) -> int: ...
     @property
-    def blocks(self) -> list[tuple[bytes, bytes, int]]: ...
+    def blocks(self) -> list[tuple[bytes, bytes, int, str]]: ...
     @property
     def last(self) -> bool: ...
 

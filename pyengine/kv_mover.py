@@ -57,7 +57,7 @@ class Pool(Protocol):
     def grant(self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, mode: str) -> None: ...
     def lookup(self, tag: Tag, keys: bytes) -> None: ...
     def commit(self, tag: Tag, indices: Run[int]) -> None: ...
-    def fetch(self, tag: Tag, indices: Run[int], source: NodeAddress) -> None: ...
+    def fetch(self, tag: Tag, indices: Run[int], sources: Run[NodeAddress]) -> None: ...
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None: ...
     def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
@@ -355,7 +355,7 @@ class KvMover:
                 case _native.Complete(tag, note):
                     if job := self._by_tag.get(tag):
                         self._complete(job, note)
-                case _native.Fetched(tag, index, refusal):
+                case _native.Fetched(tag, index, refusal, _, _):
                     if job := self._by_tag.get(tag):
                         self._fetched(job, index, refusal)
                 case _native.Pushed(tag, indices, note):
@@ -381,7 +381,7 @@ class KvMover:
             wanted = [i for i in range(source.first, limit) if job.find(i) is None and i not in job.fetching]
             if wanted:
                 job.fetching.update(wanted)
-                self._ask(self.pool.fetch, tag, wanted, address(source.node))
+                self._ask(self.pool.fetch, tag, wanted, [address(source.node)])
         if not job.fetching:
             self._ready(job)
 

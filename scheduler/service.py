@@ -244,7 +244,7 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
         case _native.BlockRemoved():
             return BlockRemoved(node, report.sequence, report.key)
         case _native.BlockDump():
-            return BlockDump(node, report.sequence, report.blocks, report.last)
+            return BlockDump(node, report.sequence, [block[:3] for block in report.blocks], report.last)
         case _native.DaemonHeartbeat():
             return DaemonHeartbeat(node, report.next_sequence, report.count, report.xor, report.counters)
         case _native.Replicated():

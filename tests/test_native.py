@@ -347,7 +347,7 @@ def test_push_and_fetch_between_nodes(daemon: Daemon, peer: Daemon, client: Pool
     fill(decode, Tag(6, 0, 2), keys_of(1, first=50))
     client.grant(Tag(7, 0, 1), keys_of(1, first=50) + keys_of(1, first=60), False, HEAD, 0, "wait")
     slot = prefill.expect(Granted).slots[0]
-    client.fetch(Tag(7, 0, 1), [0, 1], peer.address)
+    client.fetch(Tag(7, 0, 1), [0, 1], [peer.address])
     fetched = {event.index: event.refusal for event in (prefill.expect(Fetched), prefill.expect(Fetched))}
     assert fetched == {0: None, 1: "missing"}
     into = bytearray(BLOCK_BYTES)
@@ -499,7 +499,7 @@ def test_daemons_report_and_obey() -> None:
     assert (replicated.node, replicated.order, replicated.stored, replicated.missing) == (b.address, 42, 2, 0)
     endpoint.order_dump("b")
     dump = desk.expect(BlockDump, lambda report: report.last)
-    assert sorted(dump.blocks) == [(keys[:16], HEAD, 0), (keys[16:], keys[:16], 1)]
+    assert sorted(dump.blocks) == [(keys[:16], HEAD, 0, "dram"), (keys[16:], keys[:16], 1, "dram")]
     beat = desk.expect(DaemonHeartbeat, lambda beat: beat.node.node == "b" and beat.count == 2)
     assert beat.xor == bytes(x ^ y for x, y in zip(keys[:16], keys[16:], strict=True))
     assert beat.next_sequence == dump.sequence

@@ -171,7 +171,12 @@ class WorkerService:
     def _dial(self, timeout: float) -> PoolClient:
         spec = self._backend.namespace.kv
         return PoolClient.connect(
-            self._config.daemon_socket, self._session_key, self._incarnation, spec.strips, spec.strip_bytes, timeout
+            self._config.daemon_socket,
+            self._session_key,
+            self._incarnation,
+            spec.strips,
+            spec.strip_bytes,
+            timeout=timeout,
         )
 
     def _alive(self) -> WorkerAlive:

@@ -52,9 +52,20 @@ impl Daemon {
         self.address.clone()
     }
 
-    fn attach(&self, py: Python<'_>, incarnation: u64, strips: u32, strip_bytes: u32) -> PyResult<PoolClient> {
+    #[pyo3(signature = (incarnation, strips, strip_bytes, namespace = 0))]
+    fn attach(
+        &self,
+        py: Python<'_>,
+        incarnation: u64,
+        strips: u32,
+        strip_bytes: u32,
+        namespace: u64,
+    ) -> PyResult<PoolClient> {
         let layout = Layout { strips, strip_bytes };
-        self.living.with(py, |daemon| daemon.attach(incarnation, layout))?.map(PoolClient::new).map_err(exception)
+        self.living
+            .with(py, |daemon| daemon.attach(incarnation, layout, namespace))?
+            .map(PoolClient::new)
+            .map_err(exception)
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -7,8 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use transfer::client::{self, ClientEvent};
 use transfer::config::{open_key, session_key};
-use transfer::messages::{GrantMode, GrantedSlot, LocalEvent, LocalRequest};
-use transfer::types::{BlockKey, Layout, SlotRef};
+use transfer::messages::{Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest};
+use transfer::types::{BlockKey, Layout, Medium, SlotRef};
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
@@ -66,7 +66,7 @@ event!(
 );
 event!(
     /// Outcome of one index of a `fetch`.
-    Fetched { tag: Tag, index: u32, refusal: Option<&'static str> }
+    Fetched { tag: Tag, index: u32, refusal: Option<&'static str>, slot: Option<Slot>, origin: Option<&'static str> }
 );
 event!(
     /// These pushed blocks are applied and verified at the destination.
@@ -104,7 +104,8 @@ impl PoolClient {
 impl PoolClient {
     /// Dials the daemon's unix socket, proves the session key both ways, maps the arena.
     #[staticmethod]
-    #[pyo3(signature = (socket, session_key, incarnation, strips, strip_bytes, timeout = 5.0))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (socket, session_key, incarnation, strips, strip_bytes, namespace = 0, timeout = 5.0))]
     fn connect(
         py: Python<'_>,
         socket: PathBuf,
@@ -112,12 +113,13 @@ impl PoolClient {
         incarnation: u64,
         strips: u32,
         strip_bytes: u32,
+        namespace: u64,
         timeout: f64,
     ) -> PyResult<Self> {
         let key = self::session_key(session_key.bytes()).map_err(exception)?.unwrap_or_else(open_key);
         let layout = Layout { strips, strip_bytes };
         let timeout = seconds(timeout)?;
-        py.detach(|| client::PoolClient::connect(&socket, key, incarnation, layout, timeout))
+        py.detach(|| client::PoolClient::connect(&socket, key, incarnation, layout, namespace, timeout))
             .map(Self::new)
             .map_err(exception)
     }
@@ -147,6 +149,7 @@ impl PoolClient {
     }
 
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (tag, keys, private, parent, position, mode, tenant = 0))]
     fn grant(
         &self,
         py: Python<'_>,
@@ -156,6 +159,7 @@ impl PoolClient {
         parent: Readable,
         position: u32,
         mode: &str,
+        tenant: u64,
     ) -> PyResult<()> {
         let request = LocalRequest::Grant {
             tag: tag.0,
@@ -164,6 +168,7 @@ impl PoolClient {
             parent: BlockKey(parent.exactly("parent")?),
             position,
             mode: grant_mode(mode)?,
+            tenant,
         };
         self.request(py, request)
     }
@@ -176,8 +181,28 @@ impl PoolClient {
         self.request(py, LocalRequest::Commit { tag: tag.0, indices })
     }
 
-    fn fetch(&self, py: Python<'_>, tag: &Tag, indices: Vec<u32>, source: &NodeAddress) -> PyResult<()> {
-        self.request(py, LocalRequest::Fetch { tag: tag.0, indices, from: source.0.clone() })
+    fn fetch(
+        &self,
+        py: Python<'_>,
+        tag: &Tag,
+        indices: Vec<u32>,
+        sources: Vec<PyRef<'_, NodeAddress>>,
+    ) -> PyResult<()> {
+        let from = sources.into_iter().map(|source| source.0.clone()).collect();
+        self.request(py, LocalRequest::Fetch { tag: tag.0, indices, from })
+    }
+
+    fn prefetch(
+        &self,
+        py: Python<'_>,
+        keys: Readable,
+        parent: Readable,
+        position: u32,
+        sources: Vec<PyRef<'_, NodeAddress>>,
+    ) -> PyResult<()> {
+        let parent = BlockKey(parent.exactly("parent")?);
+        let from = sources.into_iter().map(|source| source.0.clone()).collect();
+        self.request(py, LocalRequest::Prefetch { keys: keys.keys()?, parent, position, from })
     }
 
     fn open(&self, py: Python<'_>, tag: &Tag, to: &NodeAddress, within: f64) -> PyResult<()> {
@@ -230,6 +255,16 @@ impl PoolClient {
     }
 }
 
+/// Where a fetched block came from, as Python spells it.
+fn origin(found: Found) -> &'static str {
+    match (found.peer, found.medium) {
+        (false, Medium::Dram) => "dram",
+        (false, Medium::Ssd) => "ssd",
+        (true, Medium::Dram) => "peer_dram",
+        (true, Medium::Ssd) => "peer_ssd",
+    }
+}
+
 fn grant_mode(name: &str) -> PyResult<GrantMode> {
     match name {
         "wait" => Ok(GrantMode::Wait),
@@ -270,8 +305,10 @@ fn convert<'py>(py: Python<'py>, event: ClientEvent) -> PyResult<Option<Bound<'p
             LocalEvent::Complete { tag, note } => {
                 Bound::new(py, Complete { tag: Tag(tag), note: PyBytes::new(py, &note).unbind() })?.into_any()
             }
-            LocalEvent::Fetched { tag, index, refusal } => {
-                Bound::new(py, Fetched { tag: Tag(tag), index, refusal: refusal.map(refusal_name) })?.into_any()
+            LocalEvent::Fetched { tag, index, found } => {
+                let slot = found.ok().map(|found| Slot(GrantedSlot { slot: found.slot, committed: true }));
+                let (origin, refusal) = (found.ok().map(origin), found.err().map(refusal_name));
+                Bound::new(py, Fetched { tag: Tag(tag), index, refusal, slot, origin })?.into_any()
             }
             LocalEvent::Pushed { tag, indices, note } => {
                 Bound::new(py, Pushed { tag: Tag(tag), indices: numbers(indices)?, note })?.into_any()

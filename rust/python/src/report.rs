@@ -21,11 +21,11 @@ event!(
 );
 event!(
     /// A block became readable.
-    BlockStored { node: NodeAddress, sequence: u64, key: Py<PyBytes>, parent: Py<PyBytes>, position: u32 }
+    BlockStored { node: NodeAddress, sequence: u64, key: Py<PyBytes>, parent: Py<PyBytes>, position: u32, medium: &'static str }
 );
 event!(
     /// A block is no longer readable.
-    BlockRemoved { node: NodeAddress, sequence: u64, key: Py<PyBytes> }
+    BlockRemoved { node: NodeAddress, sequence: u64, key: Py<PyBytes>, medium: &'static str }
 );
 event!(
     /// Part of a dump.
@@ -114,15 +114,18 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                     let node = NodeAddress(node);
                     Bound::new(py, DaemonHello { node, socket, next_sequence })?.into_any()
                 }
-                DaemonReport::Stored { sequence, key: name, parent, position } => {
-                    let (name, parent) = (key(name), key(parent));
-                    Bound::new(py, BlockStored { node: from, sequence, key: name, parent, position })?.into_any()
+                DaemonReport::Stored { sequence, key: name, parent, position, medium } => {
+                    let (key, parent, medium) = (key(name), key(parent), medium.name());
+                    Bound::new(py, BlockStored { node: from, sequence, key, parent, position, medium })?.into_any()
                 }
-                DaemonReport::Removed { sequence, key: name } => {
-                    Bound::new(py, BlockRemoved { node: from, sequence, key: key(name) })?.into_any()
+                DaemonReport::Removed { sequence, key: name, medium } => {
+                    let (key, medium) = (key(name), medium.name());
+                    Bound::new(py, BlockRemoved { node: from, sequence, key, medium })?.into_any()
                 }
                 DaemonReport::Dump { sequence, blocks, last } => {
-                    let blocks = blocks.into_iter().map(|(name, parent, position)| (key(name), key(parent), position));
+                    let blocks = blocks
+                        .into_iter()
+                        .map(|(name, parent, position, medium)| (key(name), key(parent), position, medium.name()));
                     let blocks = PyList::new(py, blocks.collect::<Vec<_>>())?.unbind();
                     Bound::new(py, BlockDump { node: from, sequence, blocks, last })?.into_any()
                 }

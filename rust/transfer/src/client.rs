@@ -61,6 +61,7 @@ impl PoolClient {
         key: Key,
         incarnation: Incarnation,
         layout: Layout,
+        namespace: u64,
         timeout: Duration,
     ) -> Result<Self, Error> {
         let until = Instant::now() + timeout;
@@ -84,7 +85,7 @@ impl PoolClient {
             .spawn(move || run(stream, session, at, &to, &ending))
             .map_err(|error| Error::retry(format!("no thread: {error}")))?;
         let road = Road::Socket(link, Some(thread));
-        Self::attach(road, mailbox, gate, layout, until)
+        Self::attach(road, mailbox, gate, layout, namespace, until)
     }
 
     /// A client within the daemon's process; `mailbox` was registered with it under `client`.
@@ -93,10 +94,11 @@ impl PoolClient {
         client: ClientId,
         mailbox: Arc<Mailbox<ClientEvent>>,
         layout: Layout,
+        namespace: u64,
     ) -> Result<Self, Error> {
         let until = Instant::now() + Duration::from_secs(5);
         let gate = Arc::new(RwLock::new(true));
-        Self::attach(Road::Inside(happenings, client), mailbox, gate, layout, until)
+        Self::attach(Road::Inside(happenings, client), mailbox, gate, layout, namespace, until)
     }
 
     /// Waits for the answer to `Attach`. On failure the road is closed.
@@ -105,9 +107,11 @@ impl PoolClient {
         mailbox: Arc<Mailbox<ClientEvent>>,
         gate: Arc<RwLock<bool>>,
         layout: Layout,
+        namespace: u64,
         until: Instant,
     ) -> Result<Self, Error> {
-        let outcome = road.send(LocalRequest::Attach { ticket: 0, layout }).and_then(|()| attached(&mailbox, until));
+        let outcome =
+            road.send(LocalRequest::Attach { ticket: 0, layout, namespace }).and_then(|()| attached(&mailbox, until));
         match outcome {
             Ok((arena, node)) => Ok(Self { road, mailbox, arena, node, gate }),
             Err(error) => {
@@ -149,7 +153,7 @@ impl PoolClient {
     pub fn request(&self, request: LocalRequest) -> Result<(), Error> {
         let (blocks, note) = match &request {
             LocalRequest::Grant { keys, private, .. } => (keys.len() + usize::from(*private), 0),
-            LocalRequest::Lookup { keys, .. } => (keys.len(), 0),
+            LocalRequest::Lookup { keys, .. } | LocalRequest::Prefetch { keys, .. } => (keys.len(), 0),
             LocalRequest::Commit { indices, .. } | LocalRequest::Fetch { indices, .. } => (indices.len(), 0),
             LocalRequest::Push { indices, note, .. } => (indices.len(), note.as_ref().map_or(0, Vec::len)),
             _ => (0, 0),

@@ -199,7 +199,7 @@ impl Daemon {
     ///
     /// # Errors
     /// Give up: the layout differs from the arena's, or the arena cannot be made. Retry: the daemon has stopped.
-    pub fn attach(&self, incarnation: Incarnation, layout: Layout) -> Result<PoolClient, Error> {
+    pub fn attach(&self, incarnation: Incarnation, layout: Layout, namespace: u64) -> Result<PoolClient, Error> {
         let mailbox = Arc::new(Mailbox::new(crate::client::EVENT_LIMIT)?);
         let client = self.threads.number();
         let port = Port::Inside(mailbox.clone());
@@ -208,7 +208,7 @@ impl Daemon {
             .happenings
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
-        PoolClient::inside(self.shared.happenings.clone(), client, mailbox, layout)
+        PoolClient::inside(self.shared.happenings.clone(), client, mailbox, layout, namespace)
     }
 
     /// All counters by Prometheus sample name.

@@ -29,7 +29,7 @@ use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerM
 use crate::pool::{Change, Holder, Pool, Remembered};
 use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
-use crate::types::{BlockKey, ClientId, Kind, Layout, Nanos, NodeAddress, NodeId, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Tag};
 
 pub use copies::Copied;
 
@@ -254,7 +254,7 @@ impl Engine {
 
     fn local(&mut self, client: ClientId, request: LocalRequest) {
         let tag = match request {
-            LocalRequest::Attach { ticket, layout } => return self.attach(client, ticket, layout),
+            LocalRequest::Attach { ticket, layout, .. } => return self.attach(client, ticket, layout),
             LocalRequest::Counters { ticket } => {
                 let values = self.counters();
                 return self.tell(client, LocalEvent::Counters { ticket, values });
@@ -273,6 +273,7 @@ impl Engine {
             | LocalRequest::Open { tag, .. }
             | LocalRequest::Push { tag, .. }
             | LocalRequest::Corrupt { tag, .. } => tag,
+            LocalRequest::Prefetch { .. } => return,
         };
         let Some(tags) = self.clients.get_mut(&client) else { return self.refuse(client, tag, Refusal::Protocol) };
         if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {
@@ -285,13 +286,16 @@ impl Engine {
             }
             LocalRequest::Lookup { keys, .. } => self.lookup(client, tag, &keys),
             LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
-            LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, from),
+            LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, from.into_iter().next()),
             LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
             LocalRequest::Push { local, indices, first, note, .. } => {
                 self.push(client, local, tag, &indices, first, note);
             }
             LocalRequest::Corrupt { index, .. } => self.corrupt(client, tag, index),
-            LocalRequest::Attach { .. } | LocalRequest::End { .. } | LocalRequest::Counters { .. } => {}
+            LocalRequest::Attach { .. }
+            | LocalRequest::End { .. }
+            | LocalRequest::Counters { .. }
+            | LocalRequest::Prefetch { .. } => {}
         }
     }
 
@@ -461,7 +465,7 @@ impl Engine {
     fn dump(&mut self) {
         let sequence = self.next_sequence();
         let published = self.store.iter().flat_map(|store| store.pool.published());
-        let blocks: Vec<_> = published.map(|place| (place.key, place.parent, place.position)).collect();
+        let blocks: Vec<_> = published.map(|place| (place.key, place.parent, place.position, Medium::Dram)).collect();
         let parts = blocks.len().div_ceil(DUMP_PART).max(1);
         let mut rest = blocks.as_slice();
         for part in 1..=parts {
@@ -487,8 +491,9 @@ impl Engine {
                         key: place.key,
                         parent: place.parent,
                         position: place.position,
+                        medium: Medium::Dram,
                     },
-                    Change::Removed(key) => DaemonReport::Removed { sequence, key },
+                    Change::Removed(key) => DaemonReport::Removed { sequence, key, medium: Medium::Dram },
                 }));
             }
         }

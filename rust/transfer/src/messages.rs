@@ -9,7 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::{BlockKey, Incarnation, Kind, Layout, NodeAddress, RegionId, SlotRef, Tag};
+use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
 pub type Ticket = u64;
@@ -50,6 +50,17 @@ pub enum Refusal {
     Missing,
 }
 
+/// Where a fetched block came from, and where it lies now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Found {
+    /// The slot of this index from now on: another one than was granted, if somebody else got the block first.
+    pub slot: SlotRef,
+    /// From a peer; otherwise it was in this node's pool.
+    pub peer: bool,
+    /// Where its holder had it.
+    pub medium: Medium,
+}
+
 /// Whether a grant may wait for room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GrantMode {
@@ -67,16 +78,22 @@ pub enum GrantMode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LocalRequest {
     /// First request: names the block layout. The first client fixes the arena's slot size; a differing one is refused.
-    Attach { ticket: Ticket, layout: Layout },
+    /// `namespace`: of all blocks that this client will make (see [`crate::types::Owner`]).
+    Attach { ticket: Ticket, layout: Layout, namespace: u64 },
     /// Reserves (or pins, where present) one slot per key plus `private` 0 or 1: all or nothing, in arrival order.
     /// `parent` is the key before `keys[0]` (all zero at the head) and `position` the index of `keys[0]` in the prefix.
-    Grant { tag: Tag, keys: Vec<BlockKey>, private: u8, parent: BlockKey, position: u32, mode: GrantMode },
+    /// `tenant`: for whom (see [`crate::types::Owner`]).
+    Grant { tag: Tag, keys: Vec<BlockKey>, private: u8, parent: BlockKey, position: u32, mode: GrantMode, tenant: u64 },
     /// Pins the longest leading run of `keys` that is committed here, under `tag`; reserves nothing.
     Lookup { tag: Tag, keys: Vec<BlockKey> },
     /// The client has written and checksummed all strips of these reserved blocks of its own (or opened) grant.
     Commit { tag: Tag, indices: Vec<u32> },
-    /// Fills reserved blocks of the own grant from a peer's pool. One `Fetched` per index follows.
-    Fetch { tag: Tag, indices: Vec<u32>, from: NodeAddress },
+    /// Fills reserved blocks of the own grant: from this node's SSD, else from these peers' pools, in this order. One
+    /// `Fetched` per index follows.
+    Fetch { tag: Tag, indices: Vec<u32>, from: Vec<NodeAddress> },
+    /// A hint: these blocks of one prefix will be asked for soon. What lies on this node's SSD, or at these peers, may be
+    /// brought into DRAM now. Never answered; holds nothing.
+    Prefetch { keys: Vec<BlockKey>, parent: BlockKey, position: u32, from: Vec<NodeAddress> },
     /// Asks the node `to` for its grant under `tag`, waiting until it exists, at most `within_ms`.
     /// If `to` is this very daemon, the answer carries the slots and the client becomes a writer of them.
     Open { tag: Tag, to: NodeAddress, within_ms: u64 },
@@ -113,7 +130,7 @@ pub enum LocalEvent {
     /// All blocks of the own grant are committed and the pusher's note is here. Sent once.
     Complete { tag: Tag, note: Vec<u8> },
     /// Outcome of one index of a `Fetch`: readable now, or why not.
-    Fetched { tag: Tag, index: u32, refusal: Option<Refusal> },
+    Fetched { tag: Tag, index: u32, found: Result<Found, Refusal> },
     /// All that was pushed so far has been applied and verified at the destination, the note included if one was given.
     Pushed { tag: Tag, indices: Vec<u32>, note: bool },
     /// Counters by Prometheus-style name with labels, e.g. `pyengine_pool_blocks{tier="dram",state="free"}`.
@@ -139,7 +156,7 @@ pub enum PeerMessage {
     /// Write your blocks with these keys into my reserved slots. Answers come as they finish.
     Fetch { ticket: Ticket, layout: Layout, blocks: Vec<(BlockKey, SlotRef)> },
     /// One block of a `Fetch`, by its place in the list: written and verified by that transport, or why not.
-    Fetched { ticket: Ticket, place: u32, copied: Result<Kind, Refusal> },
+    Fetched { ticket: Ticket, place: u32, copied: Result<(Kind, Medium), Refusal> },
     /// The asker has lost interest; write no more. Answered by `FetchEnded` when quiet.
     FetchCancel { ticket: Ticket },
     /// Nothing of this fetch will be written any more.
@@ -151,13 +168,15 @@ pub enum PeerMessage {
 pub enum DaemonReport {
     /// First message of a session.
     Hello { node: NodeAddress, socket: String, next_sequence: u64 },
-    /// A block became readable (committed and published).
-    Stored { sequence: u64, key: BlockKey, parent: BlockKey, position: u32 },
-    /// A block is no longer readable here.
-    Removed { sequence: u64, key: BlockKey },
-    /// Part of the answer to `Dump`: all published blocks as (key, parent, position); cut before `sequence`; `last` ends it.
-    Dump { sequence: u64, blocks: Vec<(BlockKey, BlockKey, u32)>, last: bool },
-    /// Each second: next sequence, number and XOR of published keys (drift is seen), and the counters.
+    /// A block became readable (committed and published) from this medium.
+    Stored { sequence: u64, key: BlockKey, parent: BlockKey, position: u32, medium: Medium },
+    /// A block is no longer readable from this medium.
+    Removed { sequence: u64, key: BlockKey, medium: Medium },
+    /// Part of the answer to `Dump`: all published blocks as (key, parent, position, medium); cut before `sequence`; `last`
+    /// ends it.
+    Dump { sequence: u64, blocks: Vec<(BlockKey, BlockKey, u32, Medium)>, last: bool },
+    /// Each second: next sequence, number and XOR of published blocks (drift is seen), and the counters. A block counts
+    /// once for each medium that has it; in the XOR a key on SSD is rotated by one byte (`key[1..]`, then `key[0]`).
     Heartbeat { next_sequence: u64, count: u64, xor: BlockKey, counters: Vec<(String, u64)> },
     /// How an ordered replication went.
     Replicated { order: u64, stored: u32, missing: u32 },

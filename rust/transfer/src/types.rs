@@ -96,6 +96,37 @@ pub struct Span {
     pub offset: u64,
 }
 
+/// Whose block it is: what quotas, accounts and deletions go by. Digests, chosen by the client; 0 is nobody in particular.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Owner {
+    /// All that makes a block reusable (weights, KV format, ...), or objects.
+    pub namespace: u64,
+    /// Who had it made.
+    pub tenant: u64,
+}
+
+/// Where a pool keeps a block. In the order of preference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Medium {
+    /// The arena.
+    Dram,
+    /// A solid-state disk.
+    Ssd,
+}
+
+impl Medium {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Dram, Self::Ssd];
+
+    /// As users and metrics spell it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dram => "dram",
+            Self::Ssd => "ssd",
+        }
+    }
+}
+
 /// How bytes move: a transport. In the order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Kind {

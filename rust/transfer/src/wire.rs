@@ -204,7 +204,7 @@ mod tests {
                                      parent in key(), position: u32, to in address(), slots in slots(),
                                      note in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..100))) {
             for request in [
-                LocalRequest::Grant { tag, keys: keys.clone(), private: 1, parent, position, mode: GrantMode::Wait },
+                LocalRequest::Grant { tag, keys: keys.clone(), private: 1, parent, position, mode: GrantMode::Wait, tenant: 7 },
                 LocalRequest::Lookup { tag, keys },
                 LocalRequest::Open { tag, to, within_ms: 7 },
                 LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, note },
@@ -225,7 +225,7 @@ mod tests {
             ] {
                 prop_assert_eq!(decode::<PeerMessage>(&encode(&message)).expect("own encoding"), message);
             }
-            let report = DaemonReport::Dump { sequence: number, blocks: vec![(key, key, place)], last: true };
+            let report = DaemonReport::Dump { sequence: number, blocks: vec![(key, key, place, crate::types::Medium::Ssd)], last: true };
             prop_assert_eq!(decode::<DaemonReport>(&encode(&report)).expect("own encoding"), report);
             let order = DaemonOrder::Replicate { order: number, keys: vec![key], parent: key, position: place, from: node };
             prop_assert_eq!(decode::<DaemonOrder>(&encode(&order)).expect("own encoding"), order);

@@ -77,7 +77,7 @@ fn daemon(node: &str) -> Daemon {
 }
 
 fn attach(daemon: &Daemon, incarnation: u64) -> PoolClient {
-    daemon.attach(incarnation, LAYOUT).expect("a client attaches")
+    daemon.attach(incarnation, LAYOUT, 0).expect("a client attaches")
 }
 
 fn key(number: u8) -> BlockKey {
@@ -118,7 +118,8 @@ fn expect<R>(client: &PoolClient, what: &str, mut pick: impl FnMut(&LocalEvent) 
 
 fn grant(client: &PoolClient, tag: Tag, keys: &[BlockKey], private: u8) -> Vec<GrantedSlot> {
     let keys = keys.to_vec();
-    let request = LocalRequest::Grant { tag, keys, private, parent: HEAD, position: 0, mode: GrantMode::Wait };
+    let request =
+        LocalRequest::Grant { tag, keys, private, parent: HEAD, position: 0, mode: GrantMode::Wait, tenant: 0 };
     client.request(request).expect("sent");
     expect(client, "Granted", |event| match event {
         LocalEvent::Granted { tag: of, slots } if *of == tag => Some(slots.clone()),
@@ -280,11 +281,11 @@ fn fetch_and_replicate_bring_blocks_from_a_peer() {
     let wanted = tag(2, 2);
     let slots = grant(&asker, wanted, &keys[..2], 0);
     let from = a.address().clone();
-    asker.request(LocalRequest::Fetch { tag: wanted, indices: vec![0, 1], from: from.clone() }).expect("sent");
+    asker.request(LocalRequest::Fetch { tag: wanted, indices: vec![0, 1], from: vec![from.clone()] }).expect("sent");
     let mut left = 2;
     expect(&asker, "Fetched", |event| {
-        if let LocalEvent::Fetched { refusal, .. } = event {
-            assert_eq!(*refusal, None);
+        if let LocalEvent::Fetched { found, .. } = event {
+            assert!(found.is_ok_and(|found| found.peer), "{found:?}");
             left -= 1;
         }
         (left == 0).then_some(())
@@ -353,7 +354,7 @@ fn a_dead_client_lets_go_and_its_partner_is_told() {
     let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let b = daemon("b");
     let connect = |incarnation| {
-        PoolClient::connect(&directory.socket(), KEY, incarnation, LAYOUT, PATIENCE).expect("a client attaches")
+        PoolClient::connect(&directory.socket(), KEY, incarnation, LAYOUT, 0, PATIENCE).expect("a client attaches")
     };
     let (dying, decode) = (connect(1), attach(&b, 2));
     let there = tag(1, 2);
@@ -385,7 +386,7 @@ fn a_dead_daemon_is_told_to_clients_and_peers() {
     let directory = Directory::new();
     let mut a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let b = daemon("b");
-    let client = PoolClient::connect(&directory.socket(), KEY, 1, LAYOUT, PATIENCE).expect("attaches");
+    let client = PoolClient::connect(&directory.socket(), KEY, 1, LAYOUT, 0, PATIENCE).expect("attaches");
     let decode = attach(&b, 2);
     let there = tag(1, 2);
     let slots = grant(&decode, there, &[key(1)], 0);
@@ -417,13 +418,13 @@ fn a_dead_daemon_is_told_to_clients_and_peers() {
 fn another_life_and_another_secret_are_refused() {
     let directory = Directory::new();
     let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
-    let wrong = PoolClient::connect(&directory.socket(), [8; 32], 1, LAYOUT, PATIENCE).map(|_| ());
+    let wrong = PoolClient::connect(&directory.socket(), [8; 32], 1, LAYOUT, 0, PATIENCE).map(|_| ());
     assert!(wrong.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("secret")));
     let differs = Layout { strips: 7, ..LAYOUT };
     let _first = attach(&a, 1);
-    let refused = PoolClient::connect(&directory.socket(), KEY, 1, differs, PATIENCE).map(|_| ());
+    let refused = PoolClient::connect(&directory.socket(), KEY, 1, differs, 0, PATIENCE).map(|_| ());
     assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("strips")));
-    let refused = a.attach(2, differs).map(|_| ());
+    let refused = a.attach(2, differs, 0).map(|_| ());
     assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("strips")));
 
     let stranger = Daemon::start(&Config { session_key: Some([8; 32]), ..config("b") }).expect("starts");

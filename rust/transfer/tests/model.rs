@@ -123,7 +123,7 @@ impl Model {
     fn attach(&mut self, node: &str) {
         let client = self.next_client;
         self.next_client += 1;
-        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout: LAYOUT });
+        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout: LAYOUT, namespace: 0 });
         self.clients.insert((node.into(), client));
     }
 
@@ -163,7 +163,7 @@ impl Model {
             Part::Holder { .. } => {
                 let mode = if self.random.permille(700) { GrantMode::Wait } else { GrantMode::Now };
                 let private = u8::from(*private);
-                LocalRequest::Grant { tag, keys: keys.clone(), private, parent: ROOT, position: 0, mode }
+                LocalRequest::Grant { tag, keys: keys.clone(), private, parent: ROOT, position: 0, mode, tenant: 0 }
             }
             Part::Pusher { to, .. } => {
                 LocalRequest::Open { tag, to: to.clone(), within_ms: 1 + self.random.below(200) }
@@ -299,7 +299,7 @@ impl Model {
                 *next += 1;
                 assert!(keys.insert(key), "{node} stored {key:?} twice");
             }
-            DaemonReport::Removed { sequence, key } => {
+            DaemonReport::Removed { sequence, key, .. } => {
                 assert_eq!(sequence, *next, "{node} skipped an event");
                 *next += 1;
                 assert!(keys.remove(&key), "{node} removed {key:?}, which it had not");
@@ -376,8 +376,8 @@ impl Model {
                     self.completed += 1;
                 }
             }
-            LocalEvent::Fetched { index, refusal, .. } => {
-                if refusal.is_none() {
+            LocalEvent::Fetched { index, found, .. } => {
+                if found.is_ok() {
                     self.expect_index(node, &task, tag, index, "fetched");
                     self.fetched += 1;
                 }
@@ -417,7 +417,7 @@ impl Model {
             }
             self.world.request(node, client, LocalRequest::Commit { tag, indices: wanted });
         } else if let Some(from) = fetch {
-            self.world.request(node, client, LocalRequest::Fetch { tag, indices: wanted, from });
+            self.world.request(node, client, LocalRequest::Fetch { tag, indices: wanted, from: vec![from] });
         }
     }
 
@@ -525,6 +525,7 @@ impl Model {
                     parent: ROOT,
                     position: 0,
                     mode: GrantMode::Wait,
+                    tenant: 0,
                 },
             };
             self.world.request(node, client, request);

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use pyengine_transfer::engine::Settings;
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{
-    DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, NOTE_LIMIT, Refusal,
+    DaemonOrder, DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest, NOTE_LIMIT, Refusal,
 };
 use pyengine_transfer::transport::sim::{Faults, World};
-use pyengine_transfer::types::{BlockKey, ClientId, Layout, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, ClientId, Layout, Medium, NodeAddress, SlotRef, Tag};
 
 const LAYOUT: Layout = Layout { strips: 3, strip_bytes: 16 };
 const SECOND: u64 = 1_000_000_000;
@@ -53,7 +53,7 @@ impl Stage {
         let nodes = ["a", "b"].map(|name| (name, world.start(name, settings()))).into();
         let mut stage = Self { world, nodes, told: Vec::new(), reports: Vec::new() };
         for (node, client) in [("a", PREFILL), ("b", DECODE), ("b", NEIGHBOUR)] {
-            stage.ask(node, client, LocalRequest::Attach { ticket: 0, layout: LAYOUT });
+            stage.ask(node, client, LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: 0 });
         }
         stage.told.clear();
         stage
@@ -88,7 +88,8 @@ impl Stage {
     }
 
     fn grant(&mut self, node: &str, client: ClientId, tag: Tag, numbers: &[u8], private: u8, mode: GrantMode) {
-        let request = LocalRequest::Grant { tag, keys: keys(numbers), private, parent: ROOT, position: 0, mode };
+        let request =
+            LocalRequest::Grant { tag, keys: keys(numbers), private, parent: ROOT, position: 0, mode, tenant: 0 };
         self.ask(node, client, request);
     }
 
@@ -311,7 +312,7 @@ fn refusals() {
     assert_eq!(stage.told(DECODE), [refused(tag(4), Refusal::Protocol)], "not opened");
     // Attached with another layout, or not at all.
     let layout = Layout { strips: 4, ..LAYOUT };
-    stage.ask("b", 7, LocalRequest::Attach { ticket: 5, layout });
+    stage.ask("b", 7, LocalRequest::Attach { ticket: 5, layout, namespace: 0 });
     assert!(
         matches!(stage.told(7).as_slice(), [LocalEvent::AttachRefused { ticket: 5, reason }] if reason.contains("strips"))
     );
@@ -424,12 +425,13 @@ fn fetch_and_replicate() {
     stage.end("a", PREFILL, tag(1));
     let slots = stage.granted("b", DECODE, tag(2), &[1, 2, 3], 0);
     let from = stage.nodes["a"].clone();
-    stage.ask("b", DECODE, LocalRequest::Fetch { tag: tag(2), indices: vec![0, 1, 2], from: from.clone() });
+    stage.ask("b", DECODE, LocalRequest::Fetch { tag: tag(2), indices: vec![0, 1, 2], from: vec![from.clone()] });
     stage.run(SECOND);
     let mut told = stage.told(DECODE);
     told.sort_by_key(|event| format!("{event:?}"));
-    let fetched = |index, refusal| LocalEvent::Fetched { tag: tag(2), index, refusal };
-    assert_eq!(told, [fetched(0, None), fetched(1, None), fetched(2, Some(Refusal::Missing))]);
+    let fetched = |index, found| LocalEvent::Fetched { tag: tag(2), index, found };
+    let here = |index: usize| Ok(Found { slot: slots[index].slot, peer: true, medium: Medium::Dram });
+    assert_eq!(told, [fetched(0, here(0)), fetched(1, here(1)), fetched(2, Err(Refusal::Missing))]);
     assert_eq!(stage.load("b", slots[1].slot), Some(block(2)));
     stage.end("b", DECODE, tag(2));
 
@@ -460,14 +462,11 @@ fn fetch_and_replicate() {
     // The holder dies under a fetch; the asker ends another.
     stage.granted("b", DECODE, tag(7), &[6], 0);
     stage.world.kill("a");
-    stage.ask("b", DECODE, LocalRequest::Fetch { tag: tag(7), indices: vec![0], from: from.clone() });
+    stage.ask("b", DECODE, LocalRequest::Fetch { tag: tag(7), indices: vec![0], from: vec![from.clone()] });
     stage.run(SECOND);
-    assert_eq!(
-        stage.told(DECODE),
-        [LocalEvent::Fetched { tag: tag(7), index: 0, refusal: Some(Refusal::Unreachable) }]
-    );
+    assert_eq!(stage.told(DECODE), [LocalEvent::Fetched { tag: tag(7), index: 0, found: Err(Refusal::Unreachable) }]);
     stage.granted("b", DECODE, tag(8), &[7], 0);
-    stage.ask("b", DECODE, LocalRequest::Fetch { tag: tag(8), indices: vec![0], from });
+    stage.ask("b", DECODE, LocalRequest::Fetch { tag: tag(8), indices: vec![0], from: vec![from] });
     stage.end("b", DECODE, tag(7));
     stage.end("b", DECODE, tag(8));
     stage.expect_idle();
@@ -491,7 +490,7 @@ fn deaths_release() {
     assert_eq!(stage.told(DECODE), [refused(tag(2), Refusal::Ended)]);
     stage.end("b", DECODE, tag(2));
     stage.granted("b", DECODE, tag(3), &[4, 5], 1);
-    stage.ask("a", 11, LocalRequest::Attach { ticket: 1, layout: LAYOUT });
+    stage.ask("a", 11, LocalRequest::Attach { ticket: 1, layout: LAYOUT, namespace: 0 });
     stage.open("a", 11, tag(3), "b", 1000);
     stage.run(SECOND / 10);
     stage.world.kill("a");
@@ -513,7 +512,7 @@ fn dump_is_cut_at_its_sequence() {
     stage.store("a", PREFILL, tag(1), &[1, 2], 1);
     stage.world.order("a", DaemonOrder::Dump);
     stage.look();
-    let blocks = vec![(key(1), ROOT, 0), (key(2), key(1), 1)];
+    let blocks = vec![(key(1), ROOT, 0, Medium::Dram), (key(2), key(1), 1, Medium::Dram)];
     let expected = DaemonReport::Dump { sequence: 2, blocks, last: true };
     assert_eq!(stage.reports.last().map(|(_, report)| report), Some(&expected));
     stage.run(2 * SECOND);

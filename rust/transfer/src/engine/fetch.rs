@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::messages::{DaemonReport, GrantMode, LocalEvent, PeerMessage, Refusal, Ticket};
+use crate::messages::{DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
 use crate::pool::Holder;
-use crate::types::{BlockKey, ClientId, Kind, Layout, NodeAddress, NodeId, SlotRef, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, NodeAddress, NodeId, SlotRef, Tag};
 
 use super::copies::{Job, Why};
 use super::{Engine, Output, Store};
@@ -38,7 +38,8 @@ pub(super) struct Serving {
 }
 
 impl Engine {
-    pub(super) fn fetch(&mut self, client: ClientId, tag: Tag, indices: &[u32], from: NodeAddress) {
+    pub(super) fn fetch(&mut self, client: ClientId, tag: Tag, indices: &[u32], from: Option<NodeAddress>) {
+        let from = from.unwrap_or_else(|| self.node.clone());
         self.begin_fetch(Holder { client: Some(client), tag }, indices, from);
     }
 
@@ -86,12 +87,24 @@ impl Engine {
 
     fn tell_fetched(&mut self, holder: Holder, index: u32, refusal: Option<Refusal>) {
         if let Some(client) = holder.client {
-            self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, refusal });
+            let slot = self.store.as_ref().and_then(|store| store.pool.granted_at(holder, index));
+            let found = match (refusal, slot) {
+                (None, Some(GrantedSlot { slot, .. })) => Ok(Found { slot, peer: true, medium: Medium::Dram }),
+                (refusal, _) => Err(refusal.unwrap_or(Refusal::Ended)),
+            };
+            self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
         }
     }
 
     /// The holder says that one block is written, or why not.
-    pub(super) fn peer_fetched(&mut self, peer: &NodeId, ticket: Ticket, place: u32, copied: Result<Kind, Refusal>) {
+    pub(super) fn peer_fetched(
+        &mut self,
+        peer: &NodeId,
+        ticket: Ticket,
+        place: u32,
+        copied: Result<(Kind, Medium), Refusal>,
+    ) {
+        let copied = copied.map(|(via, _)| via);
         let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
         let Some(index) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
         let (holder, cancelled) = (fetch.holder, fetch.cancelled);
@@ -224,6 +237,7 @@ impl Engine {
             self.serving.remove(&key);
         }
         if !cancelled {
+            let copied = copied.map(|via| (via, Medium::Dram));
             self.say(peer, PeerMessage::Fetched { ticket, place, copied });
         } else if over {
             self.say(peer, PeerMessage::FetchEnded { ticket });

@@ -14,6 +14,7 @@
 
 mod ended;
 pub mod policy;
+pub mod tier;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
