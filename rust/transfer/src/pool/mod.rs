@@ -12,6 +12,7 @@
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
+pub mod disk;
 mod ended;
 pub mod null;
 pub mod policy;
