@@ -26,6 +26,7 @@ use std::sync::Arc;
 
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
+use crate::pool::policy::{self, Policy, cost::Costs};
 use crate::pool::{Change, Holder, Pool, Remembered};
 use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
@@ -87,6 +88,8 @@ const DUMP_PART: usize = 1024;
 pub struct Settings {
     /// Bytes of the arena.
     pub dram_bytes: u64,
+    /// Which block makes room for others.
+    pub eviction: &'static Policy,
     /// Transports that may carry copies to peers: what counters show from the start.
     pub transports: Vec<Kind>,
     /// Grants that may wait for room; beyond: `Full`.
@@ -112,6 +115,7 @@ impl Settings {
     pub fn new(dram_bytes: u64) -> Self {
         Self {
             dram_bytes,
+            eviction: policy::DEFAULT,
             transports: vec![Kind::Tcp],
             waiting_grants: 4096,
             opens: 4096,
@@ -303,8 +307,9 @@ impl Engine {
         if self.store.is_none() {
             match Arena::create(self.settings.dram_bytes, layout) {
                 Ok(arena) => {
-                    let Settings { waiting_grants, ended_tags, .. } = self.settings;
-                    let pool = Pool::new(arena.clone(), arena.slots(), waiting_grants, ended_tags);
+                    let Settings { waiting_grants, ended_tags, eviction, .. } = self.settings;
+                    let policy = eviction.make(&Costs::default());
+                    let pool = Pool::new(arena.clone(), arena.slots(), waiting_grants, ended_tags, policy);
                     self.store = Some(Store { arena, pool });
                 }
                 Err(error) => {

@@ -14,6 +14,7 @@
 
 mod ended;
 pub mod policy;
+mod room;
 pub mod tier;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -24,7 +25,8 @@ use crate::messages::{GrantMode, GrantedSlot, Refusal};
 use crate::types::{BlockKey, ClientId, SlotRef, Tag};
 
 pub use ended::Remembered;
-use policy::{Evict, lru::Lru};
+use policy::{Evict, Gone};
+use room::{Kin, Room};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -169,6 +171,8 @@ struct Slot {
     reads: u32,
     /// Local clients, other than the holder, that may write it.
     writers: u32,
+    /// Whether it may go.
+    kin: Kin,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -194,7 +198,7 @@ pub struct Pool<M: Lives> {
     slots: Vec<Slot>,
     free: Vec<u32>,
     index: HashMap<BlockKey, u32>,
-    evict: Box<dyn Evict>,
+    room: Room,
     quarantine: BTreeSet<u32>,
     held: HashMap<Holder, Held>,
     /// Which client was granted a tag (or waits for it).
@@ -212,8 +216,9 @@ pub struct Pool<M: Lives> {
 }
 
 impl<M: Lives> Pool<M> {
-    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered.
-    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize) -> Self {
+    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered;
+    /// `policy` says what goes first when room is needed.
+    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize, policy: Box<dyn Evict>) -> Self {
         let empty = |slot| Slot {
             life: SlotRef { slot, generation: 0 },
             state: State::Free,
@@ -221,13 +226,14 @@ impl<M: Lives> Pool<M> {
             pins: 0,
             reads: 0,
             writers: 0,
+            kin: Kin::default(),
         };
         Self {
             memory,
             slots: (0..slots).map(empty).collect(),
             free: (0..slots).rev().collect(),
             index: HashMap::new(),
-            evict: Box::new(Lru::default()),
+            room: Room::new(policy),
             quarantine: BTreeSet::new(),
             held: HashMap::new(),
             granted: HashMap::new(),
@@ -304,10 +310,10 @@ impl<M: Lives> Pool<M> {
         let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
-        let kept = present.iter().flatten().filter(|&&slot| self.evict.contains(slot)).count();
+        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].kin.idle).count();
         // What takes no room may be had even when there is none.
         let takes_room = need + kept > 0;
-        if takes_room && need + spare(mode) > self.free.len() + self.evict.len() - kept {
+        if takes_room && need + spare(mode) > self.free.len() + self.room.idle() - kept {
             return None;
         }
         // Pinned first, so that making room cannot take what is already here.
@@ -324,13 +330,21 @@ impl<M: Lives> Pool<M> {
                     let slot = self.free.pop().expect("make_room has freed enough");
                     let life = self.memory.issue(slot);
                     let place = (index < wish.keys.len()).then(|| wish.place(index));
-                    self.slots[slot as usize] =
-                        Slot { life, state: State::Reserved, place, pins: 1, reads: 0, writers: 0 };
+                    self.slots[slot as usize] = Slot {
+                        life,
+                        state: State::Reserved,
+                        place,
+                        pins: 1,
+                        reads: 0,
+                        writers: 0,
+                        kin: Kin::default(),
+                    };
                     slot
                 }
             };
             slots.push(slot);
         }
+        present.iter().flatten().for_each(|&slot| self.room.hit(slot));
         self.tally.hits += hits as u64;
         self.tally.misses += (wish.keys.len() - hits) as u64;
         let answer = slots.iter().map(|&slot| self.granted_slot(slot)).collect();
@@ -344,9 +358,9 @@ impl<M: Lives> Pool<M> {
     /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine.
     fn make_room(&mut self, need: usize) -> bool {
         while self.free.len() < need {
-            let Some(victim) = self.evict.pop() else { return false };
+            let Some(victim) = self.victim() else { return false };
             self.tally.evictions += 1;
-            self.unpublish_slot(victim);
+            self.unpublish_slot(victim, Gone::Evicted);
             self.discard(victim);
         }
         true
@@ -354,10 +368,10 @@ impl<M: Lives> Pool<M> {
 
     /// Pins the longest leading run of keys that is published, but never the last slot that could be had for staging.
     pub fn lookup(&mut self, holder: Holder, keys: &[BlockKey]) -> Vec<SlotRef> {
-        let mut available = self.free.len() + self.evict.len();
+        let mut available = self.free.len() + self.room.idle();
         // Pinning once more what is pinned takes no room.
         let may_pin = |slot: &u32| {
-            let takes = usize::from(self.evict.contains(*slot));
+            let takes = usize::from(self.slots[*slot as usize].kin.idle);
             let may = takes == 0 || available > 1;
             available -= if may { takes } else { 0 };
             may
@@ -373,6 +387,7 @@ impl<M: Lives> Pool<M> {
                 if known.insert(slot) {
                     held.looked.push(slot);
                     self.pin(slot);
+                    self.room.hit(slot);
                 }
             }
             self.held.insert(holder, held);
@@ -401,6 +416,7 @@ impl<M: Lives> Pool<M> {
         record.state = State::Committed { published: place.is_some() };
         if let Some(place) = place {
             self.index.insert(place.key, slot);
+            self.join(slot, place);
             self.mark(place.key);
             self.change(Change::Stored(place));
         }
@@ -442,7 +458,10 @@ impl<M: Lives> Pool<M> {
             return false;
         }
         record.reads += 1;
-        self.evict.remove(slot.slot);
+        // What a holder's copy reads is in use already: this one is for a peer.
+        if self.wake(slot.slot) {
+            self.room.hit(slot.slot);
+        }
         true
     }
 
@@ -484,8 +503,7 @@ impl<M: Lives> Pool<M> {
         if record.life != slot || record.state != (State::Committed { published: true }) {
             return false;
         }
-        self.evict.remove(slot.slot);
-        self.unpublish_slot(slot.slot);
+        self.unpublish_slot(slot.slot, Gone::Removed);
         self.settle(slot.slot);
         true
     }
@@ -502,7 +520,7 @@ impl<M: Lives> Pool<M> {
 
     fn pin(&mut self, slot: u32) {
         self.slots[slot as usize].pins += 1;
-        self.evict.remove(slot);
+        self.wake(slot);
     }
 
     fn unpin(&mut self, slot: u32) {
@@ -518,10 +536,7 @@ impl<M: Lives> Pool<M> {
         }
         match record.state {
             State::Reserved | State::Committed { published: false } => self.discard(slot),
-            State::Committed { published: true } if record.writers == 0 => {
-                self.evict.add(slot);
-                self.renew_ancestors(slot);
-            }
+            State::Committed { published: true } if record.writers == 0 => self.rest(slot),
             State::Committed { published: true } | State::Quarantine | State::Free => {}
         }
     }
@@ -539,27 +554,14 @@ impl<M: Lives> Pool<M> {
         }
     }
 
-    fn unpublish_slot(&mut self, slot: u32) {
+    fn unpublish_slot(&mut self, slot: u32, gone: Gone) {
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: false };
         let place = record.place.expect("a published block has a place");
         self.index.remove(&place.key);
+        self.leave(slot, place, gone);
         self.mark(place.key);
         self.change(Change::Removed(place.key));
-    }
-
-    /// The blocks before this one were used too: they must not be evicted before it. A referenced one ends the walk,
-    /// for its own release will walk on.
-    fn renew_ancestors(&mut self, slot: u32) {
-        let mut place = self.slots[slot as usize].place;
-        for _ in 0..self.slots.len() {
-            let Some(parent) = place.and_then(|place| self.index.get(&place.parent).copied()) else { return };
-            if !self.evict.contains(parent) {
-                return;
-            }
-            self.evict.add(parent);
-            place = self.slots[parent as usize].place;
-        }
     }
 
     fn change(&mut self, change: Change) {
@@ -649,12 +651,12 @@ impl<M: Lives> Pool<M> {
     /// Slots by state.
     pub fn occupancy(&self) -> Occupancy {
         let mut sum = Occupancy::default();
-        for (slot, record) in (0..).zip(&self.slots) {
+        for record in &self.slots {
             match record.state {
                 State::Free => sum.free += 1,
                 State::Reserved => sum.reserved += 1,
                 State::Quarantine => sum.quarantine += 1,
-                State::Committed { .. } if self.evict.contains(slot) => sum.cached += 1,
+                State::Committed { .. } if record.kin.idle => sum.cached += 1,
                 State::Committed { .. } => sum.pinned += 1,
             }
         }
@@ -719,11 +721,6 @@ impl<M: Lives> Pool<M> {
             assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
             let quarantined = self.quarantine.contains(&number);
             assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
-            let evictable = slot.state == State::Committed { published: true }
-                && slot.pins == 0
-                && slot.reads == 0
-                && slot.writers == 0;
-            assert_eq!(self.evict.contains(number), evictable, "eviction order and slot {number}: {slot:?}");
             let referenced = slot.pins > 0 || slot.reads > 0;
             match slot.state {
                 State::Free => {
@@ -742,14 +739,7 @@ impl<M: Lives> Pool<M> {
         }
         assert_eq!(self.index.len(), published, "the index and the published slots differ");
         assert_eq!(self.xor, xor, "the XOR of the keys has drifted");
-        let order = self.evict.order();
-        let rank: HashMap<u32, usize> = order.iter().enumerate().map(|(rank, &slot)| (slot, rank)).collect();
-        for &slot in &order {
-            let parent = self.slots[slot as usize].place.and_then(|place| self.index.get(&place.parent));
-            if let Some(parent) = parent.and_then(|parent| rank.get(parent)) {
-                assert!(*parent >= rank[&slot], "the head of a prefix would go before its tail");
-            }
-        }
+        self.check_room();
         assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
         let staging = self.waiting.iter().map(|(_, _, mode)| *mode == GrantMode::Staging);
         assert!(staging.is_sorted_by(|before, after| before >= after), "a staging grant waits behind another kind");
