@@ -13,6 +13,7 @@
 //! [`Lives`] seam.
 
 mod ended;
+pub mod model;
 pub mod policy;
 mod room;
 pub mod tier;
@@ -193,6 +194,7 @@ fn spare(mode: GrantMode) -> usize {
 }
 
 /// The pool of one node. Every operation leaves [`Pool::check`] true.
+#[derive(Debug)]
 pub struct Pool<M: Lives> {
     memory: M,
     slots: Vec<Slot>,
