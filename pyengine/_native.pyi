@@ -580,7 +580,9 @@ class CacheModel:
 
         For policies that weigh costs, costs: seconds for a token, seconds for a pair of tokens in attention, tokens of
         a block (by default LLaMA3-70B on eight A800, 512); reload: seconds to read a block from the SSD, which then is
-        what a dearer one costs (by default infinite). Raises GiveUpError for an unknown policy or an impossible capacity.
+        what a dearer one costs (by default infinite).
+
+        Raises GiveUpError for an unknown policy or an impossible capacity.
         """
     @property
     def policy(self) -> str: ...
