@@ -33,6 +33,10 @@ impl Evict for Lru {
         Some(slot)
     }
 
+    fn peek(&self) -> Option<u32> {
+        self.by_use.first_key_value().map(|(_, slot)| *slot)
+    }
+
     fn len(&self) -> usize {
         self.by_use.len()
     }

@@ -12,6 +12,8 @@ pub trait Evict: Send {
     fn remove(&mut self, slot: u32);
     /// Chooses a victim and removes it.
     fn pop(&mut self) -> Option<u32>;
+    /// The victim that `pop` would choose now.
+    fn peek(&self) -> Option<u32>;
     /// How many slots may be evicted.
     fn len(&self) -> usize;
     /// True if none may.
