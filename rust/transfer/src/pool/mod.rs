@@ -16,8 +16,10 @@
 //! [`Lives`] seam.
 
 mod ended;
+pub mod null;
 pub mod policy;
 pub mod tier;
+pub mod twin;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
