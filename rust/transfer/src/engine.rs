@@ -28,6 +28,7 @@ use std::sync::Arc;
 
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
+use crate::pool::policy::{self, Policy};
 use crate::pool::{Change, Holder, Remembered, Wish};
 use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
@@ -90,6 +91,8 @@ const DUMP_PART: usize = 1024;
 pub struct Settings {
     /// Bytes of all arenas.
     pub dram_bytes: u64,
+    /// Which block makes room for others.
+    pub eviction: &'static Policy,
     /// Transports that may carry copies to peers: what counters show from the start.
     pub transports: Vec<Kind>,
     /// Grants that may wait for room; beyond: `Full`.
@@ -115,6 +118,7 @@ impl Settings {
     pub fn new(dram_bytes: u64) -> Self {
         Self {
             dram_bytes,
+            eviction: policy::DEFAULT,
             transports: vec![Kind::Tcp],
             waiting_grants: 4096,
             opens: 4096,
@@ -183,7 +187,7 @@ impl Engine {
     /// An engine with no arena yet: clients' layouts make them.
     pub fn new(node: NodeAddress, settings: Settings) -> Self {
         let ended_opens = Remembered::new(settings.ended_tags);
-        let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags);
+        let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
         Self {
             node,
             settings,

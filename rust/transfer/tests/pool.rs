@@ -11,6 +11,8 @@ use std::rc::Rc;
 
 use proptest::prelude::*;
 use pyengine_transfer::messages::{GrantMode, GrantedSlot, Refusal};
+use pyengine_transfer::pool::policy::cost::Costs;
+use pyengine_transfer::pool::policy::{Evict, POLICIES, Policy};
 use pyengine_transfer::pool::{Change, Granting, Holder, Lives, Occupancy, Pool, Wish};
 use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
 
@@ -311,10 +313,10 @@ fn writer_of(number: u8) -> Holder {
     Holder { client: Some(100 + u64::from(number)), tag: Tag { request: 1, attempt: 1, worker: 2 } }
 }
 
-fn model() -> Model {
+fn model(policy: &Policy) -> Model {
     let memory = Memory::default();
     Model {
-        pool: Pool::new(memory.clone(), SLOTS, WAITING_LIMIT, 1000),
+        pool: Pool::new(memory.clone(), SLOTS, WAITING_LIMIT, 1000, policy.make(&Costs::default())),
         memory,
         lives: BTreeMap::new(),
         wishes: BTreeMap::new(),
@@ -329,8 +331,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn random_operations(ops in prop::collection::vec(ops(), 1..120)) {
-        let mut model = model();
+    fn random_operations(policy in 0..POLICIES.len(), ops in prop::collection::vec(ops(), 1..120)) {
+        let mut model = model(&POLICIES[policy]);
         for op in ops {
             model.apply(op);
         }
@@ -352,6 +354,10 @@ proptest! {
 }
 
 // -- what the random test cannot say in so few words -----------------------------------------------------------------
+
+fn lru() -> Box<dyn Evict> {
+    Policy::named("lru").expect("it is there").make(&Costs::default())
+}
 
 fn holder(number: u64) -> Holder {
     Holder { client: Some(number), tag: Tag { request: number, attempt: 0, worker: 1 } }
@@ -387,7 +393,7 @@ fn removed(pool: &mut Pool<Memory>) -> Vec<BlockKey> {
 // to a prefix later renews the prefix. Method: fill the pool with two prefixes, then take its room block by block.
 #[test]
 fn tail_before_head() {
-    let mut pool = Pool::new(Memory::default(), 7, 4, 10);
+    let mut pool = Pool::new(Memory::default(), 7, 4, 10, lru());
     store(&mut pool, 1, wish(0, 0..3));
     store(&mut pool, 2, wish(1, 0..3));
     // One more block of the older prefix, granted without its ancestors.
@@ -404,11 +410,52 @@ fn tail_before_head() {
     assert_eq!(order, expected.map(|(prefix, position)| key(prefix, position)));
 }
 
+// Goal: a block whose child is in use goes only when nothing else can, and then from the tail; and every block that nobody
+// uses can be had. Method: pin the last block of the older prefix, published before its ancestors, and take all room.
+#[test]
+fn ancestors_of_a_block_in_use_go_last() {
+    let mut pool = Pool::new(Memory::default(), 7, 4, 10, lru());
+    for part in [3..4, 0..1, 2..3, 1..2] {
+        store(&mut pool, 1, wish(0, part));
+    }
+    store(&mut pool, 2, wish(1, 0..3));
+    assert_eq!(pool.coldest(9).len(), 2, "the tails");
+    assert_eq!(pool.lookup(holder(3), &[key(0, 3)]).len(), 1);
+    pool.take_changes();
+    let mut order = Vec::new();
+    for number in 0..6 {
+        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
+        assert!(matches!(pool.grant(holder(10 + number), private, GrantMode::Staging), Granting::Held(_)));
+        order.extend(removed(&mut pool));
+        pool.check();
+    }
+    let expected = [(1, 2), (1, 1), (1, 0), (0, 2), (0, 1), (0, 0)];
+    assert_eq!(order, expected.map(|(prefix, position)| key(prefix, position)));
+    assert!(pool.find(&key(0, 3)).is_some());
+}
+
+// Goal: keys that somebody made up, in a circle or with impossible positions, do not keep their slots for ever.
+// Method: two blocks that name each other as parent, one that names itself, one at the last position there is.
+#[test]
+fn circles_can_be_evicted() {
+    let mut pool = Pool::new(Memory::default(), 4, 4, 10, lru());
+    let (a, b, last) = (key(0, 0), key(0, 1), u32::MAX - 1);
+    for (number, (key, parent, position)) in [(a, b, 1), (b, a, 1), (key(1, 0), key(1, 0), 5)].into_iter().enumerate() {
+        store(&mut pool, number as u64, Wish { keys: vec![key], private: false, parent, position, owner: OWNER });
+    }
+    store(&mut pool, 9, Wish { keys: vec![key(2, 0)], private: false, parent: ROOT, position: last, owner: OWNER });
+    for number in 0..4 {
+        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
+        assert!(matches!(pool.grant(holder(10 + number), private, GrantMode::Staging), Granting::Held(_)));
+        pool.check();
+    }
+}
+
 // Goal: two who reserve one key both succeed; the first commit is published, the second serves its tag only and is
 // freed with it. Method: interleave two grants of one key.
 #[test]
 fn one_key_two_reservations() {
-    let mut pool = Pool::new(Memory::default(), 4, 4, 10);
+    let mut pool = Pool::new(Memory::default(), 4, 4, 10, lru());
     for number in [1, 2] {
         assert!(matches!(pool.grant(holder(number), wish(0, 0..1), GrantMode::Now), Granting::Held(_)));
     }
@@ -427,7 +474,7 @@ fn one_key_two_reservations() {
 // takes no room goes through. Method: a pool of five slots, of which one is for staging.
 #[test]
 fn head_of_line_waits() {
-    let mut pool = Pool::new(Memory::default(), 5, 2, 10);
+    let mut pool = Pool::new(Memory::default(), 5, 2, 10, lru());
     assert_eq!(pool.grant(holder(1), wish(0, 0..5), GrantMode::Wait), Granting::Refused(Refusal::TooLarge));
     store(&mut pool, 1, wish(0, 0..1));
     assert!(matches!(pool.grant(holder(2), wish(1, 0..2), GrantMode::Wait), Granting::Held(_)));
@@ -448,7 +495,7 @@ fn head_of_line_waits() {
 // Method: pin all of a pool of three slots, then ask twice for a block that is pinned, and once for one that is not.
 #[test]
 fn pinned_once_more_from_a_full_pool() {
-    let mut pool = Pool::new(Memory::default(), 3, 4, 10);
+    let mut pool = Pool::new(Memory::default(), 3, 4, 10, lru());
     store(&mut pool, 1, wish(0, 0..2));
     assert_eq!(pool.lookup(holder(2), &wish(0, 0..2).keys).len(), 2);
     let one = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
@@ -465,7 +512,7 @@ fn pinned_once_more_from_a_full_pool() {
 // Method: fill a pool of three slots but for the last, then queue one of each kind.
 #[test]
 fn last_slot_is_for_staging() {
-    let mut pool = Pool::new(Memory::default(), 3, 4, 10);
+    let mut pool = Pool::new(Memory::default(), 3, 4, 10, lru());
     let one = || Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
     assert!(matches!(pool.grant(holder(1), wish(0, 0..2), GrantMode::Wait), Granting::Held(_)));
     assert_eq!(pool.grant(holder(2), one(), GrantMode::Wait), Granting::Waiting);

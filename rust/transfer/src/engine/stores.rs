@@ -20,6 +20,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::memory::{ARENA_BYTES, Arena, slot_bytes};
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
+use crate::pool::policy::{Policy, cost::Costs};
 use crate::pool::{Granting, Holder, Lack, More, Occupancy, Pool, Wish};
 use crate::types::{BlockKey, ClientId, Layout, Nanos, RegionId, SlotRef, Tag};
 
@@ -70,13 +71,14 @@ pub(super) struct Stores {
     budget: Budget,
     waiting_limit: usize,
     ended_limit: usize,
+    eviction: &'static Policy,
 }
 
 impl Stores {
     /// None yet. The limits are those of each pool.
-    pub fn new(dram_bytes: u64, waiting_limit: usize, ended_limit: usize) -> Self {
+    pub fn new(dram_bytes: u64, waiting_limit: usize, ended_limit: usize, eviction: &'static Policy) -> Self {
         let budget = Budget { limit: dram_bytes, granted: 0, turn: 0, released: Vec::new() };
-        Self { all: Vec::new(), budget, waiting_limit, ended_limit }
+        Self { all: Vec::new(), budget, waiting_limit, ended_limit, eviction }
     }
 
     /// The store of a layout; makes it if it is new. Returns also who waited elsewhere for more than there can be now.
@@ -107,7 +109,8 @@ impl Stores {
         let make = if at == 0 { Arena::create } else { Arena::sparse };
         let arena = make(self.budget.limit, layout)?;
         let region = RegionId(at as u32);
-        let mut pool = Pool::new(arena.clone(), 0, self.waiting_limit, self.ended_limit);
+        let policy = self.eviction.make(&Costs::default());
+        let mut pool = Pool::new(arena.clone(), 0, self.waiting_limit, self.ended_limit, policy);
         pool.turn(self.budget.turn, now);
         self.all.push(Store { arena, pool, region, slot_bytes });
         self.budget.granted += ARENA_BYTES;
@@ -305,9 +308,9 @@ impl Budget {
         while wanted > 0 && pool.size() < most {
             let giving = others.iter().enumerate().filter(|(_, store)| store.givable() > 0);
             // An empty slot costs nothing, so it is the coldest of all.
-            let cold = |store: &Store| if store.pool.empty() > 0 { None } else { store.pool.coldest() };
+            let cold = |store: &Store| (store.pool.empty() == 0, store.pool.coldest_use());
             let Some((coldest, from)) = giving.map(|(from, store)| (cold(store), from)).min() else { break };
-            if needed == 0 && coldest.is_some() && pool.coldest().is_some_and(|own| Some(own) <= coldest) {
+            if needed == 0 && (true, pool.coldest_use()) <= coldest {
                 break;
             }
             if let Some(slot) = others[from].pool.give_up() {

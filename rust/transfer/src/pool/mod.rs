@@ -18,6 +18,7 @@
 mod ended;
 pub mod null;
 pub mod policy;
+mod room;
 pub mod tier;
 pub mod twin;
 
@@ -29,7 +30,8 @@ use crate::messages::{GrantMode, GrantedSlot, Refusal};
 use crate::types::{BlockKey, ClientId, Nanos, Owner, SlotRef, Tag};
 
 pub use ended::Remembered;
-use policy::{Evict, lru::Lru};
+use policy::{Evict, Gone};
+use room::{Kin, Room};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -181,13 +183,15 @@ struct Slot {
     /// When it was last let go of, on the clock of [`Pool::turn`].
     used: u32,
     owner: Owner,
+    /// Whether it may go.
+    kin: Kin,
 }
 
 impl Slot {
     fn new(slot: u32) -> Self {
         let life = SlotRef { slot, generation: 0 };
         let (state, owner) = (State::Free, Owner::default());
-        Self { life, state, place: None, pins: 0, reads: 0, writers: 0, used: 0, owner }
+        Self { life, state, place: None, pins: 0, reads: 0, writers: 0, used: 0, owner, kin: Kin::default() }
     }
 }
 
@@ -244,7 +248,7 @@ pub struct Pool<M: Lives> {
     /// Turns so far, and the time of the last one, coarse.
     turn: (u64, u32),
     index: HashMap<BlockKey, u32>,
-    evict: Box<dyn Evict>,
+    room: Room,
     quarantine: BTreeSet<u32>,
     held: HashMap<Holder, Held>,
     /// Which client was granted a tag (or waits for it).
@@ -261,8 +265,9 @@ pub struct Pool<M: Lives> {
 }
 
 impl<M: Lives> Pool<M> {
-    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered.
-    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize) -> Self {
+    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered;
+    /// `policy` says what goes first when room is needed.
+    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize, policy: Box<dyn Evict>) -> Self {
         Self {
             memory,
             slots: (0..slots).map(Slot::new).collect(),
@@ -271,7 +276,7 @@ impl<M: Lives> Pool<M> {
             limit: slots,
             turn: (0, 0),
             index: HashMap::new(),
-            evict: Box::new(Lru::default()),
+            room: Room::new(policy),
             quarantine: BTreeSet::new(),
             held: HashMap::new(),
             granted: HashMap::new(),
@@ -369,12 +374,12 @@ impl<M: Lives> Pool<M> {
         let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
-        let kept = present.iter().flatten().filter(|&&slot| self.evict.contains(slot)).count();
+        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].kin.idle).count();
         // What takes no room may be had even when there is none.
         let takes_room = need + kept > 0;
-        let enough = |pool: &Self| !takes_room || need + spare(mode) <= pool.free.len() + pool.evict.len() - kept;
+        let enough = |pool: &Self| !takes_room || need + spare(mode) <= pool.free.len() + pool.room.idle() - kept;
         if takes_room && (need > self.free.len() || !enough(self)) {
-            let needed = (need + spare(mode)).saturating_sub(self.free.len() + self.evict.len() - kept);
+            let needed = (need + spare(mode)).saturating_sub(self.free.len() + self.room.idle() - kept);
             let wanted = need.saturating_sub(self.free.len()).max(needed);
             more(self, Lack { wanted, needed, since });
         }
@@ -403,6 +408,7 @@ impl<M: Lives> Pool<M> {
             };
             slots.push(slot);
         }
+        present.iter().flatten().for_each(|&slot| self.room.hit(slot));
         self.tally.hits += hits as u64;
         self.tally.misses += (wish.keys.len() - hits) as u64;
         let answer = slots.iter().map(|&slot| self.granted_slot(slot)).collect();
@@ -416,9 +422,9 @@ impl<M: Lives> Pool<M> {
     /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine.
     fn make_room(&mut self, need: usize) -> bool {
         while self.free.len() < need {
-            let Some(victim) = self.evict.pop() else { return false };
+            let Some(victim) = self.victim() else { return false };
             self.tally.evictions += 1;
-            self.unpublish_slot(victim);
+            self.unpublish_slot(victim, Gone::Evicted);
             self.discard(victim);
         }
         true
@@ -432,15 +438,15 @@ impl<M: Lives> Pool<M> {
     /// As `lookup`; asks for more slots rather than find less.
     pub fn lookup_with(&mut self, holder: Holder, keys: &[BlockKey], more: More<'_, M>) -> Vec<SlotRef> {
         let published = keys.iter().map_while(|key| self.index.get(key).copied());
-        let takes: HashSet<u32> = published.filter(|&slot| self.evict.contains(slot)).collect();
-        let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.evict.len());
+        let takes: HashSet<u32> = published.filter(|&slot| self.slots[slot as usize].kin.idle).collect();
+        let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.room.idle());
         if !takes.is_empty() && wanted > 0 {
             more(self, Lack { wanted, needed: 1, since: self.turn.0 });
         }
-        let mut available = self.free.len() + self.evict.len();
+        let mut available = self.free.len() + self.room.idle();
         // Pinning once more what is pinned takes no room.
         let may_pin = |slot: &u32| {
-            let takes = usize::from(self.evict.contains(*slot));
+            let takes = usize::from(self.slots[*slot as usize].kin.idle);
             let may = takes == 0 || available > 1;
             available -= if may { takes } else { 0 };
             may
@@ -456,6 +462,7 @@ impl<M: Lives> Pool<M> {
                 if known.insert(slot) {
                     held.looked.push(slot);
                     self.pin(slot);
+                    self.room.hit(slot);
                 }
             }
             self.held.insert(holder, held);
@@ -492,6 +499,7 @@ impl<M: Lives> Pool<M> {
         record.state = State::Committed { published: place.is_some() };
         if let Some(place) = place {
             self.index.insert(place.key, slot);
+            self.join(slot, place);
             self.mark(place.key);
             self.change(Change::Stored(place));
         }
@@ -533,7 +541,10 @@ impl<M: Lives> Pool<M> {
             return false;
         }
         record.reads += 1;
-        self.evict.remove(slot.slot);
+        // What a holder's copy reads is in use already: this one is for a peer.
+        if self.wake(slot.slot) {
+            self.room.hit(slot.slot);
+        }
         true
     }
 
@@ -575,8 +586,7 @@ impl<M: Lives> Pool<M> {
         if record.life != slot || record.state != (State::Committed { published: true }) {
             return false;
         }
-        self.evict.remove(slot.slot);
-        self.unpublish_slot(slot.slot);
+        self.unpublish_slot(slot.slot, Gone::Removed);
         self.settle(slot.slot);
         true
     }
@@ -593,7 +603,7 @@ impl<M: Lives> Pool<M> {
 
     fn pin(&mut self, slot: u32) {
         self.slots[slot as usize].pins += 1;
-        self.evict.remove(slot);
+        self.wake(slot);
     }
 
     fn unpin(&mut self, slot: u32) {
@@ -611,8 +621,7 @@ impl<M: Lives> Pool<M> {
             State::Reserved | State::Committed { published: false } => self.discard(slot),
             State::Committed { published: true } if record.writers == 0 => {
                 self.slots[slot as usize].used = self.turn.1;
-                self.evict.add(slot);
-                self.renew_ancestors(slot);
+                self.rest(slot);
             }
             State::Committed { published: true } | State::Quarantine | State::Free | State::Absent => {}
         }
@@ -631,28 +640,14 @@ impl<M: Lives> Pool<M> {
         }
     }
 
-    fn unpublish_slot(&mut self, slot: u32) {
+    fn unpublish_slot(&mut self, slot: u32, gone: Gone) {
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: false };
         let place = record.place.expect("a published block has a place");
         self.index.remove(&place.key);
+        self.leave(slot, place, gone);
         self.mark(place.key);
         self.change(Change::Removed(place.key));
-    }
-
-    /// The blocks before this one were used too: they must not be evicted before it. A referenced one ends the walk,
-    /// for its own release will walk on.
-    fn renew_ancestors(&mut self, slot: u32) {
-        let mut place = self.slots[slot as usize].place;
-        for _ in 0..self.slots.len() {
-            let Some(parent) = place.and_then(|place| self.index.get(&place.parent).copied()) else { return };
-            if !self.evict.contains(parent) {
-                return;
-            }
-            self.slots[parent as usize].used = self.turn.1;
-            self.evict.add(parent);
-            place = self.slots[parent as usize].place;
-        }
     }
 
     fn change(&mut self, change: Change) {
@@ -703,7 +698,7 @@ impl<M: Lives> Pool<M> {
 
     /// How many slots it could give up now: one that may be had stays, for staging.
     pub fn givable(&self) -> usize {
-        (self.free.len() + self.evict.len()).saturating_sub(1)
+        (self.free.len() + self.room.idle()).saturating_sub(1)
     }
 
     /// How many slots are empty.
@@ -711,9 +706,9 @@ impl<M: Lives> Pool<M> {
         self.free.len()
     }
 
-    /// When the block that it would evict next was last used.
-    pub fn coldest(&self) -> Option<u32> {
-        self.evict.peek().map(|slot| self.slots[slot as usize].used)
+    /// When the block that it would evict next was last used; for ever, if that is not known.
+    pub fn coldest_use(&self) -> u64 {
+        self.coldest(1).first().map_or(u64::MAX, |&slot| self.slots[slot as usize].used.into())
     }
 
     /// Since when the first of those who wait do, in turns.
@@ -812,13 +807,13 @@ impl<M: Lives> Pool<M> {
     /// Slots by state.
     pub fn occupancy(&self) -> Occupancy {
         let mut sum = Occupancy::default();
-        for (slot, record) in (0..).zip(&self.slots) {
+        for record in &self.slots {
             match record.state {
                 State::Free => sum.free += 1,
                 State::Reserved => sum.reserved += 1,
                 State::Quarantine => sum.quarantine += 1,
                 State::Absent => {}
-                State::Committed { .. } if self.evict.contains(slot) => sum.cached += 1,
+                State::Committed { .. } if record.kin.idle => sum.cached += 1,
                 State::Committed { .. } => sum.pinned += 1,
             }
         }
@@ -885,11 +880,6 @@ impl<M: Lives> Pool<M> {
             assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
             let quarantined = self.quarantine.contains(&number);
             assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
-            let evictable = slot.state == State::Committed { published: true }
-                && slot.pins == 0
-                && slot.reads == 0
-                && slot.writers == 0;
-            assert_eq!(self.evict.contains(number), evictable, "eviction order and slot {number}: {slot:?}");
             let referenced = slot.pins > 0 || slot.reads > 0;
             match slot.state {
                 State::Free => {
@@ -916,14 +906,7 @@ impl<M: Lives> Pool<M> {
         assert!(absent.is_empty(), "given up, and not: {absent:?}");
         assert_eq!(self.index.len(), published, "the index and the published slots differ");
         assert_eq!(self.xor, xor, "the XOR of the keys has drifted");
-        let order = self.evict.order();
-        let rank: HashMap<u32, usize> = order.iter().enumerate().map(|(rank, &slot)| (slot, rank)).collect();
-        for &slot in &order {
-            let parent = self.slots[slot as usize].place.and_then(|place| self.index.get(&place.parent));
-            if let Some(parent) = parent.and_then(|parent| rank.get(parent)) {
-                assert!(*parent >= rank[&slot], "the head of a prefix would go before its tail");
-            }
-        }
+        self.check_room();
         assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
         let staging = self.waiting.iter().map(|waiting| waiting.mode == GrantMode::Staging);
         assert!(staging.is_sorted_by(|before, after| before >= after), "a staging grant waits behind another kind");
