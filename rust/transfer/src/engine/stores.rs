@@ -45,7 +45,7 @@ impl Store {
     }
 
     fn bytes(&self) -> u64 {
-        ARENA_BYTES + u64::from(self.pool.size()) * self.slot_bytes
+        u64::from(self.pool.size()) * self.slot_bytes
     }
 
     /// How many slots others may take from it.
@@ -54,10 +54,11 @@ impl Store {
     }
 }
 
-/// The memory that stores share.
+/// The memory that stores share. (The head of the first arena is within `dram_bytes`; those of further ones, a page each,
+/// are not counted.)
 struct Budget {
     limit: u64,
-    /// Of all stores.
+    /// All stores' slots.
     granted: u64,
     /// Inputs so far.
     turn: u64,
@@ -77,7 +78,7 @@ pub(super) struct Stores {
 impl Stores {
     /// None yet. The limits are those of each pool.
     pub fn new(dram_bytes: u64, waiting_limit: usize, ended_limit: usize, eviction: &'static Policy) -> Self {
-        let budget = Budget { limit: dram_bytes, granted: 0, turn: 0, released: Vec::new() };
+        let budget = Budget { limit: dram_bytes.saturating_sub(ARENA_BYTES), granted: 0, turn: 0, released: Vec::new() };
         Self { all: Vec::new(), budget, waiting_limit, ended_limit, eviction }
     }
 
@@ -95,25 +96,25 @@ impl Stores {
                 "this node has blocks of {at} layouts, which is all it can have: restart its daemon to forget them"
             )));
         }
-        let least = |slot_bytes| ARENA_BYTES + u64::from(MINIMUM) * slot_bytes;
+        let least = |slot_bytes| u64::from(MINIMUM) * slot_bytes;
         let all = self.all.iter().map(|store| least(store.slot_bytes)).sum::<u64>() + least(slot_bytes);
         if all > self.budget.limit {
             let block = layout.block_bytes();
             let others = if at > 0 { " besides those of other layouts" } else { "" };
             return Err(Error::give_up(format!(
-                "{} bytes of memory do not hold {MINIMUM} blocks of {block} bytes{others}: give at least {all} with --dram-bytes",
-                self.budget.limit
+                "{} bytes of memory do not hold {MINIMUM} blocks of {block} bytes{others}: give at least {} with --dram-bytes",
+                self.budget.limit + ARENA_BYTES,
+                all + ARENA_BYTES
             )));
         }
         // The file has room for all that this layout could ever have.
         let make = if at == 0 { Arena::create } else { Arena::sparse };
-        let arena = make(self.budget.limit, layout)?;
+        let arena = make(self.budget.limit + ARENA_BYTES, layout)?;
         let region = RegionId(at as u32);
         let policy = self.eviction.make(&Costs::default());
         let mut pool = Pool::new(arena.clone(), 0, self.waiting_limit, self.ended_limit, policy);
         pool.turn(self.budget.turn, now);
         self.all.push(Store { arena, pool, region, slot_bytes });
-        self.budget.granted += ARENA_BYTES;
         let mut never = Vec::new();
         for at in 0..self.all.len() {
             let limit = self.most(at);
@@ -126,9 +127,9 @@ impl Stores {
     /// Most slots that a store could have, if all others had as few as they may.
     fn most(&self, at: usize) -> u32 {
         let others = self.all.iter().enumerate().filter(|(other, _)| *other != at);
-        let others: u64 = others.map(|(_, store)| ARENA_BYTES + u64::from(MINIMUM) * store.slot_bytes).sum();
+        let others: u64 = others.map(|(_, store)| u64::from(MINIMUM) * store.slot_bytes).sum();
         let Store { arena, slot_bytes, .. } = &self.all[at];
-        let slots = self.budget.limit.saturating_sub(others + ARENA_BYTES) / slot_bytes;
+        let slots = self.budget.limit.saturating_sub(others) / slot_bytes;
         u32::try_from(slots).unwrap_or(u32::MAX).min(arena.slots())
     }
 
