@@ -18,7 +18,6 @@ from pyengine import _native, kv_mover
 from pyengine._native import Tag
 from pyengine.backend import U8, Slice
 from pyengine.backends.fake import EOS, FakeBackend, fake_tokens
-from pyengine.scheduler.batcher import State
 from pyengine.scheduler.messages import Note
 from pyengine.scheduler.types import Node, Role, SamplingParams, Source
 from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
@@ -307,12 +306,10 @@ def test_a_preempted_sequence_whose_kv_is_all_gone_goes_back_too() -> None:
             wrap=Forgetful,
         )
         decode.recompute_limit = 8
-        # Both are to decode at once, however long either takes to come: nobody is admitted before both are here.
-        batcher = decode.batcher
-        most, batcher.max_sequences = batcher.max_sequences, 0
-        requests = [cluster.submit(prompt(80, seed), "prefill", "decode", sampling=sampling) for seed in range(2)]
-        cluster.until(lambda: all(sequence.state is State.WAITING for sequence in batcher.sequences.values()))
-        batcher.max_sequences = most
+        requests = cluster.together(
+            "decode",
+            lambda: [cluster.submit(prompt(80, seed), "prefill", "decode", sampling=sampling) for seed in range(2)],
+        )
         cluster.run(*requests)
         assert decode.counters["preempted"] > 0
         assert sorted(map(str, map(kind_of, requests))) == ["None", "need_prefill"]
