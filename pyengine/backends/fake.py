@@ -46,8 +46,9 @@ class FakeBackend:
         seconds_per_token: float = 0.0,
         hold: str = "",
     ) -> None:
-        """For tests that need to meet it at work. seconds_per_*: how long `execute` sleeps; 0: not at all. hold: a file;
-        while it is there, `execute` waits.
+        """For tests that need to meet it at work:
+
+        seconds_per_*: how long `execute` sleeps; 0: not at all. hold: a file; while it is there, `execute` waits.
         """
         if head_dim % 2 or min(layers, kv_heads, head_dim, block_tokens, max_positions) < 1 or vocab < VOCAB:
             raise ValueError(f"fake model: sizes must be positive, head_dim even, vocab at least {VOCAB}")
