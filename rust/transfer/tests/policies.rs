@@ -13,7 +13,7 @@ use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{Evict, Gone, POLICIES, Policy};
 use pyengine_transfer::pool::{Change, Granting, Holder, Lives, Place, Pool, Wish};
 use pyengine_transfer::random::Random;
-use pyengine_transfer::types::{BlockKey, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
 
 const SLOTS: u32 = 32;
 
@@ -453,7 +453,7 @@ proptest! {
                 if let Some(slot) = pool.find(&places[node].key) {
                     pool.unpublish(slot);
                 }
-                for (_, change) in pool.take_changes() {
+                for change in pool.take_changes() {
                     prop_assert_eq!(change, Change::Removed(places[node].key));
                     here.remove(&places[node].key);
                     // Who holds it keeps a slot that nobody else knows.
@@ -471,11 +471,12 @@ proptest! {
                 private: false,
                 parent: wanted[0].parent,
                 position: wanted[0].position,
+                owner: Owner::default(),
             };
             let others: BTreeSet<BlockKey> = held.values().flatten().copied().collect();
             let granted = pool.grant(holder(number), wish, GrantMode::Now);
             let used: BTreeSet<BlockKey> = others.iter().copied().chain(keys.iter().copied()).collect();
-            for (_, change) in pool.take_changes() {
+            for change in pool.take_changes() {
                 let Change::Removed(key) = change else { panic!("nothing was committed") };
                 let victim = here[&key];
                 expect_may_go(&here, &used, victim);
@@ -492,7 +493,7 @@ proptest! {
                 }
                 held.insert(number, keys);
             }
-            for (_, change) in pool.take_changes() {
+            for change in pool.take_changes() {
                 let Change::Stored(place) = change else { panic!("nothing needs room") };
                 here.insert(place.key, place);
             }

@@ -14,11 +14,12 @@ use pyengine_transfer::messages::{GrantMode, GrantedSlot, Refusal};
 use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{Evict, POLICIES, Policy};
 use pyengine_transfer::pool::{Change, Granting, Holder, Lives, Occupancy, Pool, Wish};
-use pyengine_transfer::types::{BlockKey, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
 
 const SLOTS: u32 = 8;
 const WAITING_LIMIT: usize = 4;
 const ROOT: BlockKey = BlockKey([0; 16]);
+const OWNER: Owner = Owner { namespace: 3, tenant: 4 };
 
 /// Memory without bytes; `held` slots are being written by somebody.
 #[derive(Default)]
@@ -107,7 +108,6 @@ struct Model {
     waiting: Vec<(u8, GrantMode)>,
     published: BTreeMap<BlockKey, u32>,
     copies: Vec<SlotRef>,
-    next_sequence: u64,
 }
 
 impl Model {
@@ -158,7 +158,7 @@ impl Model {
                 if end {
                     let ended = self.holder(holder);
                     self.pool.end(ended.tag);
-                    let wish = Wish { keys: vec![], private: false, parent: ROOT, position: 0 };
+                    let wish = Wish { keys: vec![], private: false, parent: ROOT, position: 0, owner: OWNER };
                     let again = self.pool.grant(ended, wish, GrantMode::Wait);
                     assert_eq!(again, Granting::Refused(Refusal::Ended));
                     *self.lives.entry(holder).or_default() += 1;
@@ -205,7 +205,7 @@ impl Model {
     fn grant(&mut self, holder: u8, prefix: u8, from: u8, length: u8, private: bool, mode: GrantMode) {
         let keys: Vec<BlockKey> = (from..from + length).map(|position| key(prefix, position)).collect();
         let parent = if from == 0 { ROOT } else { key(prefix, from - 1) };
-        let wish = Wish { keys, private, parent, position: from.into() };
+        let wish = Wish { keys, private, parent, position: from.into(), owner: OWNER };
         let busy = self.held.contains_key(&holder) || self.waits(holder);
         match self.pool.grant(self.holder(holder), wish.clone(), mode) {
             Granting::Held(slots) => {
@@ -297,9 +297,7 @@ impl Model {
     }
 
     fn replay(&mut self) {
-        for (sequence, change) in self.pool.take_changes() {
-            assert_eq!(sequence, self.next_sequence);
-            self.next_sequence += 1;
+        for change in self.pool.take_changes() {
             match change {
                 Change::Stored(place) => {
                     let slot = self.pool.find(&place.key).map_or(u32::MAX, |slot| slot.slot);
@@ -326,7 +324,6 @@ fn model(policy: &Policy) -> Model {
         waiting: Vec::new(),
         published: BTreeMap::new(),
         copies: Vec::new(),
-        next_sequence: 0,
     }
 }
 
@@ -369,7 +366,8 @@ fn holder(number: u64) -> Holder {
 fn wish(prefix: u8, positions: std::ops::Range<u8>) -> Wish {
     let parent = if positions.start == 0 { ROOT } else { key(prefix, positions.start - 1) };
     let position = positions.start.into();
-    Wish { keys: positions.map(|position| key(prefix, position)).collect(), private: false, parent, position }
+    let keys = positions.map(|position| key(prefix, position)).collect();
+    Wish { keys, private: false, parent, position, owner: OWNER }
 }
 
 fn store(pool: &mut Pool<Memory>, number: u64, wish: Wish) {
@@ -384,7 +382,7 @@ fn store(pool: &mut Pool<Memory>, number: u64, wish: Wish) {
 
 fn removed(pool: &mut Pool<Memory>) -> Vec<BlockKey> {
     let changes = pool.take_changes().into_iter();
-    let removed = changes.filter_map(|(_, change)| match change {
+    let removed = changes.filter_map(|change| match change {
         Change::Removed(key) => Some(key),
         Change::Stored(_) => None,
     });
@@ -403,7 +401,7 @@ fn tail_before_head() {
     pool.take_changes();
     let mut order = Vec::new();
     for number in 0..7 {
-        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0 };
+        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
         assert!(matches!(pool.grant(holder(10 + number), private, GrantMode::Staging), Granting::Held(_)));
         order.extend(removed(&mut pool));
         pool.check();
@@ -426,7 +424,7 @@ fn ancestors_of_a_block_in_use_go_last() {
     pool.take_changes();
     let mut order = Vec::new();
     for number in 0..6 {
-        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0 };
+        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
         assert!(matches!(pool.grant(holder(10 + number), private, GrantMode::Staging), Granting::Held(_)));
         order.extend(removed(&mut pool));
         pool.check();
@@ -443,11 +441,11 @@ fn circles_can_be_evicted() {
     let mut pool = Pool::new(Memory::default(), 4, 4, 10, lru());
     let (a, b, last) = (key(0, 0), key(0, 1), u32::MAX - 1);
     for (number, (key, parent, position)) in [(a, b, 1), (b, a, 1), (key(1, 0), key(1, 0), 5)].into_iter().enumerate() {
-        store(&mut pool, number as u64, Wish { keys: vec![key], private: false, parent, position });
+        store(&mut pool, number as u64, Wish { keys: vec![key], private: false, parent, position, owner: OWNER });
     }
-    store(&mut pool, 9, Wish { keys: vec![key(2, 0)], private: false, parent: ROOT, position: last });
+    store(&mut pool, 9, Wish { keys: vec![key(2, 0)], private: false, parent: ROOT, position: last, owner: OWNER });
     for number in 0..4 {
-        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0 };
+        let private = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
         assert!(matches!(pool.grant(holder(10 + number), private, GrantMode::Staging), Granting::Held(_)));
         pool.check();
     }
@@ -500,7 +498,7 @@ fn pinned_once_more_from_a_full_pool() {
     let mut pool = Pool::new(Memory::default(), 3, 4, 10, lru());
     store(&mut pool, 1, wish(0, 0..2));
     assert_eq!(pool.lookup(holder(2), &wish(0, 0..2).keys).len(), 2);
-    let one = Wish { keys: vec![], private: true, parent: ROOT, position: 0 };
+    let one = Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
     assert!(matches!(pool.grant(holder(3), one, GrantMode::Staging), Granting::Held(_)));
     assert_eq!(pool.occupancy(), Occupancy { pinned: 2, reserved: 1, ..Occupancy::default() });
     assert_eq!(pool.lookup(holder(4), &wish(0, 0..2).keys).len(), 2);
@@ -515,7 +513,7 @@ fn pinned_once_more_from_a_full_pool() {
 #[test]
 fn last_slot_is_for_staging() {
     let mut pool = Pool::new(Memory::default(), 3, 4, 10, lru());
-    let one = || Wish { keys: vec![], private: true, parent: ROOT, position: 0 };
+    let one = || Wish { keys: vec![], private: true, parent: ROOT, position: 0, owner: OWNER };
     assert!(matches!(pool.grant(holder(1), wish(0, 0..2), GrantMode::Wait), Granting::Held(_)));
     assert_eq!(pool.grant(holder(2), one(), GrantMode::Wait), Granting::Waiting);
     assert!(matches!(pool.grant(holder(3), one(), GrantMode::Staging), Granting::Held(_)));

@@ -13,7 +13,7 @@ use super::{Change, Granting, Holder, Lives, Pool, Tally, Wish};
 use crate::error::Error;
 use crate::messages::GrantMode;
 use crate::random::Random;
-use crate::types::{BlockKey, SlotRef, Tag};
+use crate::types::{BlockKey, Owner, SlotRef, Tag};
 
 /// A block in a simulation: names its prefix, as a key does.
 pub type Id = u64;
@@ -89,14 +89,14 @@ impl CacheModel {
         let ssd = keys[dram..].iter().take_while(|key| self.ssd.read(key)).count();
         let fits = keys.len().min(self.pool.slots.len() - 1).max(dram);
         let (parent, position) = (dram.checked_sub(1).map_or(ROOT, |last| keys[last]), dram as u32);
-        let wish = Wish { keys: keys[dram..fits].to_vec(), private: false, parent, position };
+        let wish = Wish { keys: keys[dram..fits].to_vec(), private: false, parent, position, owner: Owner::default() };
         let granted = self.pool.grant(HOLDER, wish, GrantMode::Now);
         assert!(matches!(granted, Granting::Held(_)), "nobody else uses the pool: {granted:?}");
         for index in 0..(fits - dram) as u32 {
             self.pool.commit(HOLDER, index, None).expect("nobody writes it");
         }
         self.pool.release(HOLDER);
-        for (_, change) in self.pool.take_changes() {
+        for change in self.pool.take_changes() {
             if let Change::Removed(key) = change {
                 self.ssd.write(key);
             }
