@@ -2,7 +2,7 @@
 //!
 //! Goal: whatever clients, links and nodes do, a block that is called readable holds the right bytes, no slot is given
 //! to anybody while somebody could write it, and when all has ended nothing is left but the cache.
-//! Method: seeded random workers grant, fetch, open, push, look up, abort and die on three small nodes, while links
+//! Method: seeded random workers with blocks of two layouts grant, fetch, open, push, look up, abort and die on three small nodes, while links
 //! break, are cut, and corrupt. A block's right bytes follow from its key, a private block's from its tag. Every
 //! engine's `check()` runs after every input (in `World`). A failing seed is printed with the command to repeat it.
 
@@ -10,34 +10,35 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use pyengine_transfer::engine::Settings;
-use pyengine_transfer::memory::Arena;
+use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
 use pyengine_transfer::transport::sim::{Faults, Random, World};
 use pyengine_transfer::types::{BlockKey, ClientId, Kind, Layout, NodeAddress, SlotRef, Tag};
 
-const LAYOUT: Layout = Layout { strips: 4, strip_bytes: 32 };
+/// A small one, and one of twice its memory.
+const LAYOUTS: [Layout; 2] = [Layout { strips: 4, strip_bytes: 32 }, Layout { strips: 70, strip_bytes: 64 }];
 const MILLISECOND: u64 = 1_000_000;
 const ROOT: BlockKey = BlockKey([0; 16]);
 const NODES: [&str; 3] = ["a", "b", "c"];
 
-fn key(prefix: u8, position: u8) -> BlockKey {
+fn key(layout: usize, prefix: u8, position: u8) -> BlockKey {
     let mut bytes = [0; 16];
-    (bytes[0], bytes[1], bytes[2]) = (1, prefix, position);
+    (bytes[0], bytes[1], bytes[2]) = (1 + layout as u8, prefix, position);
     BlockKey(bytes)
 }
 
-fn bytes_from(seed: u64) -> Vec<u8> {
+fn bytes_from(layout: usize, seed: u64) -> Vec<u8> {
     let mut random = Random(seed);
-    (0..LAYOUT.block_bytes()).map(|_| random.bits() as u8).collect()
+    (0..LAYOUTS[layout].block_bytes()).map(|_| random.bits() as u8).collect()
 }
 
 /// The right bytes of a block: of its key, or, for a private one, of its tag.
-fn content(keys: &[BlockKey], tag: Tag, index: u32) -> Vec<u8> {
+fn content(layout: usize, keys: &[BlockKey], tag: Tag, index: u32) -> Vec<u8> {
     match keys.get(index as usize) {
-        Some(key) => bytes_from(u64::from(key.0[1]) << 8 | u64::from(key.0[2])),
-        None => bytes_from(1 << 40 | tag.request),
+        Some(key) => bytes_from(layout, u64::from(key.0[1]) << 8 | u64::from(key.0[2])),
+        None => bytes_from(layout, 1 << 40 | tag.request),
     }
 }
 
@@ -69,6 +70,10 @@ struct Model {
     addresses: BTreeMap<String, NodeAddress>,
     /// Clients that live: (node, client).
     clients: BTreeSet<(String, ClientId)>,
+    /// Number of the layout of every client that ever was.
+    layouts: BTreeMap<ClientId, usize>,
+    /// How much memory each node has, in blocks of the first layout.
+    sizes: BTreeMap<String, u64>,
     tasks: BTreeMap<(String, ClientId, Tag), Task>,
     /// Local tag of a pusher -> the tag that it pushes to.
     pushed_as: BTreeMap<Tag, Tag>,
@@ -91,6 +96,8 @@ impl Model {
             random: Random(seed ^ 0xABCD),
             addresses: BTreeMap::new(),
             clients: BTreeSet::new(),
+            layouts: BTreeMap::new(),
+            sizes: BTreeMap::new(),
             tasks: BTreeMap::new(),
             pushed_as: BTreeMap::new(),
             next_request: 1,
@@ -107,8 +114,9 @@ impl Model {
     fn start(&mut self, node: &str) {
         self.clients.retain(|(at, _)| at != node);
         self.tasks.retain(|(at, ..), _| at != node);
-        let slots = 6 + self.random.below(8);
-        let bytes = 4096 + slots * (4096 + 4 * 5);
+        let slots = 12 + self.random.below(8);
+        let bytes = 4096 + slots * slot_bytes(LAYOUTS[0]).expect("possible");
+        self.sizes.insert(node.into(), slots);
         let settings = Settings { copies_in_flight: 3, ..Settings::new(bytes) };
         let address = self.world.start(node, settings);
         self.addresses.insert(node.into(), address);
@@ -116,25 +124,29 @@ impl Model {
         // What the old life said last is no part of the new one's.
         self.handle_events();
         self.replica.insert(node.into(), (0, BTreeSet::new()));
-        self.attach(node);
-        self.attach(node);
+        // In any order; both are there from the start, so that what fits does not change.
+        let first = self.random.below(2) as usize;
+        [first, 1 - first, 0].into_iter().for_each(|layout| self.attach(node, layout));
     }
 
-    fn attach(&mut self, node: &str) {
+    fn attach(&mut self, node: &str, number: usize) {
         let client = self.next_client;
         self.next_client += 1;
-        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout: LAYOUT, namespace: 0 });
+        self.layouts.insert(client, number);
+        let layout = LAYOUTS[number];
+        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout, namespace: 0 });
         self.clients.insert((node.into(), client));
     }
 
-    fn arena(&self, node: &str) -> std::sync::Arc<Arena> {
+    fn arena(&self, node: &str, layout: usize) -> std::sync::Arc<Arena> {
         let engine = self.world.engine(node).expect("it lives");
-        engine.arenas().next().expect("a client has attached").1.clone()
+        let mut arenas = engine.arenas().map(|(_, arena)| arena);
+        arenas.find(|arena| arena.layout() == LAYOUTS[layout]).expect("a client has attached").clone()
     }
 
-    fn expect_content(&self, node: &str, slot: SlotRef, expected: &[u8], what: &str) {
-        let mut bytes = vec![0; LAYOUT.block_bytes()];
-        let held = self.arena(node).load(slot, 0, &mut bytes).expect("in range");
+    fn expect_content(&self, node: &str, layout: usize, slot: SlotRef, expected: &[u8], what: &str) {
+        let mut bytes = vec![0; LAYOUTS[layout].block_bytes()];
+        let held = self.arena(node, layout).load(slot, 0, &mut bytes).expect("in range");
         assert!(held, "{what} at {node}: {slot:?} is called readable, but its checksum does not hold");
         assert_eq!(bytes, expected, "{what} at {node}: {slot:?} holds the wrong bytes");
     }
@@ -143,8 +155,10 @@ impl Model {
         from[self.random.below(from.len() as u64) as usize].clone()
     }
 
-    fn pick_client(&mut self, node: &str) -> Option<ClientId> {
-        let here: Vec<ClientId> = self.clients.iter().filter(|(at, _)| at == node).map(|(_, c)| *c).collect();
+    fn pick_client(&mut self, node: &str, layout: Option<usize>) -> Option<ClientId> {
+        let suits = |client: &ClientId| layout.is_none_or(|layout| self.layouts[client] == layout);
+        let here = self.clients.iter().filter(|(at, _)| at == node).map(|(_, client)| *client);
+        let here: Vec<ClientId> = here.filter(suits).collect();
         (!here.is_empty()).then(|| self.pick(&here))
     }
 
@@ -153,9 +167,9 @@ impl Model {
         Tag { request: self.next_request, attempt: 0, worker: 7 }
     }
 
-    fn keys(&mut self) -> Vec<BlockKey> {
+    fn keys(&mut self, layout: usize) -> Vec<BlockKey> {
         let (prefix, length) = (self.random.below(4) as u8, self.random.below(5) as u8);
-        (0..length).map(|position| key(prefix, position)).collect()
+        (0..length).map(|position| key(layout, prefix, position)).collect()
     }
 
     fn begin(&mut self, node: &str, client: ClientId, tag: Tag, task: Task) {
@@ -186,12 +200,14 @@ impl Model {
         let other = self.pick(&NODES);
         let address = self.addresses[other].clone();
         let choice = self.random.below(if self.calm { 70 } else { 100 });
-        let Some(client) = self.pick_client(node) else { return self.attach(node) };
+        let Some(client) = self.pick_client(node, None) else { return self.attach(node, 0) };
+        let layout = self.layouts[&client];
         match choice {
             // A request: a grant here, a pusher there (maybe on the same node), each begun at its own time.
             0..35 => {
-                let (keys, private, tag, local) = (self.keys(), self.random.permille(800), self.tag(), self.tag());
-                let Some(pusher) = self.pick_client(other) else { return };
+                let keys = self.keys(layout);
+                let (private, tag, local) = (self.random.permille(800), self.tag(), self.tag());
+                let Some(pusher) = self.pick_client(other, Some(layout)) else { return };
                 if other == node && pusher == client {
                     return;
                 }
@@ -213,18 +229,18 @@ impl Model {
                 }
             }
             35..50 => {
-                let (mut keys, private, tag) = (self.keys(), false, self.tag());
+                let (mut keys, private, tag) = (self.keys(layout), false, self.tag());
                 // Rather something that is there than not.
                 for _ in 0..4 {
                     if keys.first().is_none_or(|key| !self.replica[other].1.contains(key)) {
-                        keys = self.keys();
+                        keys = self.keys(layout);
                     }
                 }
                 let part = Part::Holder { slots: None, fetch: Some(address), own: false, complete: false };
                 self.begin(node, client, tag, Task { keys, private, part });
             }
             50..55 => {
-                let (keys, private, tag) = (self.keys(), false, self.tag());
+                let (keys, private, tag) = (self.keys(layout), false, self.tag());
                 self.begin(node, client, tag, Task { keys, private, part: Part::Looker });
             }
             55..65 => {
@@ -235,7 +251,7 @@ impl Model {
                 }
             }
             65..70 => {
-                let (keys, order) = (self.keys(), self.random.bits());
+                let (keys, order) = (self.keys(layout), self.random.bits());
                 let order = DaemonOrder::Replicate { order, keys, parent: ROOT, position: 0, from: address };
                 self.world.order(node, order);
             }
@@ -243,7 +259,7 @@ impl Model {
                 self.clients.remove(&(node.to_owned(), client));
                 self.tasks.retain(|(at, by, _), _| (at.as_str(), *by) != (node, client));
                 self.world.client_gone(node, client);
-                self.attach(node);
+                self.attach(node, layout);
             }
             76..79 => self.start(node),
             79..84 => self.world.break_session(node, other),
@@ -337,24 +353,27 @@ impl Model {
         };
         let place = (node.to_owned(), client, tag);
         let Some(mut task) = self.tasks.get(&place).cloned() else { return };
+        let layout = self.layouts[&client];
         match event {
             LocalEvent::Granted { slots, .. } => self.on_granted(node, client, tag, &mut task, slots),
             LocalEvent::Located { slots, .. } => {
                 for (index, slot) in (0..).zip(slots) {
-                    self.expect_content(node, slot, &content(&task.keys, tag, index), "located");
+                    self.expect_content(node, layout, slot, &content(layout, &task.keys, tag, index), "located");
                 }
             }
             LocalEvent::Refused { refusal, .. } => {
-                let total = task.keys.len() + usize::from(task.private);
-                assert!(refusal != Refusal::TooLarge || total > 5, "{total} slots fit into every pool");
+                let total = (task.keys.len() + usize::from(task.private)) as u64;
+                // Less what is kept for the other layout, and one slot for staging.
+                let most = if layout == 0 { self.sizes[node] - 4 } else { (self.sizes[node] - 3) / 2 };
+                assert!(refusal != Refusal::TooLarge || total + 1 > most, "{total} slots fit into {most}");
                 return self.end(node, client, tag);
             }
             LocalEvent::Opened { committed, slots, .. } => {
                 assert_eq!(committed.len(), task.keys.len() + usize::from(task.private));
                 for (index, slot) in (0..).zip(&slots) {
                     if !slot.committed {
-                        let block = content(&task.keys, tag, index);
-                        self.arena(node).store(slot.slot, 0, &block).expect("in range");
+                        let block = content(layout, &task.keys, tag, index);
+                        self.arena(node, layout).store(slot.slot, 0, &block).expect("in range");
                     }
                 }
                 if let Part::Pusher { opened, .. } = &mut task.part {
@@ -363,13 +382,13 @@ impl Model {
             }
             LocalEvent::Arrived { indices, .. } => {
                 for index in indices {
-                    self.expect_index(node, &task, tag, index, "arrived");
+                    self.expect_index((node, layout), &task, tag, index, "arrived");
                 }
             }
             LocalEvent::Complete { note, .. } => {
                 assert_eq!(note, note_of(tag));
                 for index in 0..(task.keys.len() + usize::from(task.private)) as u32 {
-                    self.expect_index(node, &task, tag, index, "complete");
+                    self.expect_index((node, layout), &task, tag, index, "complete");
                 }
                 if let Part::Holder { complete, .. } = &mut task.part {
                     assert!(!*complete, "complete twice");
@@ -379,7 +398,7 @@ impl Model {
             }
             LocalEvent::Fetched { index, found, .. } => {
                 if found.is_ok() {
-                    self.expect_index(node, &task, tag, index, "fetched");
+                    self.expect_index((node, layout), &task, tag, index, "fetched");
                     self.fetched += 1;
                 }
             }
@@ -390,21 +409,22 @@ impl Model {
         self.push_what_is_ready(node, client);
     }
 
-    fn expect_index(&self, node: &str, task: &Task, tag: Tag, index: u32, what: &str) {
+    fn expect_index(&self, (node, layout): (&str, usize), task: &Task, tag: Tag, index: u32, what: &str) {
         let Part::Holder { slots: Some(slots), .. } = &task.part else { panic!("{what} before it was granted") };
-        self.expect_content(node, slots[index as usize].slot, &content(&task.keys, tag, index), what);
+        let expected = content(layout, &task.keys, tag, index);
+        self.expect_content(node, layout, slots[index as usize].slot, &expected, what);
     }
 
     fn on_granted(&mut self, node: &str, client: ClientId, tag: Tag, task: &mut Task, granted: Vec<GrantedSlot>) {
         let Part::Holder { slots, fetch, own, .. } = &mut task.part else { panic!("granted to one who did not ask") };
         assert_eq!(granted.len(), task.keys.len() + usize::from(task.private));
         *slots = Some(granted.clone());
-        let (fetch, own) = (fetch.clone(), *own);
+        let (fetch, own, layout) = (fetch.clone(), *own, self.layouts[&client]);
         let wanted: Vec<u32> =
             (0..).zip(&granted).filter(|(_, slot)| !slot.committed).map(|(index, _): (u32, _)| index).collect();
         for (index, slot) in (0..).zip(&granted) {
             if slot.committed {
-                self.expect_content(node, slot.slot, &content(&task.keys, tag, index), "granted");
+                self.expect_content(node, layout, slot.slot, &content(layout, &task.keys, tag, index), "granted");
             } else {
                 self.expect_no_other_writer(node, client, tag, slot.slot);
             }
@@ -413,8 +433,8 @@ impl Model {
             for &index in &wanted {
                 // A private block is pushed under the other tag, and so has that one's content.
                 let of = self.pushed_as.get(&tag).copied().unwrap_or(tag);
-                let block = content(&task.keys, of, index);
-                self.arena(node).store(granted[index as usize].slot, 0, &block).expect("in range");
+                let block = content(layout, &task.keys, of, index);
+                self.arena(node, layout).store(granted[index as usize].slot, 0, &block).expect("in range");
             }
             self.world.request(node, client, LocalRequest::Commit { tag, indices: wanted });
         } else if let Some(from) = fetch {
@@ -430,7 +450,8 @@ impl Model {
                 Part::Pusher { opened: Some((_, slots)), pushed: false, .. } => slots,
                 _ => continue,
             };
-            if at == node && (*by, *other) != (client, tag) {
+            let same = self.layouts[by] == self.layouts[&client];
+            if at == node && same && (*by, *other) != (client, tag) {
                 let mut writable = theirs.iter().filter(|slot| !slot.committed);
                 let taken = writable.any(|theirs| theirs.slot.slot == slot.slot);
                 assert!(!taken, "{slot:?} at {node} is given to {tag:?} while {other:?} may write it: {task:?}");
@@ -505,8 +526,9 @@ impl Model {
         let before = self.completed;
         let (tag, local) = (self.tag(), self.tag());
         self.pushed_as.insert(local, tag);
-        let keys: Vec<BlockKey> = (0..3).map(|position| key(9, position)).collect();
-        let (Some(holder), Some(pusher)) = (self.pick_client("a"), self.pick_client("b")) else { return };
+        let keys: Vec<BlockKey> = (0..3).map(|position| key(0, 9, position)).collect();
+        let (holder, pusher) = (self.pick_client("a", Some(0)), self.pick_client("b", Some(0)));
+        let (Some(holder), Some(pusher)) = (holder, pusher) else { return };
         let to = self.addresses["a"].clone();
         let parts = [
             ("a", holder, tag, Part::Holder { slots: None, fetch: None, own: false, complete: false }),

@@ -78,7 +78,8 @@ pub(super) struct Stores {
 impl Stores {
     /// None yet. The limits are those of each pool.
     pub fn new(dram_bytes: u64, waiting_limit: usize, ended_limit: usize, eviction: &'static Policy) -> Self {
-        let budget = Budget { limit: dram_bytes.saturating_sub(ARENA_BYTES), granted: 0, turn: 0, released: Vec::new() };
+        let budget =
+            Budget { limit: dram_bytes.saturating_sub(ARENA_BYTES), granted: 0, turn: 0, released: Vec::new() };
         Self { all: Vec::new(), budget, waiting_limit, ended_limit, eviction }
     }
 
