@@ -15,7 +15,9 @@
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
+pub mod disk;
 mod ended;
+pub mod model;
 pub mod null;
 pub mod policy;
 mod room;
@@ -252,6 +254,7 @@ fn spare(mode: GrantMode) -> usize {
 }
 
 /// The pool of one layout. Every operation leaves [`Pool::check`] true.
+#[derive(Debug)]
 pub struct Pool<M: Lives> {
     memory: M,
     slots: Vec<Slot>,
