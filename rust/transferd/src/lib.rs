@@ -6,22 +6,22 @@
 mod bench;
 mod engine;
 mod ping;
+mod settings;
 mod target;
 mod topology;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::{Parser, Subcommand};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
-use transfer::config::{Config, parse_bytes, read_session_key};
 use transfer::daemon::Daemon;
 use transfer::error::Error;
 
@@ -31,36 +31,8 @@ use transfer::error::Error;
 struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
-    /// TOML file with node, dram_bytes, listen, advertise, transport, socket, conductor, secret_file, tls
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Id of this node, unique in the cluster
-    #[arg(long)]
-    node: Option<String>,
-    /// Size of the arena, such as 2GiB
-    #[arg(long, value_name = "SIZE")]
-    dram_bytes: Option<String>,
-    /// Where peers connect; port 0: any free one
-    #[arg(long, value_name = "HOST:PORT")]
-    listen: Option<String>,
-    /// What peers dial, where it is not the same as --listen
-    #[arg(long, value_name = "HOST:PORT")]
-    advertise: Option<String>,
-    /// How blocks travel to peers: auto, shm, rdma or tcp
-    #[arg(long, value_name = "NAME")]
-    transport: Option<String>,
-    /// Unix socket for local workers
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
-    /// The conductor's endpoint for daemons
-    #[arg(long, value_name = "HOST:PORT")]
-    conductor: Option<String>,
-    /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
-    #[arg(long, value_name = "FILE")]
-    secret_file: Option<PathBuf>,
-    /// Encrypt what travels by TCP (TLS 1.3): all daemons and the conductor, or none
-    #[arg(long)]
-    tls: bool,
+    #[command(flatten)]
+    settings: settings::Flags,
     /// Write one line of JSON with node, address, incarnation and socket to this descriptor when serving
     #[arg(long, value_name = "N")]
     ready_fd: Option<u32>,
@@ -82,29 +54,6 @@ enum Command {
     Topology(topology::Arguments),
     /// Says by which path a peer is reached, how fast it answers, and in which life it is; or why not
     Ping(ping::Arguments),
-}
-
-/// The file. Unknown keys are refused, naming the known ones.
-#[derive(Deserialize, Debug, Default)]
-#[serde(deny_unknown_fields)]
-struct File {
-    node: Option<String>,
-    dram_bytes: Option<Size>,
-    listen: Option<String>,
-    advertise: Option<String>,
-    transport: Option<String>,
-    socket: Option<PathBuf>,
-    conductor: Option<String>,
-    secret_file: Option<PathBuf>,
-    #[serde(default)]
-    tls: bool,
-}
-
-#[derive(Deserialize, Debug)]
-#[serde(untagged, expecting = "a size: a number of bytes, or a text such as \"2GiB\"")]
-enum Size {
-    Bytes(u64),
-    Text(String),
 }
 
 #[derive(Serialize)]
@@ -160,7 +109,7 @@ fn logging(level: LevelFilter) {
 }
 
 fn serve(arguments: &Arguments) -> Result<(), Error> {
-    let config = configure(arguments)?;
+    let config = arguments.settings.configure()?;
     until_signal(|signals| {
         let mut daemon = Daemon::start(&config)?;
         let address = daemon.address();
@@ -223,76 +172,4 @@ fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {
     pipe.write_all(&line).map_err(|error| problem(&error))?;
     // The inherited one is closed too, so that the reader sees the end.
     nix::unistd::close(descriptor as i32).map_err(|error| problem(&error))
-}
-
-fn configure(arguments: &Arguments) -> Result<Config, Error> {
-    let file = match &arguments.config {
-        None => File::default(),
-        Some(path) => {
-            let problem = |error: &dyn std::fmt::Display| Error::give_up(format!("{}: {error}", path.display()));
-            let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
-            toml::from_str(&text).map_err(|error| problem(&error))?
-        }
-    };
-    let missing =
-        |key: &str, flag: &str| Error::give_up(format!("no {key}: give {flag}, or {key} in the --config file"));
-    let dram_bytes = match (&arguments.dram_bytes, file.dram_bytes) {
-        (Some(text), _) => parse_bytes(text)?,
-        (None, Some(Size::Text(text))) => parse_bytes(&text)?,
-        (None, Some(Size::Bytes(bytes))) => bytes,
-        (None, None) => return Err(missing("dram_bytes", "--dram-bytes")),
-    };
-    let secret = arguments.secret_file.clone().or(file.secret_file);
-    let config = Config {
-        node: arguments.node.clone().or(file.node).ok_or_else(|| missing("node", "--node"))?,
-        dram_bytes,
-        listen: arguments.listen.clone().or(file.listen),
-        advertise: arguments.advertise.clone().or(file.advertise),
-        transport: arguments.transport.as_deref().or(file.transport.as_deref()).unwrap_or("auto").parse()?,
-        socket: arguments.socket.clone().or(file.socket),
-        conductor: arguments.conductor.clone().or(file.conductor),
-        session_key: secret.as_deref().map(read_session_key).transpose()?,
-        tls: arguments.tls || file.tls,
-    };
-    if config.listen.is_none() && config.socket.is_none() {
-        return Err(missing("way in: no socket and no listen", "--socket or --listen"));
-    }
-    Ok(config)
-}
-
-#[cfg(test)]
-mod tests {
-    //! Goal: what the file and the flags say arrives; mistakes are named. Method: parse without starting.
-    use super::*;
-
-    fn arguments(list: &[&str]) -> Arguments {
-        Arguments::try_parse_from(std::iter::once("transferd").chain(list.iter().copied())).expect("good flags")
-    }
-
-    #[test]
-    fn flags_win_over_the_file() {
-        let directory = std::env::temp_dir().join(format!("pyengine-transferd-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a temporary directory");
-        let path = directory.join("a.toml");
-        std::fs::write(&path, "node = \"n1\"\ndram_bytes = \"2GiB\"\nlisten = \"127.0.0.1:0\"\n").expect("writable");
-        let path_text = path.to_str().expect("a plain path");
-        let config = configure(&arguments(&["--config", path_text, "--node", "n2"])).expect("good");
-        assert_eq!((config.node.as_str(), config.dram_bytes, config.tls), ("n2", 2 << 30, false));
-        std::fs::write(&path, "node = \"n1\"\ndram_bytes = 5\nlisten = \"127.0.0.1:0\"\ntls = true\n")
-            .expect("writable");
-        assert!(configure(&arguments(&["--config", path_text])).expect("good").tls);
-        let given = ["--node", "n", "--dram-bytes", "1MiB", "--listen", "127.0.0.1:0", "--tls"];
-        assert!(configure(&arguments(&given)).expect("good").tls);
-
-        std::fs::write(&path, "node = \"n1\"\ndram_byte = 5\n").expect("writable");
-        let error = configure(&arguments(&["--config", path_text])).expect_err("an unknown key").message;
-        assert!(error.contains("dram_byte") && error.contains("secret_file"), "{error}");
-        std::fs::remove_dir_all(&directory).expect("our own directory");
-
-        let error = configure(&arguments(&["--node", "n", "--dram-bytes", "much"])).expect_err("no size").message;
-        assert!(error.contains("2GiB"), "{error}");
-        let error = configure(&arguments(&["--node", "n"])).expect_err("no size").message;
-        assert!(error.contains("--dram-bytes"), "{error}");
-        assert!(configure(&arguments(&["--node", "n", "--dram-bytes", "1MiB"])).is_err(), "no way in");
-    }
 }
