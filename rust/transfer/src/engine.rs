@@ -16,6 +16,7 @@
 //! A fetch (`fetch.rs`) is the same the other way round: the holder pushes into slots that the asker has reserved.
 //! If both workers sit on one daemon, `Opened` carries the slots, and `Push` commits in place.
 
+mod admin;
 mod copies;
 mod fetch;
 mod grants;
@@ -31,6 +32,7 @@ use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
 use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Tag};
 
+pub use admin::Stretch;
 pub use copies::Copied;
 
 use copies::Job;
@@ -166,6 +168,8 @@ pub struct Engine {
     next_number: u64,
     next_heartbeat: Nanos,
     stats: Stats,
+    /// Takes on nothing new.
+    draining: bool,
 }
 
 impl Engine {
@@ -189,6 +193,7 @@ impl Engine {
             next_number: 1,
             next_heartbeat: 0,
             stats: Stats::default(),
+            draining: false,
         }
     }
 
@@ -279,6 +284,10 @@ impl Engine {
         if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {
             return self.refuse(client, tag, Refusal::Full);
         }
+        if self.turns_away(&request) {
+            return self.refuse(client, tag, Refusal::Full);
+        }
+        let Some(tags) = self.clients.get_mut(&client) else { return };
         tags.insert(tag);
         match request {
             LocalRequest::Grant { keys, private, parent, position, mode, .. } => {

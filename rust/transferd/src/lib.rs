@@ -1,31 +1,37 @@
 //! The command line of `transferd`, for the binary and for the wheel's console script.
 //!
-//! Without a command it is the daemon. The commands are for looking at transfers from outside: [`bench`] measures them
-//! against a [`target`], [`ping`] says how a peer is reached.
+//! Without a command it is the daemon. Some commands speak to a running one ([`admin`]); the others look at transfers from
+//! outside: [`bench`] measures them against a [`target`], [`ping`] says how a peer is reached.
 
+mod admin;
 mod bench;
 mod engine;
 mod ping;
 mod settings;
+mod signals;
+mod supervisor;
 mod target;
 mod topology;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use clap::{Parser, Subcommand};
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
-use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::signal::Signal;
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 use transfer::daemon::Daemon;
 use transfer::error::Error;
 
-/// Serves one node's KV pool until SIGTERM or SIGINT. Flags win over the file.
+use signals::{Signals, Woken};
+
+/// What a daemon needs to stop when nothing is held any more: up to 3 s for SSD, the rest for its threads.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// Serves one node's KV pool until SIGTERM or SIGINT, and then until nothing is held. Flags win over the file.
 #[derive(Parser, Debug)]
 #[command(name = "transferd", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
@@ -39,7 +45,7 @@ struct Arguments {
     /// Stop when the process that started this one ends
     #[arg(long, global = true)]
     die_with_parent: bool,
-    /// What to log to stderr: off, error, warn, info, debug or trace [default: info, but warn for bench and ping]
+    /// What to log to stderr: off, error, warn, info, debug or trace [default: info, but warn for commands that end by themselves]
     #[arg(long, value_name = "LEVEL", global = true)]
     log: Option<LevelFilter>,
 }
@@ -54,6 +60,8 @@ enum Command {
     Topology(topology::Arguments),
     /// Says by which path a peer is reached, how fast it answers, and in which life it is; or why not
     Ping(ping::Arguments),
+    #[command(flatten)]
+    Admin(admin::Command),
 }
 
 #[derive(Serialize)]
@@ -62,10 +70,11 @@ struct Ready<'a> {
     address: &'a str,
     incarnation: u64,
     socket: Option<&'a Path>,
+    http: Option<String>,
 }
 
-/// Runs the daemon with these arguments (without the program's name); returns the exit status: 0 after a signal, 2 for
-/// a mistake in the arguments or the configuration, 1 for anything else.
+/// Runs the daemon or a command with these arguments (without the program's name); returns the exit status: 0 after a
+/// signal, or if all is well; 2 for a mistake in the arguments or the configuration; 1 for anything else.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments = match Arguments::try_parse_from(std::iter::once("transferd".into()).chain(arguments)) {
         Ok(arguments) => arguments,
@@ -77,7 +86,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
     };
     logging(arguments.log.unwrap_or(match arguments.command {
         None | Some(Command::Target(_)) => LevelFilter::INFO,
-        Some(Command::Bench(_) | Command::Ping(_) | Command::Topology(_)) => LevelFilter::WARN,
+        Some(_) => LevelFilter::WARN,
     }));
     match obey(&arguments) {
         Ok(()) => 0,
@@ -98,6 +107,7 @@ fn obey(arguments: &Arguments) -> Result<(), Error> {
         Some(Command::Target(target)) => target::run(target),
         Some(Command::Bench(bench)) => bench::run(bench),
         Some(Command::Ping(ping)) => ping::run(ping),
+        Some(Command::Admin(command)) => admin::run(command),
         Some(Command::Topology(topology)) => topology::run(topology),
     }
 }
@@ -110,55 +120,51 @@ fn logging(level: LevelFilter) {
 
 fn serve(arguments: &Arguments) -> Result<(), Error> {
     let config = arguments.settings.configure()?;
-    until_signal(|signals| {
+    Signals::held_back(|signals| {
         let mut daemon = Daemon::start(&config)?;
         let address = daemon.address();
-        tracing::info!(node = %address.node, address = %address.address, "serving");
+        let http = daemon.http().map(|http| http.to_string());
+        tracing::info!(node = %address.node, address = %address.address, http, "serving");
         let socket = config.socket.as_deref();
-        let ready = Ready { node: &address.node, address: &address.address, incarnation: address.incarnation, socket };
+        let (node, incarnation) = (&*address.node, address.incarnation);
+        let ready = Ready { node, address: &address.address, incarnation, socket, http };
         if let Some(descriptor) = arguments.ready_fd {
             announce(descriptor, &ready)?;
         }
-        wait(signals, Some(daemon.ended()))?;
+        supervisor::ready(&format!("{node} serves"));
+        let signal = match signals.wait(&[daemon.ended()], None)? {
+            Woken::Signal(signal) => signal,
+            Woken::Ready(_) | Woken::Late => return Err(failed()),
+        };
+        let within = Duration::from_secs(config.drain_seconds);
+        tracing::info!("stopping on {signal}, {} s from now at the latest", within.as_secs());
+        supervisor::stopping("draining", within + CLOSING);
+        drain(&daemon, signals, within)?;
         daemon.stop();
         Ok(())
     })
 }
 
-/// Runs `work` with SIGTERM and SIGINT blocked, for it to `wait` for them.
-fn until_signal(work: impl FnOnce(&SigSet) -> Result<(), Error>) -> Result<(), Error> {
-    // Blocked before any thread starts, so that all inherit it and only `wait` takes them.
-    let mut signals = SigSet::empty();
-    signals.add(Signal::SIGTERM);
-    signals.add(Signal::SIGINT);
-    let mut before = SigSet::empty();
-    let masking = |errno| Error::give_up(format!("cannot block signals: {errno}"));
-    pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), Some(&mut before)).map_err(masking)?;
-    let outcome = work(&signals);
-    pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None).map_err(masking)?;
-    outcome
-}
-
-/// Waits for a signal; fails if the engine ends first.
-fn wait(signals: &SigSet, ended: Option<BorrowedFd<'_>>) -> Result<(), Error> {
-    let problem = |errno: Errno| Error::give_up(format!("cannot wait for signals: {errno}"));
-    let signal = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC).map_err(problem)?;
-    loop {
-        let mut wait = vec![PollFd::new(signal.as_fd(), PollFlags::POLLIN)];
-        wait.extend(ended.map(|ended| PollFd::new(ended, PollFlags::POLLIN)));
-        match poll(&mut wait, PollTimeout::NONE) {
-            Ok(_) => {}
-            Err(Errno::EINTR) => continue,
-            Err(errno) => return Err(problem(errno)),
-        }
-        if wait.get(1).and_then(PollFd::any) == Some(true) {
-            return Err(Error::retry("the engine has failed: its panic is above; start the daemon again"));
-        }
-        if let Some(info) = signal.read_signal().map_err(problem)? {
-            tracing::info!("stopping on signal {}", info.ssi_signo);
+/// Lets what is held come to its end; a second signal, or the end of the time, cuts it off.
+fn drain(daemon: &Daemon, signals: &Signals, within: Duration) -> Result<(), Error> {
+    let quiet = match daemon.drain() {
+        Ok(quiet) => quiet,
+        Err(error) => {
+            tracing::warn!("stopping at once: {error}");
             return Ok(());
         }
+    };
+    match signals.wait(&[daemon.ended(), quiet.as_fd()], Some(Instant::now() + within))? {
+        Woken::Ready(0) => return Err(failed()),
+        Woken::Ready(_) => tracing::info!("nothing is held"),
+        Woken::Signal(signal) => tracing::warn!("stopping at once on a second signal, {signal}"),
+        Woken::Late => tracing::warn!("stopping with something held: {} s are over", within.as_secs()),
     }
+    Ok(())
+}
+
+fn failed() -> Error {
+    Error::retry("the engine has failed: its panic is above; start the daemon again")
 }
 
 fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {

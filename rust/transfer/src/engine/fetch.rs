@@ -276,7 +276,7 @@ impl Engine {
         let holder = self.replicator(order);
         let count = keys.len() as u32;
         let under_way = self.store.as_ref().is_some_and(|store| store.pool.granted(holder).is_some());
-        if under_way || !self.grant(holder, keys, 0, parent, position, GrantMode::Now) {
+        if self.draining || under_way || !self.grant(holder, keys, 0, parent, position, GrantMode::Now) {
             self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing: count }));
             return;
         }

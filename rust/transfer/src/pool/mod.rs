@@ -146,6 +146,17 @@ pub struct Tally {
     pub evictions: u64,
 }
 
+/// What has become of a block that was to be dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Dropped {
+    /// It is not published here.
+    Missing,
+    /// It stays: somebody holds it, or it is being copied.
+    Held,
+    /// Nobody finds it any more, and its slot is free, or will be when who reads it is done.
+    Now,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Free,
@@ -490,6 +501,18 @@ impl<M: Lives> Pool<M> {
         true
     }
 
+    /// Drops a block that nobody holds.
+    pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
+        let Some(&slot) = self.index.get(key) else { return Dropped::Missing };
+        if !self.evict.contains(slot) {
+            return Dropped::Held;
+        }
+        self.evict.remove(slot);
+        self.unpublish_slot(slot);
+        self.discard(slot);
+        Dropped::Now
+    }
+
     /// Frees what in quarantine has become quiet.
     pub fn sweep(&mut self) {
         let quiet = |&slot: &u32| self.slots[slot as usize].writers == 0 && self.memory.quiet(slot);
@@ -619,6 +642,13 @@ impl<M: Lives> Pool<M> {
     pub fn published(&self) -> impl Iterator<Item = Place> {
         let published = |slot: &&Slot| slot.state == State::Committed { published: true };
         self.slots.iter().filter(published).filter_map(|slot| slot.place)
+    }
+
+    /// The published blocks among `count` slots from this one on: the slot, its place, and whether it is held.
+    pub fn published_within(&self, from: u32, count: u32) -> impl Iterator<Item = (SlotRef, Place, bool)> {
+        let published = |slot: &&Slot| slot.state == State::Committed { published: true };
+        let slots = self.slots.iter().skip(from as usize).take(count as usize).filter(published);
+        slots.filter_map(|slot| Some((slot.life, slot.place?, !self.evict.contains(slot.life.slot))))
     }
 
     /// The numbered changes since the last call.
