@@ -400,6 +400,25 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn messages_round_trip_and_noise_is_refused(keys in proptest::collection::vec(any::<[u8; 16]>(), 0..20), store: u32,
+                                                    slot: u32, noise in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let from = Cursor { store, slot };
+            let keys: Vec<BlockKey> = keys.into_iter().map(BlockKey).collect();
+            let request = AdminRequest::Evict { keys: keys.clone() };
+            prop_assert_eq!(wire::decode::<AdminRequest>(&wire::encode(&request)), Ok(request));
+            let found = Verified { blocks: 1, bytes: 2, gone: 3, bad: keys };
+            let reply = AdminReply::Verified { found, next: Some(from) };
+            prop_assert_eq!(wire::decode::<AdminReply>(&wire::encode(&reply)), Ok(reply));
+            let _ = wire::decode::<AdminReply>(&noise);
+            if let Ok(AdminRequest::Keys { prefix, .. }) = wire::decode::<AdminRequest>(&noise) {
+                // Whatever a stranger sends, it is some prefix.
+                let _ = (prefix.begins(&BlockKey([0; 16])), prefix.whole());
+            }
+        }
+    }
+
     #[test]
     fn what_is_no_prefix_is_refused() {
         for wrong in ["xyz", "0x12", " 1", &"0".repeat(33), "ü"] {

@@ -10,7 +10,7 @@ use serde::Serialize;
 use transfer::admin::{
     AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, KEYS_LIMIT, Listed, Prefix, Status, Verified, hex,
 };
-use transfer::config::{DRAIN_SECONDS, open_key};
+use transfer::config::open_key;
 use transfer::error::Error;
 use transfer::types::{BlockKey, Medium};
 
@@ -68,8 +68,8 @@ pub enum Command {
         #[command(flatten)]
         daemon: Way,
         /// Seconds to wait; the daemon drains on when they are over
-        #[arg(long, default_value_t = DRAIN_SECONDS as f64)]
-        within: f64,
+        #[arg(long, value_name = "N", default_value = "25", value_parser = seconds)]
+        within: Duration,
         /// Let it take on work again
         #[arg(long)]
         cancel: bool,
@@ -122,10 +122,7 @@ pub fn run(command: &Command) -> Result<(), Error> {
         Command::Verify { daemon } => verify(daemon),
         Command::Evict { daemon, keys, all } => evict(daemon, keys, *all),
         Command::Drain { daemon, cancel: true, .. } => cancel(daemon),
-        Command::Drain { daemon, within, .. } => {
-            let within = seconds(&within.to_string()).map_err(|why| Error::give_up(format!("--within: {why}")))?;
-            drain(daemon, within)
-        }
+        Command::Drain { daemon, within, .. } => drain(daemon, *within),
     }
 }
 
@@ -470,6 +467,21 @@ mod tests {
         assert_eq!(table(["x"], std::iter::empty()), "");
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
+    }
+
+    #[test]
+    fn a_drain_waits_as_long_as_a_signal_does() {
+        use clap::Parser;
+
+        #[derive(Parser)]
+        struct Line {
+            #[command(subcommand)]
+            command: Command,
+        }
+
+        let line = Line::try_parse_from(["transferd", "drain"]).expect("good flags");
+        let default = Duration::from_secs(transfer::config::DRAIN_SECONDS);
+        assert!(matches!(line.command, Command::Drain { within, cancel: false, .. } if within == default));
     }
 
     #[test]

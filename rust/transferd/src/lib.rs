@@ -179,3 +179,38 @@ fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {
     // The inherited one is closed too, so that the reader sees the end.
     nix::unistd::close(descriptor as i32).map_err(|error| problem(&error))
 }
+
+#[cfg(test)]
+mod tests {
+    //! Goal: what the files for deployment start is what there is. Method: read them, and parse their command lines.
+    use super::*;
+
+    #[test]
+    fn the_units_flags_are_flags() {
+        let unit = include_str!("../examples/transferd.service");
+        let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).expect("it starts something");
+        Arguments::try_parse_from(line.split(' ')).expect("good flags");
+        // Systemd waits at least as long as the daemon with its defaults does.
+        let seconds = unit.lines().find_map(|line| line.strip_prefix("TimeoutStopSec=")).expect("a limit");
+        let seconds: u64 = seconds.trim_end_matches('s').parse().expect("seconds");
+        assert!(seconds >= transfer::config::DRAIN_SECONDS + CLOSING.as_secs(), "{seconds}");
+    }
+
+    #[test]
+    fn the_containers_files_and_flags_are_there() {
+        let text = include_str!("../examples/Containerfile");
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+        for words in text.lines().filter_map(|line| line.strip_prefix("COPY ")).filter(|line| !line.starts_with("--")) {
+            let words: Vec<&str> = words.split(' ').collect();
+            let sources = &words[..words.len() - 1];
+            sources.iter().for_each(|source| assert!(Path::new(root).join(source).exists(), "{source}"));
+        }
+        let list = |text: &str| serde_json::from_str::<Vec<String>>(text).expect("a list of words");
+        let after = |what: &str| text.lines().find_map(|line| line.split_once(what)).expect(what).1;
+        let mut line = list(after("ENTRYPOINT "));
+        line.extend(list(text.lines().find_map(|line| line.strip_prefix("CMD ")).expect("flags")));
+        Arguments::try_parse_from(line).expect("good flags");
+        Arguments::try_parse_from(list(after("--timeout=5s CMD "))).expect("a good command");
+        assert_ne!(after("USER "), "0", "not as root");
+    }
+}

@@ -131,3 +131,48 @@ fn samples(status: &Status, mut counters: Vec<(String, u64)>) -> Vec<(String, u6
     counters.push((format!(r#"pyengine_daemon_info{{node="{node}",version="{}"}}"#, status.version), 1));
     counters
 }
+
+#[cfg(test)]
+mod tests {
+    //! Goal: an engine that hangs, and one that has failed, are told apart and told at all. Method: hold up the engine's own
+    //! thread by a question that waits; then let one panic.
+    use std::sync::mpsc::channel;
+
+    use super::super::{Actor, Daemon, Happening, Question};
+    use super::*;
+    use crate::config::Config;
+
+    #[test]
+    fn an_engine_that_hangs_is_not_ready_but_lives() {
+        let daemon = Daemon::start(&Config::new("a", 1 << 20)).expect("a daemon starts");
+        let shared = daemon.shared.clone();
+        let status = |path: &str| answer(&shared, path).status;
+        assert_eq!(["/health/live", "/health/ready", "/health/deep", "/metrics"].map(status), [200, 503, 503, 200]);
+        let body = answer(&shared, "/health/ready").body;
+        assert!(body.contains("connections are not accepted"), "it has no way in: {body}");
+
+        let (hang, until) = channel::<()>();
+        let (tell, hangs) = channel();
+        let question = move |_: &mut Actor| {
+            tell.send(()).expect("the test waits for it");
+            // Ends when the other end is dropped.
+            let _ = until.recv();
+        };
+        shared.tell(Happening::Ask(Question(Box::new(question))));
+        hangs.recv().expect("the engine has come to it");
+        assert_eq!(["/health/live", "/health/ready", "/metrics"].map(status), [200, 503, 503]);
+        let body = answer(&shared, "/health/ready").body;
+        assert!(body.contains("does not answer within 1.0 s"), "{body}");
+        // Its queue full, too.
+        while shared.happenings.try_send(Happening::Completions).is_ok() {}
+        assert_eq!(["/health/live", "/health/ready"].map(status), [200, 503]);
+        drop(hang);
+        assert_eq!(status("/metrics"), 200, "it goes on");
+
+        shared.tell(Happening::Ask(Question(Box::new(|_| panic!("as a failure would")))));
+        let body = answer(&shared, "/health/ready").body;
+        assert!(body.contains("has stopped"), "{body}");
+        let live = answer(&shared, "/health/live");
+        assert_eq!(live.status, 503, "{}", live.body);
+    }
+}
