@@ -50,7 +50,7 @@ from .messages import (
 )
 from .policies import Ask, find_admission, find_policy
 from .policies.base import ttft
-from .prefix_index import Match, PrefixIndex
+from .prefix_index import Match, PrefixIndex, Run
 from .replication import Replicator
 from .types import (
     KEY_BYTES,
@@ -185,11 +185,18 @@ class Conductor:
             case WorkerHello():
                 changed = self.cluster.hello(message.info, now)
             case WorkerAlive():
-                self.cluster.heartbeat(message, now)
                 changed = False
+                if self.cluster.heartbeat(message, now):
+                    self._observe_loads(message)
             case WorkerLeaving():
                 changed = self.cluster.lost(message.worker)
         return self._state(now) if changed else []
+
+    def _observe_loads(self, message: WorkerAlive) -> None:
+        to = self.cluster.workers[message.worker].info.node.node
+        for load in message.loads:
+            if load.source in self.cluster.daemons:
+                self.links.observe(load.source, to, load.size, load.seconds)
 
     def _tick(self, now: float) -> list[Action]:
         lost = [name for name in self.cluster.silent(now) if self.cluster.lost(name)]
@@ -266,12 +273,15 @@ class Conductor:
         keys = [route.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(blocks)]
         match = self.index.match(keys)
         by_node = np.zeros(len(view.nodes), dtype=np.int64)
+        load_by_node = np.zeros(len(view.nodes))
         for row, node in enumerate(view.nodes):
             if node in match.nodes:
                 by_node[row] = match.nodes[node]
+            if node in match.ssd:
+                load_by_node[row] = match.ssd[node] * view.block_bytes / self.links.rate(node, node)
         prefix = by_node[view.node]
         transfer = self._transfer_seconds(view, match, prefix, now)
-        ask = Ask(route.prompt_tokens, prefix, match.best, transfer, route.slo)
+        ask = Ask(route.prompt_tokens, prefix, match.best, load_by_node[view.node], transfer, route.slo)
         choice = self.policy(view, ask, self._random)
         seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[choice.prefill])
         gap = float(view.tbt[choice.decode])
@@ -280,19 +290,23 @@ class Conductor:
             raise Refused("slo", refusal.reason, refusal.retry_after)
 
         prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
-        here = int(prefix[choice.prefill])
-        sources = self._sources(keys, here, prefill.node.node) if choice.fetch else ()
-        cached = sources[-1].last if sources else here
+        here, node = int(prefix[choice.prefill]), prefill.node.node
+        fetched = self._fetched(keys, here, node) if choice.fetch else []
+        cached = max((run.last for run in fetched), default=here)
+        sources = [*self.index.only_on_ssd(keys[:here], node), *fetched]
         plan = Plan(
             request=route.request,
             attempt=route.attempt,
             prefill=_reference(prefill),
             decode=_reference(decode),
-            sources=sources,
+            sources=tuple(
+                Source(self.cluster.daemons[run.node].node, run.first, run.last, run.medium) for run in sources
+            ),
             cached_blocks=cached,
             predicted_ttft=seconds,
             predicted_tbt=gap,
-            why=f"{self.policy_name}: {here} blocks at {prefill.node.node}, {cached - here} to fetch",
+            why=f"{self.policy_name}: {here} blocks at {node}, {match.ssd.get(node, 0)} of them on its SSD only,"
+            f" {cached - here} to fetch",
         )
         tokens = route.prompt_tokens - cached * view.block_tokens
         self._account(gateway, plan, tokens, view.block_bytes, now)
@@ -302,14 +316,18 @@ class Conductor:
         """[W] to fetch what somebody holds beyond each worker's own prefix, from whoever holds most."""
         if not match.best:
             return np.zeros(len(view.workers))
-        source = max(match.nodes, key=lambda node: (match.nodes[node], node))
+        source = max(match.nodes, key=lambda node: (match.nodes[node], -match.ssd.get(node, 0), node))
         rate = self.links.rates(source, view.nodes)[view.node]
-        size = (match.best - prefix) * view.block_bytes
-        return np.where(size > 0, self.links.queue(source, now) + LINK_DELAY + size / rate, 0.0)
+        blocks = match.best - prefix
+        size = blocks * view.block_bytes
+        # Which of its blocks are on SSD is not asked: those that are fetched, at worst.
+        read = np.minimum(blocks, match.ssd.get(source, 0)) * view.block_bytes / self.links.rate(source, source)
+        return np.where(size > 0, self.links.queue(source, now) + LINK_DELAY + size / rate + read, 0.0)
 
-    def _sources(self, keys: list[bytes], first: int, to: str) -> tuple[Source, ...]:
-        runs = self.index.runs(keys, first, to)
-        return tuple(Source(self.cluster.daemons[node].node, start, end) for node, start, end in runs)
+    def _fetched(self, keys: list[bytes], first: int, to: str) -> list[Run]:
+        """Who has what `to` lacks from block `first` on; behind them who else has it, should they fail."""
+        runs = self.index.runs(keys, first, {to})
+        return runs + self.index.runs(keys, first, {to, *(run.node for run in runs)})
 
     def _account(self, gateway: str, plan: Plan, tokens: int, block_bytes: int, now: float) -> None:
         """Takes the plan's load into account until heartbeats show it, or it ends."""
@@ -318,9 +336,14 @@ class Conductor:
         self.cluster.assign(plan.prefill.worker, key, Assigned(now, tokens, int(alone)))
         if not alone:
             self.cluster.assign(plan.decode.worker, key, Assigned(now, 0, 1))
+        at = 0
         for source in plan.sources:
-            size = (source.last - source.first) * block_bytes
-            self.links.order(source.node.node, plan.prefill.node.node, size, now)
+            # Who only stands in for others, and the node's own SSD, send nothing.
+            first = max(source.first, at)
+            if source.node.node != plan.prefill.node.node and first < source.last:
+                size = (source.last - first) * block_bytes
+                self.links.order(source.node.node, plan.prefill.node.node, size, now)
+                at = source.last
         self._routes[key] = _Route(plan.attempt, plan.prefill.worker, plan.decode.worker)
         self._plans += 1
         while len(self._routes) > MAX_ROUTES:

@@ -26,7 +26,8 @@ FORGETTING = 0.99
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 
-#: Bytes per second and seconds of delay of a link nobody has measured: slower than any data centre's network.
+#: Bytes per second and seconds of delay of a link nobody has measured: slower than any data centre's network, and about
+#: what an NVMe drive gives that serves others too.
 LINK_RATE = 1e9
 LINK_DELAY = 1e-3
 
@@ -84,7 +85,8 @@ class StepCost:
 
 
 class LinkCost:
-    """Seconds to move bytes from a node to another: rates observed per pair, and the sender's queue.
+    """Seconds to move bytes from a node to another: rates observed per pair, and the sender's queue. A node's link to
+    itself is its SSD.
 
     A sender is shared by all who fetch from it: transfers ordered earlier and not over yet delay the next.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .messages import ConductorToGateway, GatewayToConductor, WorkerToConductor
-from .types import Node
+from .types import Medium, Node
 
 # -- events --------------------------------------------------------------------------------------------------------
 
@@ -59,6 +59,7 @@ class BlockStored:
     key: bytes
     parent: bytes
     position: int
+    medium: Medium = Medium.DRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +67,25 @@ class BlockRemoved:
     node: Node
     sequence: int
     key: bytes
+    medium: Medium = Medium.DRAM
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDump:
-    """Part of a dump of all blocks, as (key, parent, position), cut before event `sequence`; `last` ends it."""
+    """Part of a dump of all blocks, as (key, parent, position, medium), cut before event `sequence`; `last` ends it.
+
+    A block is named once for each medium that has it.
+    """
 
     node: Node
     sequence: int
-    blocks: list[tuple[bytes, bytes, int]]
+    blocks: list[tuple[bytes, bytes, int, Medium]]
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonHeartbeat:
-    """count, xor: of all keys published before event `next_sequence`."""
+    """count, xor: of all blocks published before event `next_sequence`, as `PrefixIndex` counts them."""
 
     node: Node
     next_sequence: int

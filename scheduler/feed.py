@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from .events import BlockDump, BlockRemoved, BlockStored, DaemonHeartbeat, DaemonHello
 from .prefix_index import PrefixIndex
+from .types import Medium
 
 #: A dump not finished after so long is ordered again (seconds).
 DUMP_PATIENCE = 10.0
@@ -25,8 +26,8 @@ class _Dump:
     ordered: float
     cut: int | None = None
     events: int = 0
-    stored: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
-    removed: set[bytes] = field(default_factory=set)
+    stored: dict[tuple[bytes, Medium], tuple[bytes, int]] = field(default_factory=dict)
+    removed: set[tuple[bytes, Medium]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -73,19 +74,20 @@ class Feed:
                 return self._order(source, "gap", now)
             source.expected += 1
             if isinstance(report, BlockStored):
-                self.index.add(report.node.node, report.key, report.parent, report.position)
+                self.index.add(report.node.node, report.key, report.parent, report.position, report.medium)
             else:
-                self.index.remove(report.node.node, report.key)
+                self.index.remove(report.node.node, report.key, report.medium)
         elif dump.cut is not None:
             if report.sequence != dump.cut + dump.events:
                 return self._order(source, "gap", now)
             dump.events += 1
+            block = (report.key, report.medium)
             if isinstance(report, BlockStored):
-                dump.stored[report.key] = (report.parent, report.position)
-                dump.removed.discard(report.key)
+                dump.stored[block] = (report.parent, report.position)
+                dump.removed.discard(block)
             else:
-                dump.stored.pop(report.key, None)
-                dump.removed.add(report.key)
+                dump.stored.pop(block, None)
+                dump.removed.add(block)
         return False
 
     def on_dump(self, report: BlockDump) -> None:
@@ -96,11 +98,13 @@ class Feed:
         if dump.cut != report.sequence:
             # The first part, or that of a newer dump than the one begun.
             dump = source.dump = _Dump(dump.ordered, report.sequence)
-        for key, parent, position in report.blocks:
-            if key not in dump.removed:
-                dump.stored.setdefault(key, (parent, position))
+        for key, parent, position, medium in report.blocks:
+            if (key, medium) not in dump.removed:
+                dump.stored.setdefault((key, medium), (parent, position))
         if report.last:
-            self.index.replace(report.node.node, ((key, *where) for key, where in dump.stored.items()))
+            self.index.replace(
+                report.node.node, ((key, *where, medium) for (key, medium), where in dump.stored.items())
+            )
             source.expected = report.sequence + dump.events
             source.dump = None
 

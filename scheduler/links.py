@@ -54,7 +54,11 @@ def bind(socket: S, endpoint: str, session_key: bytes | None) -> S:
 
 
 def dial(socket: S, endpoint: str, session_key: bytes | None) -> S:
-    """Connects a DEALER; ZeroMQ goes on trying for ever, so an absent server is no error."""
+    """Connects a DEALER; ZeroMQ goes on trying while nobody answers, so an absent server is no error.
+
+    But once somebody answers who is no peer of ours (and has taken the port meanwhile, say), it ends the session for
+    good and never tries again. So a link that has not stood for DEAD_AFTER must be dialled anew, with a new socket.
+    """
     _configure(socket)
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000

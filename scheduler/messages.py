@@ -99,6 +99,16 @@ class StepSample(msgspec.Struct, frozen=True):
     seconds: float
 
 
+class LoadSample(msgspec.Struct, frozen=True):
+    """One measured load of a prefix: bytes and seconds, from this node's DRAM, or from its SSD if it is the worker's
+    own.
+    """
+
+    source: str
+    size: int
+    seconds: float
+
+
 class WorkerAlive(Message, frozen=True):
     """Heartbeat, on its own thread.
 
@@ -115,6 +125,7 @@ class WorkerAlive(Message, frozen=True):
     free_pages: int
     samples: tuple[StepSample, ...]
     counters: dict[str, float]
+    loads: tuple[LoadSample, ...] = ()
 
 
 class WorkerLeaving(Message, frozen=True):
@@ -134,7 +145,7 @@ class Work(Message, frozen=True):
     keys: 16 bytes per full block of token_ids. root: key[-1] of the chain. sampling.seed is set.
     Token numbering continues: the first new token has index `generated`; max_tokens counts from the request's start.
     deadline: seconds from receipt after which the attempt is worthless; the grant is waited for at most as long.
-    decode_incarnation: the decode worker's, part of the hand-off's tag.
+    decode_incarnation: the decode worker's, part of the hand-off's tag. sources: as in Plan.
     """
 
     request: int
@@ -169,12 +180,16 @@ class GatewayPing(Message, frozen=True):
 
 
 class PrefillReport(Message, frozen=True):
-    """Counted by the prefill worker when the prompt is computed. cached: tokens reused (device, pool or fetched)."""
+    """Counted by the prefill worker when the prompt is computed. cached: tokens reused.
+
+    tiers: where they were found: "device" (pages of this worker), "dram" or "ssd" of its node, "peer_dram", "peer_ssd".
+    """
 
     request: int
     attempt: int
     cached: int
     computed: int
+    tiers: dict[str, int] = {}
 
 
 class Tokens(Message, frozen=True):
@@ -254,4 +269,4 @@ class Codec:
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
-__all__ += ["Codec", "Namespace", "Note", "ProtocolError", "StepSample"]
+__all__ += ["Codec", "LoadSample", "Namespace", "Note", "ProtocolError", "StepSample"]

@@ -83,11 +83,10 @@ class Replicator:
         able = [row for row in rows if view.nodes[view.node[row]] not in holders | busy]
         to = view.nodes[view.node[min(able, key=lambda row: (view.queue_seconds[row], row))]]
         first = next(i for i, key in enumerate(keys) if not self._index.holds(to, key))
-        runs = self._index.runs(keys[: first + MAX_BLOCKS], first, to)
+        runs = self._index.runs(keys[: first + MAX_BLOCKS], first, {to})
         if not runs:
             return None
-        source, first, last = runs[0]
-        copy = Copy(self._next, source, to, first, last)
+        copy = Copy(self._next, runs[0].node, to, runs[0].first, runs[0].last)
         self._next += 1
         self._orders[copy.order] = _Order(copy, now)
         return copy

@@ -51,7 +51,7 @@ from .messages import (
     WorkerHello,
     WorkerLeaving,
 )
-from .types import Node
+from .types import Medium, Node
 
 logger = logging.getLogger(__name__)
 
@@ -240,11 +240,12 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
         case _native.DaemonHello():
             return DaemonHello(node, report.next_sequence)
         case _native.BlockStored():
-            return BlockStored(node, report.sequence, report.key, report.parent, report.position)
+            return BlockStored(node, report.sequence, report.key, report.parent, report.position, Medium(report.medium))
         case _native.BlockRemoved():
-            return BlockRemoved(node, report.sequence, report.key)
+            return BlockRemoved(node, report.sequence, report.key, Medium(report.medium))
         case _native.BlockDump():
-            return BlockDump(node, report.sequence, [block[:3] for block in report.blocks], report.last)
+            blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
+            return BlockDump(node, report.sequence, blocks, report.last)
         case _native.DaemonHeartbeat():
             return DaemonHeartbeat(node, report.next_sequence, report.count, report.xor, report.counters)
         case _native.Replicated():

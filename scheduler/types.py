@@ -31,6 +31,13 @@ class Role(enum.Enum):
         return self is not Role.PREFILL
 
 
+class Medium(enum.Enum):
+    """Where a pool keeps a block. In the order of preference."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
 class KvGroup(msgspec.Struct, frozen=True):
     """Layers whose KV has one shape. window: sliding-window length in tokens, None for full attention."""
 
@@ -161,11 +168,15 @@ class WorkerRef(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Blocks `first` to `last` (exclusive) of the prefix can be fetched from this node."""
+    """Blocks `first` to `last` (exclusive) of the prefix can be had from this node, which has them on this medium.
+
+    From the very node that wants them: its SSD alone has them there.
+    """
 
     node: Node
     first: int
     last: int
+    medium: Medium = Medium.DRAM
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -178,6 +189,7 @@ class Slo(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Where one request goes and why. prefill is decode for a worker of role both.
 
+    sources: who has what the prefill node lacks in DRAM; where they overlap, the earlier ones are to be preferred.
     cached_blocks: blocks the conductor expects to be at the prefill node, fetched or already there.
     """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,12 @@ class FakeBackend:
         max_positions: int = 65536,
         seconds_per_step: float = 0.0,
         seconds_per_token: float = 0.0,
+        hold: str = "",
     ) -> None:
-        """seconds_per_*: how long `execute` sleeps, for tests that need to meet it at work; 0: not at all."""
+        """For tests that need to meet it at work:
+
+        seconds_per_*: how long `execute` sleeps; 0: not at all. hold: a file; while it is there, `execute` waits.
+        """
         if head_dim % 2 or min(layers, kv_heads, head_dim, block_tokens, max_positions) < 1 or vocab < VOCAB:
             raise ValueError(f"fake model: sizes must be positive, head_dim even, vocab at least {VOCAB}")
         group = KvGroup(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype="float32")
@@ -62,6 +67,7 @@ class FakeBackend:
         self.eos_token_ids = frozenset({EOS})
         self._seconds_per_step = seconds_per_step
         self._seconds_per_token = seconds_per_token
+        self._hold = Path(hold) if hold else None
         self._strips = self.namespace.kv.strips
         self._words = head_dim // 2
         self._cache: U64 | None = None
@@ -70,11 +76,12 @@ class FakeBackend:
     def load(cls, model: str) -> FakeBackend:
         """From "fake", or "fake:name=value,..." with the constructor's arguments."""
         _, _, settings = model.partition(":")
-        arguments: dict[str, float] = {}
+        arguments: dict[str, float | str] = {}
         for setting in filter(None, settings.split(",")):
             name, _, value = setting.partition("=")
             try:
-                arguments[name] = float(value) if name.startswith("seconds_") else int(value)
+                kind = float if name.startswith("seconds_") else str if name == "hold" else int
+                arguments[name] = kind(value)
             except ValueError as error:
                 raise ValueError(f"fake model: {setting!r} is not name=number") from error
         try:
@@ -96,6 +103,8 @@ class FakeBackend:
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
         if seconds:
             time.sleep(seconds)
+        while self._hold is not None and self._hold.exists():
+            time.sleep(0.01)
         for slice_ in slices:
             self._write(slice_)
         return [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]

@@ -1,7 +1,8 @@
 """The gateway's ZeroMQ links: one DEALER to the conductor, one to each worker, on asyncio's loop.
 
 A link watches itself: a disconnect event means down at once, DEAD_AFTER of silence means down and dialled anew. ZeroMQ
-reconnects by itself; nothing queued for an earlier life of the peer reaches a later one (ZMQ_IMMEDIATE).
+reconnects by itself, but not for ever (`links.dial`): a link that stays down is dialled anew every DEAD_AFTER. Nothing
+queued for an earlier life of the peer reaches a later one (ZMQ_IMMEDIATE).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Link:
         self._waiting: list[Message] | None = []
         self._closed = False
         self._complained = False
-        self._dial(time.monotonic())
+        self._since = time.monotonic()
+        self._dial(self._since)
 
     def send(self, messages: Sequence[Message]) -> bool:
         """False: the peer is down (or takes nothing any more); nothing was sent."""
@@ -80,6 +82,9 @@ class Link:
             if self._waiting is not None and now - self._since > DIAL_PATIENCE:
                 self._waiting = None
                 self._on_change(False)
+            if now - self._trying > DEAD_AFTER:
+                self._hang_up()
+                self._dial(now)
             return
         if now - self._heard > DEAD_AFTER:
             # If it is this process that was held up, the peer's messages are waiting in the socket.
@@ -101,7 +106,7 @@ class Link:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _dial(self, now: float) -> None:
-        self._since = self._heard = self._sent = now
+        self._trying = self._heard = self._sent = now
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.immediate = True
         self._socket = socket
@@ -164,4 +169,5 @@ class Link:
 
     def _lost(self) -> None:
         self.up = False
+        self._trying = time.monotonic()
         self._on_change(False)

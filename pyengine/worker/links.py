@@ -75,10 +75,10 @@ class WorkerLinks(threading.Thread):
         router = context.socket(zmq.ROUTER)
         router.router_mandatory = True
         self._router = bind(router, info.work, session_key)
-        dealer = context.socket(zmq.DEALER)
-        self._watch = monitor(dealer)
-        self._conductor = dial(dealer, conductor, session_key)
-        self._conductor_up = False
+        self._context = context
+        self._conductor_at = conductor
+        self._session_key = session_key
+        self._dial_conductor()
 
     # -- the loop's side ------------------------------------------------------------------------------------------
 
@@ -120,11 +120,17 @@ class WorkerLinks(threading.Thread):
             self.failed = error
             self.wake()
         finally:
-            for closing in (self._router, self._conductor):
-                closing.disable_monitor()
-                # The goodbye may still be in the socket's queue; a process that ends waits this long for it, at most.
-                closing.close(linger=200)
-            self._watch.close()
+            # The goodbye may still be in the socket's queue; a process that ends waits this long for it, at most.
+            self._router.close(linger=200)
+            self._close_conductor(linger=200)
+
+    def _dial_conductor(self) -> None:
+        dealer = self._context.socket(zmq.DEALER)
+        self._watch = monitor(dealer)
+        self._conductor = dial(dealer, self._conductor_at, self._session_key)
+        self._conductor_up = False
+        #: When it was dialled or lost: from then on it is tried.
+        self._trying = time.monotonic()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -135,6 +141,7 @@ class WorkerLinks(threading.Thread):
             poller.poll(int(max(due - time.monotonic(), 0) * 1000))
             _drain(self._wake)
             self._watch_conductor()
+            self._redial_conductor(poller)
             self._receive()
             self._send_out()
             if time.monotonic() >= due:
@@ -145,6 +152,7 @@ class WorkerLinks(threading.Thread):
     def _watch_conductor(self) -> None:
         while self._watch.poll(0):
             self._conductor_up = link_is_up(recv_monitor_message(self._watch)["event"])
+            self._trying = time.monotonic()
             if self._conductor_up:
                 self._hello = True
         if self._hello and self._conductor_up:
@@ -153,6 +161,22 @@ class WorkerLinks(threading.Thread):
         while self._conductor.poll(0):
             # The conductor has nothing to say to workers in this protocol version.
             self._conductor.recv(zmq.NOBLOCK)
+
+    def _redial_conductor(self, poller: zmq.Poller) -> None:
+        """A link that has not stood for DEAD_AFTER may be dead for good (`dial`): another socket tries afresh."""
+        if self._conductor_up or time.monotonic() - self._trying <= DEAD_AFTER:
+            return
+        for socket in (self._conductor, self._watch):
+            poller.unregister(socket)
+        self._close_conductor(linger=0)
+        self._dial_conductor()
+        for socket in (self._conductor, self._watch):
+            poller.register(socket, select.POLLIN)
+
+    def _close_conductor(self, linger: int) -> None:
+        self._conductor.disable_monitor()
+        self._conductor.close(linger)
+        self._watch.close()
 
     def _receive(self) -> None:
         while self._router.poll(0):

@@ -23,12 +23,14 @@ class Ask:
     """One request against a view. Columns [W] over its workers.
 
     prefix: leading blocks of the prompt that the worker's node holds. best: leading blocks that somebody holds. Both
-    leave at least one token to compute. transfer_seconds: to fetch what `best` has beyond `prefix`.
+    leave at least one token to compute. load_seconds: to read from the node's SSD what of `prefix` its DRAM has not.
+    transfer_seconds: to fetch what `best` has beyond `prefix`.
     """
 
     prompt_tokens: int
     prefix: Ints
     best: int
+    load_seconds: F64
     transfer_seconds: F64
     slo: Slo
 
@@ -68,7 +70,8 @@ def ttft(view: View, ask: Ask, fetch: Bools) -> F64:
     """[W] predicted seconds to the first token, where `fetch` [W] says who fetches the longer prefix."""
     prefix = np.where(fetch, np.maximum(ask.best, ask.prefix), ask.prefix)
     transfer = np.where(fetch, ask.transfer_seconds, 0.0)
-    return transfer + view.queue_seconds + view.prefill_seconds(ask.prompt_tokens, prefix * view.block_tokens)
+    compute = view.prefill_seconds(ask.prompt_tokens, prefix * view.block_tokens)
+    return ask.load_seconds + transfer + view.queue_seconds + compute
 
 
 def decode_load(view: View, ask: Ask) -> F64:

@@ -3,11 +3,12 @@
     for each prefill instance i:
         if best_len / i.prefix_len > threshold:  prefix = best_len,      transfer = time to move the difference
         else:                                    prefix = i.prefix_len,  transfer = 0
-        TTFT_i = transfer + queue_i + prefill(length, prefix)
+        TTFT_i = load_i + transfer + queue_i + prefill(length, prefix)
     p = argmin TTFT;  d = the decode instance with the lowest load
     p fetches the longer prefix if best_len / p.prefix_len > threshold
 
-Fetching leaves a copy at p: hot blocks replicate, without a forecast of their use.
+load is ours: the time to read what i has on its SSD only. Fetching leaves a copy at p: hot blocks replicate, without a
+forecast of their use.
 """
 
 from __future__ import annotations

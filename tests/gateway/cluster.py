@@ -278,6 +278,10 @@ class Cluster:
             self.conductor.workers.remove(worker)
             self.conductor.announce()
 
+    def joined(self, workers: int) -> bool:
+        """The gateway has a link to so many workers: what a test allows for waiting is not spent on their first."""
+        return sum(link.up for link in self.service._workers.values()) >= workers
+
     def restart_conductor(self) -> FakeConductor:
         self.conductor = FakeConductor(self.context, self.conductor_endpoint, self.conductor.workers)
         return self.conductor
@@ -298,7 +302,7 @@ async def cluster(folder: Path, *roles: Role, patience: float = 5.0) -> AsyncIte
         )
         serving = asyncio.create_task(server._serve([listener]))
         try:
-            while not server.started:
+            while not server.started or not made.joined(len(roles)):
                 await asyncio.sleep(0.005)
             yield made
         finally:

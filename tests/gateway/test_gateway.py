@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import openai
 import pytest
 
@@ -33,6 +34,8 @@ from tests.gateway.cluster import (
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 APART = (Role.PREFILL, Role.DECODE)
+#: Seconds, generous: an event that takes longer never comes.
+PATIENCE = 60.0
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ async def test_whole_answer_and_usage(folder: Path, http: aiohttp.ClientSession)
         assert (prefill.part, decode.part) == ("prefill", "decode")
         assert prefill.sampling.seed is not None
         assert prefill.sampling == decode.sampling
-        await asyncio.wait_for(at.conductor.ended_one.wait(), 5)
+        await asyncio.wait_for(at.conductor.ended_one.wait(), PATIENCE)
 
 
 async def test_role_both_gets_one_work(folder: Path, http: aiohttp.ClientSession) -> None:
@@ -178,6 +181,7 @@ async def test_only_worker_lost_is_a_typed_error(folder: Path, http: aiohttp.Cli
         status, body = await request
         assert status == 503
         assert body["error"]["type"] == "server_error"
+        await asyncio.wait_for(at.workers["decode-0"].aborted.wait(), PATIENCE)
         assert [abort.attempt for abort in at.workers["decode-0"].aborts] == [0]
 
 
@@ -244,8 +248,8 @@ async def test_client_gone_aborts_at_once(folder: Path, http: aiohttp.ClientSess
             await at.workers["decode-0"].arrived.wait()
             request.cancel()
         for worker in at.workers.values():
-            await asyncio.wait_for(worker.aborted.wait(), 5)
-        await asyncio.wait_for(at.conductor.ended_one.wait(), 5)
+            await asyncio.wait_for(worker.aborted.wait(), PATIENCE)
+        await asyncio.wait_for(at.conductor.ended_one.wait(), PATIENCE)
         assert at.service.active == 0
 
 
@@ -309,6 +313,7 @@ async def test_conductor_away_and_back(folder: Path, http: aiohttp.ClientSession
         assert status == 503
         assert "conductor" in body["error"]["message"]
         decode.script = whole_answer
+        at.service.config = msgspec.structs.replace(at.service.config, patience=PATIENCE)
         waiting = asyncio.create_task(post(http, at, "/v1/chat/completions", {**CHAT, "max_tokens": 6}))
         await asyncio.sleep(0)
         at.restart_conductor()

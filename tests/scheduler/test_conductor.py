@@ -30,13 +30,14 @@ from pyengine.scheduler.messages import (
     ClusterState,
     GatewayAlive,
     GatewayHello,
+    LoadSample,
     Route,
     RouteEnded,
     WorkerHello,
     WorkerLeaving,
 )
 from pyengine.scheduler.policies import POLICIES
-from pyengine.scheduler.types import Namespace, Node, Role, Slo
+from pyengine.scheduler.types import Medium, Namespace, Node, Role, Slo, Source
 
 from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
 
@@ -106,6 +107,63 @@ def test_the_same_prompt_on_another_node_under_round_robin_is_fetched() -> None:
     second = world.plan(keys)
     assert second.prefill != first.prefill
     assert [(s.node, s.first, s.last) for s in second.sources] == [(first.prefill.node, 0, 2)]
+
+
+def parts(sources: tuple[Source, ...]) -> list[tuple[str, int, int, Medium]]:
+    return [(source.node.node, source.first, source.last, source.medium) for source in sources]
+
+
+def test_a_nodes_own_ssd_is_a_source_of_what_its_dram_lacks() -> None:
+    world = World(worker("both-0", Role.BOTH, "node-0"), worker("decode-0", Role.DECODE, "node-1"))
+    keys = chain(*range(8))
+    world.store("node-0", keys[:5], Medium.SSD)
+    world.store("node-0", keys[:2])
+    world.store("node-1", keys[:6])
+    plan = world.plan(keys)
+    assert parts(plan.sources) == [("node-0", 2, 5, Medium.SSD), ("node-1", 5, 6, Medium.DRAM)]
+    assert plan.cached_blocks == 6
+    assert "3 of them on its SSD only, 1 to fetch" in plan.why
+
+
+def test_dram_of_another_node_is_preferred_to_its_ssd_and_others_stand_in() -> None:
+    world = World(
+        worker("both-0", Role.BOTH, "node-0"),
+        *(worker(f"decode-{k}", Role.DECODE, f"node-{k}") for k in (1, 2)),
+    )
+    keys = chain(*range(4))
+    world.store("node-1", keys, Medium.SSD)
+    world.store("node-2", keys[:3])
+    plan = world.plan(keys)
+    assert parts(plan.sources) == [("node-2", 0, 3, Medium.DRAM), ("node-1", 3, 4, Medium.SSD)]
+    world.store("node-1", keys[:1])
+    world.store("node-2", keys, Medium.SSD)
+    world.store("node-2", keys)
+    # Whoever has all in DRAM is first; behind it, who has it otherwise.
+    plan = world.plan(keys)
+    assert parts(plan.sources) == [
+        ("node-2", 0, 4, Medium.DRAM),
+        ("node-1", 0, 1, Medium.DRAM),
+        ("node-1", 1, 4, Medium.SSD),
+    ]
+    assert plan.cached_blocks == 4
+
+
+def test_reading_from_ssd_counts_and_measured_loads_correct_it() -> None:
+    world = twins()
+    keys = chain(*range(64))
+    world.store("node-0", keys, Medium.SSD)
+    world.store("node-1", keys)
+    for name in world.workers:
+        world.measured(name, 0.001)
+    assert world.plan(keys).prefill.worker == "both-1", "DRAM is quicker than SSD"
+    world.on(DaemonGone(world.pools["node-1"].node))
+    before = world.plan(keys, exclude=("both-1",)).predicted_ttft
+    size = 64 * SPEC.block_bytes
+    loads = tuple(LoadSample("node-0", size, 2.0) for _ in range(9))
+    world.alive("both-0", loads=(*loads, LoadSample("nobody", size, 9.0)))
+    slower = world.plan(keys, exclude=("both-1",)).predicted_ttft
+    assert slower - before == pytest.approx(2.0, rel=0.1)
+    assert world.conductor.links.rate("nobody", "node-0") == world.conductor.links.rate("x", "y")
 
 
 def test_the_prefix_decides_until_the_queue_does() -> None:
@@ -337,8 +395,9 @@ def events(seed: int) -> list[tuple[Event, float]]:
         keys = chain(*(rng.randrange(2) for _ in range(rng.randrange(6))))
         pool = rng.choice(list(script.pools.values()))
         for position, key in enumerate(keys):
-            if key not in pool.blocks:
-                made.append((pool.store(key, keys[position - 1] if position else bytes(16), position), now))
+            medium = rng.choice(list(Medium))
+            if (key, medium) not in pool.blocks:
+                made.append((pool.store(key, keys[position - 1] if position else bytes(16), position, medium), now))
         route = Route(
             request=request,
             attempt=0,

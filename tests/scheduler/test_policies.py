@@ -68,7 +68,7 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         turn=draw(st.integers(0, 20)),
     )
     tokens = blocks * BLOCK + draw(st.integers(1, BLOCK))
-    return view, Ask(tokens, prefix, best, floats(0, 3), Slo())
+    return view, Ask(tokens, prefix, best, floats(0, 3), floats(0, 3), Slo())
 
 
 def algorithm_1(view: View, ask: Ask, threshold: float) -> list[float]:
@@ -84,7 +84,8 @@ def algorithm_1(view: View, ask: Ask, threshold: float) -> list[float]:
         compute += rest * float(view.token_seconds[i])
         # Token j of the rest attends to all before it and to itself.
         compute += sum(prefix * BLOCK + j + 1 for j in range(rest)) * float(view.context_seconds[i])
-        answers.append(transfer + float(view.queue_seconds[i]) + compute if prefills else math.inf)
+        load = float(ask.load_seconds[i])
+        answers.append(load + transfer + float(view.queue_seconds[i]) + compute if prefills else math.inf)
     return answers
 
 

@@ -30,7 +30,7 @@ from pyengine.scheduler.messages import (
     WorkerAlive,
     WorkerHello,
 )
-from pyengine.scheduler.types import KvGroup, KvSpec, Namespace, Node, Plan, Rejection, Role, Slo, WorkerInfo
+from pyengine.scheduler.types import KvGroup, KvSpec, Medium, Namespace, Node, Plan, Rejection, Role, Slo, WorkerInfo
 
 BLOCK = 16
 SPEC = KvSpec((KvGroup(layers=2, kv_heads=2, head_dim=16, dtype="float32"),), BLOCK)
@@ -71,28 +71,28 @@ class Pool:
     """The truth that a daemon reports: its blocks, and the number of its next event."""
 
     node: Node
-    blocks: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
+    blocks: dict[tuple[bytes, Medium], tuple[bytes, int]] = field(default_factory=dict)
     sequence: int = 0
 
-    def store(self, key: bytes, parent: bytes, position: int) -> BlockStored:
-        self.blocks[key] = (parent, position)
+    def store(self, key: bytes, parent: bytes, position: int, medium: Medium = Medium.DRAM) -> BlockStored:
+        self.blocks[key, medium] = (parent, position)
         self.sequence += 1
-        return BlockStored(self.node, self.sequence - 1, key, parent, position)
+        return BlockStored(self.node, self.sequence - 1, key, parent, position, medium)
 
-    def remove(self, key: bytes) -> BlockRemoved:
-        del self.blocks[key]
+    def remove(self, key: bytes, medium: Medium = Medium.DRAM) -> BlockRemoved:
+        del self.blocks[key, medium]
         self.sequence += 1
-        return BlockRemoved(self.node, self.sequence - 1, key)
+        return BlockRemoved(self.node, self.sequence - 1, key, medium)
 
     def heartbeat(self) -> DaemonHeartbeat:
         xor = 0
-        for key in self.blocks:
-            xor ^= int.from_bytes(key, "little")
+        for key, medium in self.blocks:
+            xor ^= int.from_bytes(key if medium is Medium.DRAM else key[1:] + key[:1], "little")
         counters = {f'pyengine_pool_blocks{{node="{self.node.node}"}}': len(self.blocks)}
         return DaemonHeartbeat(self.node, self.sequence, len(self.blocks), xor.to_bytes(16, "little"), counters)
 
     def dump(self, parts: int = 1) -> list[BlockDump]:
-        blocks = [(key, *where) for key, where in sorted(self.blocks.items())]
+        blocks = [(key, *where, medium) for (key, medium), where in self.blocks.items()]
         cuts = [len(blocks) * i // parts for i in range(parts + 1)]
         return [
             BlockDump(self.node, self.sequence, blocks[a:b], i == parts - 1)
@@ -127,12 +127,12 @@ class World:
         self.conductor.check()
         return actions
 
-    def store(self, node: str, keys: list[bytes]) -> None:
+    def store(self, node: str, keys: list[bytes], medium: Medium = Medium.DRAM) -> None:
         """The node's pool publishes this prefix."""
         pool = self.pools[node]
         for position, key in enumerate(keys):
-            if key not in pool.blocks:
-                self.on(pool.store(key, keys[position - 1] if position else bytes(16), position))
+            if (key, medium) not in pool.blocks:
+                self.on(pool.store(key, keys[position - 1] if position else bytes(16), position, medium))
 
     def alive(self, name: str, **changes: object) -> list[Action]:
         """A worker's heartbeat."""

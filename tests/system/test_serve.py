@@ -99,10 +99,11 @@ def test_reuse_across_turns_and_nodes(state_dir: Path) -> None:
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * (129 // 16)
 
 
-def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path) -> None:
+def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path, tmp_path: Path) -> None:
     """Load on the holder makes Algorithm 1 choose the other node, which fetches the prefix instead of computing it."""
+    hold = tmp_path / "hold"
     flags = ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "kvcache-centric")
-    with fake_server(state_dir, *flags, model="fake:seconds_per_token=0.0005") as server:
+    with fake_server(state_dir, *flags, model=f"fake:seconds_per_token=0.0005,hold={hold}") as server:
         shared = prompt(800)
         complete(server, shared, 2)
         until(lambda: server.metric("pyengine_index_blocks") >= 50, "the conductor has indexed the prefix")
@@ -112,9 +113,17 @@ def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path) -> None:
             lambda: server.metric("pyengine_worker_tokens_total", phase="prefill") == 800,
             "the worker's heartbeat has counted the prefix too",
         )
-        with ThreadPoolExecutor(12) as threads:
+        # All are routed before any is computed, so that load builds up however slowly they come in.
+        hold.touch()
+        with ThreadPoolExecutor(24) as threads:
             prompts = [shared + prompt(40, i) for i in range(24)]
-            for ids, answer in zip(prompts, threads.map(lambda ids: complete(server, ids, 4), prompts), strict=True):
+            answers = [threads.submit(complete, server, ids, 4) for ids in prompts]
+            try:
+                until(lambda: server.metric("pyengine_conductor_plans_total") >= 1 + 24, "all are routed")
+            finally:
+                hold.unlink()
+            for ids, promised in zip(prompts, answers, strict=True):
+                answer = promised.result(PATIENCE)
                 expect(answer, ids, 4)
                 assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 800
         until(
@@ -191,18 +200,25 @@ def test_a_killed_part_costs_nobody_an_answer(part: str, state_dir: Path) -> Non
 
 
 @pytest.mark.parametrize("part", ["prefill-0", "transferd-0"])
-def test_a_part_killed_in_the_middle_of_prefill_costs_nobody_an_answer(part: str, state_dir: Path) -> None:
+def test_a_part_killed_in_the_middle_of_prefill_costs_nobody_an_answer(
+    part: str, state_dir: Path, tmp_path: Path
+) -> None:
     """Before any token has gone out: prompts are computed anew elsewhere, and nothing stays held anywhere."""
+    hold = tmp_path / "hold"
+    hold.touch()
     flags = ("--prefill", "2", "--decode", "2", "--nodes", "2")
-    with fake_server(state_dir, *flags, model="fake:seconds_per_token=0.001") as server:
+    with fake_server(state_dir, *flags, model=f"fake:hold={hold}") as server:
         prompts = [prompt(1500, i) for i in range(6)]
         with ThreadPoolExecutor(6) as threads:
             answers = [threads.submit(complete, server, ids, 10) for ids in prompts]
-            until(
-                lambda: server.metric("pyengine_worker_tokens_total", worker="prefill-0", phase="prefill") > 0,
-                "the prefill worker is in the middle of its work",
-            )
-            server.kill(part)
+            try:
+                until(
+                    lambda: server.metric("pyengine_worker_requests", worker="prefill-0") > 0,
+                    "the prefill worker is in the middle of its work",
+                )
+                server.kill(part)
+            finally:
+                hold.unlink()
             for ids, answer in zip(prompts, answers, strict=True):
                 expect(answer.result(PATIENCE), ids, 10)
         assert server.metric("pyengine_request_retries_total") > 0

@@ -15,6 +15,7 @@ import numpy as np
 from pyengine import _native
 from pyengine.backend import Backend
 from pyengine.kv_mover import Pool
+from pyengine.scheduler.batcher import State
 from pyengine.scheduler.messages import Abort, Failed, Message, PrefillReport, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams, Source
 from pyengine.worker.core import Worker
@@ -172,6 +173,17 @@ class Cluster:
             if "decode" in parts:
                 self.workers[decode].accept(work("decode"))
         return request
+
+    def together(self, worker: str, submit: Callable[[], list[Request]]) -> list[Request]:
+        """Submits requests that run at once at this worker, however long the KV of each takes to come: it admits none
+        before all wait to be.
+        """
+        batcher = self.workers[worker].batcher
+        most, batcher.max_sequences = batcher.max_sequences, 0
+        requests = submit()
+        self.until(lambda: all(sequence.state is State.WAITING for sequence in batcher.sequences.values()))
+        batcher.max_sequences = most
+        return requests
 
     def abort(self, request: Request) -> None:
         for name in request.workers:

@@ -306,7 +306,10 @@ def test_a_preempted_sequence_whose_kv_is_all_gone_goes_back_too() -> None:
             wrap=Forgetful,
         )
         decode.recompute_limit = 8
-        requests = [cluster.submit(prompt(80, seed), "prefill", "decode", sampling=sampling) for seed in range(2)]
+        requests = cluster.together(
+            "decode",
+            lambda: [cluster.submit(prompt(80, seed), "prefill", "decode", sampling=sampling) for seed in range(2)],
+        )
         cluster.run(*requests)
         assert decode.counters["preempted"] > 0
         assert sorted(map(str, map(kind_of, requests))) == ["None", "need_prefill"]

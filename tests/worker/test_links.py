@@ -23,6 +23,7 @@ from pyengine.scheduler.messages import (
     Message,
     Work,
     WorkerAlive,
+    WorkerHello,
     WorkerPing,
     WorkerToConductor,
     WorkerToGateway,
@@ -30,6 +31,7 @@ from pyengine.scheduler.messages import (
 from pyengine.scheduler.types import Node, Role, SamplingParams, WorkerInfo
 from pyengine.worker import links as module
 from pyengine.worker.links import WorkerLinks
+from tests.stranger import GREETINGS, Stranger
 
 PATIENCE = 30_000  # ms
 NODE = Node("a", "", 1)
@@ -74,9 +76,11 @@ class Ends:
             max_tokens_per_step=1,
             max_sequences=1,
         )
-        self.conductor = bind(context.socket(zmq.ROUTER), f"ipc://{folder}/c", bytes(32))
+        # Over tcp, as a port can be taken by somebody else.
+        self.conductor = bind(context.socket(zmq.ROUTER), "tcp://127.0.0.1:*", bytes(32))
+        self.endpoint = self.conductor.getsockopt_string(zmq.LAST_ENDPOINT)
         self.broken = False
-        self.links = WorkerLinks(info, f"ipc://{folder}/c", bytes(32), self._alive)
+        self.links = WorkerLinks(info, self.endpoint, bytes(32), self._alive)
         self.links.start()
         self.gateway = dial(context.socket(zmq.DEALER), info.work, bytes(32))
         self._codec = Codec(WorkerToGateway)
@@ -108,10 +112,14 @@ class Ends:
         """Waits for a new one."""
         while self.conductor.poll(0):
             self.conductor.recv_multipart()
+        self.told(WorkerAlive)
+
+    def told(self, kind: type[Message]) -> None:
+        """Waits until the conductor is told one of these."""
         while True:
-            assert self.conductor.poll(PATIENCE), "no heartbeat"
+            assert self.conductor.poll(PATIENCE), f"no {kind.__name__}"
             _, frame = self.conductor.recv_multipart()
-            if ALIVE in self._heartbeats.decode(frame):
+            if any(isinstance(message, kind) for message in self._heartbeats.decode(frame)):
                 return
 
     def close(self) -> None:
@@ -157,3 +165,20 @@ def test_links_that_fail_wake_the_loop_and_say_so(ends: Ends) -> None:
     assert isinstance(ends.links.failed, ArithmeticError)
     ready, _, _ = select.select([ends.links.arrived], [], [], 0)
     assert ready
+
+
+@pytest.mark.parametrize("greeting", GREETINGS)
+def test_a_conductor_is_found_again_after_a_stranger_at_its_port(
+    tmp_path: Path, greeting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DEAD_AFTER", 1.0)
+    ends = Ends(tmp_path)
+    try:
+        ends.told(WorkerHello)
+        ends.conductor.close(0)
+        Stranger(int(ends.endpoint.rpartition(":")[2]), GREETINGS[greeting]).leave()
+        ends.conductor = bind(zmq.Context.instance().socket(zmq.ROUTER), ends.endpoint, bytes(32))
+        ends.told(WorkerHello)
+        ends.heartbeat()
+    finally:
+        ends.close()

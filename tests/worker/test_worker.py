@@ -359,7 +359,9 @@ def test_preemption_recomputes_and_says_so() -> None:
     with Cluster() as cluster:
         cluster.add_node("a", 64, backend())
         worker = cluster.add_worker("both", "a", backend(), pages=8)
-        requests = [cluster.submit(prompt(40, i), "both", "both", sampling=sampling) for i in range(4)]
+        requests = cluster.together(
+            "both", lambda: [cluster.submit(prompt(40, i), "both", "both", sampling=sampling) for i in range(4)]
+        )
         cluster.run(*requests)
         for i, request in enumerate(requests):
             assert request.ids == fake_tokens(prompt(40, i), 40)

@@ -20,8 +20,9 @@ use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, Link, Stream, nonce, now};
 use crate::messages::Purpose;
+use crate::pool::tier::Whose;
 use crate::session::{Ended, Event, HANDSHAKE_WITHIN, Session};
-use crate::types::{BlockKey, Incarnation, Medium, NodeAddress};
+use crate::types::{BlockKey, Incarnation, Medium, NodeAddress, Owner};
 use crate::wire;
 
 /// Most keys of one request.
@@ -40,8 +41,8 @@ pub enum AdminRequest {
     Verify { from: Cursor },
     /// Drops these blocks, unless somebody holds them.
     Evict { keys: Vec<BlockKey> },
-    /// Drops the next stretch of blocks that nobody holds.
-    EvictAll { from: Cursor },
+    /// Drops the next stretch of blocks that nobody holds; of one owner, or of all.
+    EvictAll { from: Cursor, whose: Option<Whose> },
     /// Takes on nothing new (or again), and answers when nothing is held, at the latest after so long.
     Drain { on: bool, within_ms: u64 },
 }
@@ -240,6 +241,7 @@ pub struct Listed {
     pub position: u32,
     pub medium: Medium,
     pub bytes: u64,
+    pub owner: Owner,
     /// Somebody holds it, or it is being copied.
     pub held: bool,
 }

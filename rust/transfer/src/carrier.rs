@@ -15,24 +15,29 @@ pub struct Carrier {
     /// Connects and disconnects peers.
     pub mover: Mover,
     regions: Arc<Regions>,
+    /// How many arenas are known.
+    arenas: usize,
     copies: HashMap<TransferId, CopyId>,
     refused: Vec<Copied>,
 }
 
 impl Carrier {
-    /// Over a mover that has no memory yet: it gets the engine's arena.
+    /// Over a mover that has no memory yet: it gets the engine's arenas.
     pub fn new(mut mover: Mover) -> Self {
         let regions = Regions::new();
         mover.register(regions.clone());
-        Self { mover, regions, copies: HashMap::new(), refused: Vec::new() }
+        Self { mover, regions, arenas: 0, copies: HashMap::new(), refused: Vec::new() }
     }
 
-    /// Called after every input of the engine, before its outputs are carried out: some input makes the arena.
-    pub fn know_arena(&self, engine: &Engine) {
-        if self.regions.arena().is_none()
-            && let Some(arena) = engine.arena()
-        {
-            self.regions.set_arena(arena);
+    /// Called after every input of the engine, before its outputs are carried out: some inputs make arenas, and some
+    /// give memory of them back.
+    pub fn know_arenas(&mut self, engine: &mut Engine) {
+        for (region, arena) in engine.arenas().skip(self.arenas) {
+            self.regions.set_arena(region, arena.clone());
+            self.arenas += 1;
+        }
+        for (region, bytes) in engine.take_released() {
+            self.regions.released(region, bytes);
         }
     }
 

@@ -234,7 +234,7 @@ impl Daemon {
     /// A client within this process.
     ///
     /// # Errors
-    /// Give up: the layout differs from the arena's, or the arena cannot be made. Retry: the daemon has stopped.
+    /// Give up: an impossible layout, or no room for its blocks. Retry: the daemon has stopped.
     pub fn attach(&self, incarnation: Incarnation, layout: Layout, namespace: u64) -> Result<PoolClient, Error> {
         let mailbox = Arc::new(Mailbox::new(crate::client::EVENT_LIMIT)?);
         let client = self.threads.number();
@@ -660,7 +660,7 @@ impl Actor {
         let mut outputs = Vec::new();
         while let Some(input) = self.inputs.pop_front() {
             self.engine.handle(input, now(), &mut outputs);
-            self.carrier.know_arena(&self.engine);
+            self.carrier.know_arenas(&mut self.engine);
             for output in outputs.drain(..) {
                 self.carry_out(output);
             }
@@ -688,7 +688,7 @@ impl Actor {
         match self.clients.get(&client) {
             None => {}
             Some(Port::Socket(link)) => {
-                let arena = matches!(event, LocalEvent::Attached { .. }).then(|| self.engine.arena()).flatten();
+                let arena = matches!(event, LocalEvent::Attached { .. }).then(|| self.engine.arena(client)).flatten();
                 let payload = wire::encode(&event);
                 let sent = match arena {
                     Some(arena) => link.send_with_arena(payload, arena),
@@ -701,7 +701,7 @@ impl Actor {
             }
             Some(Port::Inside(mailbox)) => {
                 if matches!(event, LocalEvent::Attached { .. })
-                    && let Some(arena) = self.engine.arena()
+                    && let Some(arena) = self.engine.arena(client)
                 {
                     mailbox.push_always(ClientEvent::Arena(arena));
                 }

@@ -21,24 +21,28 @@ mod copies;
 mod fetch;
 mod grants;
 mod push;
+mod stores;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
-use crate::pool::{Change, Holder, Pool, Remembered};
+use crate::pool::policy::{self, Policy};
+use crate::pool::{Change, Holder, Remembered, Wish};
 use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
-use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, Tag};
 
 pub use admin::Stretch;
 pub use copies::Copied;
 
 use copies::Job;
-use fetch::{Fetch, Serving};
+use fetch::{Fetch, Replication, Serving};
 use grants::{Opener, Visit};
 use push::{Open, Opened};
+use stores::Stores;
 
 /// What can happen to an engine.
 #[allow(missing_docs)] // Fields are explained by their variant.
@@ -87,8 +91,10 @@ const DUMP_PART: usize = 1024;
 /// The limits of an engine: everything that can grow has one.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Bytes of the arena.
+    /// Bytes of all arenas.
     pub dram_bytes: u64,
+    /// Which block makes room for others.
+    pub eviction: &'static Policy,
     /// Transports that may carry copies to peers: what counters show from the start.
     pub transports: Vec<Kind>,
     /// Grants that may wait for room; beyond: `Full`.
@@ -110,10 +116,11 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Limits for an arena of this size.
+    /// Limits for arenas of this size.
     pub fn new(dram_bytes: u64) -> Self {
         Self {
             dram_bytes,
+            eviction: policy::DEFAULT,
             transports: vec![Kind::Tcp],
             waiting_grants: 4096,
             opens: 4096,
@@ -127,10 +134,15 @@ impl Settings {
     }
 }
 
-/// The arena and the pool over it: they come to be together, with the first client's layout.
-struct Store {
-    arena: Arc<Arena>,
-    pool: Pool<Arc<Arena>>,
+/// What is known of an attached client.
+#[derive(Debug)]
+struct Client {
+    /// Number of its layout's store.
+    store: usize,
+    /// Of all blocks that it makes.
+    namespace: u64,
+    /// Tags whose `End` it owes.
+    tags: BTreeSet<Tag>,
 }
 
 /// The way to one life of a peer.
@@ -152,9 +164,8 @@ pub struct Engine {
     settings: Settings,
     now: Nanos,
     out: Vec<Output>,
-    store: Option<Store>,
-    /// Attached clients, with the tags whose `End` they owe.
-    clients: BTreeMap<ClientId, BTreeSet<Tag>>,
+    stores: Stores,
+    clients: BTreeMap<ClientId, Client>,
     links: BTreeMap<NodeId, Link>,
     /// Who writes, or waits for, grants of this pool.
     visits: BTreeMap<Tag, Visit>,
@@ -163,9 +174,13 @@ pub struct Engine {
     ended_opens: Remembered<Tag>,
     fetches: BTreeMap<Ticket, Fetch>,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
+    /// By order; each holds slots, or waits for a fetch.
+    replications: BTreeMap<u64, Replication>,
     copies: BTreeMap<CopyId, Job>,
     /// Source of tickets, copy ids and serials.
     next_number: u64,
+    /// Of the next stored or removed event.
+    next_sequence: u64,
     next_heartbeat: Nanos,
     stats: Stats,
     /// Takes on nothing new.
@@ -173,15 +188,16 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine with no arena yet: the first client's layout makes it.
+    /// An engine with no arena yet: clients' layouts make them.
     pub fn new(node: NodeAddress, settings: Settings) -> Self {
         let ended_opens = Remembered::new(settings.ended_tags);
+        let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
         Self {
             node,
             settings,
             now: 0,
             out: Vec::new(),
-            store: None,
+            stores,
             clients: BTreeMap::new(),
             links: BTreeMap::new(),
             visits: BTreeMap::new(),
@@ -189,8 +205,10 @@ impl Engine {
             ended_opens,
             fetches: BTreeMap::new(),
             serving: BTreeMap::new(),
+            replications: BTreeMap::new(),
             copies: BTreeMap::new(),
             next_number: 1,
+            next_sequence: 0,
             next_heartbeat: 0,
             stats: Stats::default(),
             draining: false,
@@ -203,12 +221,15 @@ impl Engine {
     /// closes the transport's path and still delivers the completions.
     pub fn handle(&mut self, input: Input, now: Nanos, out: &mut Vec<Output>) {
         self.now = now;
+        self.stores.turn(now);
         match input {
             Input::Local { client, request } => self.local(client, request),
             Input::LocalGone { client } => {
-                for tag in self.clients.remove(&client).unwrap_or_default() {
+                let tags = self.clients.get_mut(&client).map(|client| std::mem::take(&mut client.tags));
+                for tag in tags.unwrap_or_default() {
                     self.end(client, tag);
                 }
+                self.clients.remove(&client);
             }
             Input::PeerUp { peer } => self.peer_up(peer),
             Input::PeerDown { peer } => self.peer_down(&peer),
@@ -233,24 +254,38 @@ impl Engine {
         &self.node
     }
 
-    /// The arena, once a client has attached.
-    pub fn arena(&self) -> Option<Arc<Arena>> {
-        self.store.as_ref().map(|store| store.arena.clone())
+    /// The arena of an attached client's layout.
+    pub fn arena(&self, client: ClientId) -> Option<Arc<Arena>> {
+        self.stores.get(self.clients.get(&client)?.store).map(|store| store.arena.clone())
+    }
+
+    /// All arenas, each under its number.
+    pub fn arenas(&self) -> impl Iterator<Item = (RegionId, &Arc<Arena>)> {
+        self.stores.iter().map(|store| (store.region, &store.arena))
+    }
+
+    /// Bytes of arenas that were given back to the system since the last call.
+    pub fn take_released(&mut self) -> Vec<(RegionId, Range<u64>)> {
+        self.stores.take_released()
     }
 
     /// Number that the next stored or removed event will have (for the `Hello` of a report session).
     pub fn next_sequence(&self) -> u64 {
-        self.store.as_ref().map_or(0, |store| store.pool.next_sequence())
+        self.next_sequence
     }
 
     /// Counters as Prometheus samples.
     pub fn counters(&self) -> Vec<(String, u64)> {
-        let mut snapshot = Snapshot { stats: self.stats, ..Snapshot::default() };
-        if let Some(Store { arena, pool }) = &self.store {
-            snapshot.occupancy = pool.occupancy();
-            snapshot.tally = pool.tally();
-            snapshot.grants = pool.grants();
-            snapshot.fenced = arena.fenced();
+        let occupancy = self.stores.occupancy();
+        let mut snapshot = Snapshot { stats: self.stats, occupancy, ..Snapshot::default() };
+        for store in self.stores.iter() {
+            let (tally, grants) = (store.pool.tally(), store.pool.grants());
+            snapshot.tally.hits += tally.hits;
+            snapshot.tally.misses += tally.misses;
+            snapshot.tally.evictions += tally.evictions;
+            snapshot.grants.0 += grants.0;
+            snapshot.grants.1 += grants.1;
+            snapshot.fenced += store.arena.fenced();
         }
         snapshot.samples(&self.node.node, &self.settings.transports)
     }
@@ -259,14 +294,16 @@ impl Engine {
 
     fn local(&mut self, client: ClientId, request: LocalRequest) {
         let tag = match request {
-            LocalRequest::Attach { ticket, layout, .. } => return self.attach(client, ticket, layout),
+            LocalRequest::Attach { ticket, layout, namespace } => {
+                return self.attach(client, ticket, layout, namespace);
+            }
             LocalRequest::Counters { ticket } => {
                 let values = self.counters();
                 return self.tell(client, LocalEvent::Counters { ticket, values });
             }
             LocalRequest::End { tag } => {
-                if let Some(tags) = self.clients.get_mut(&client) {
-                    tags.remove(&tag);
+                if let Some(known) = self.clients.get_mut(&client) {
+                    known.tags.remove(&tag);
                     self.end(client, tag);
                 }
                 return;
@@ -280,20 +317,25 @@ impl Engine {
             | LocalRequest::Corrupt { tag, .. } => tag,
             LocalRequest::Prefetch { .. } => return,
         };
-        let Some(tags) = self.clients.get_mut(&client) else { return self.refuse(client, tag, Refusal::Protocol) };
-        if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {
-            return self.refuse(client, tag, Refusal::Full);
-        }
         if self.turns_away(&request) {
             return self.refuse(client, tag, Refusal::Full);
         }
-        let Some(tags) = self.clients.get_mut(&client) else { return };
+        let Some(known) = self.clients.get_mut(&client) else { return self.refuse(client, tag, Refusal::Protocol) };
+        let (store, namespace, tags) = (known.store, known.namespace, &mut known.tags);
+        if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {
+            return self.refuse(client, tag, Refusal::Full);
+        }
         tags.insert(tag);
         match request {
-            LocalRequest::Grant { keys, private, parent, position, mode, .. } => {
-                self.grant(Holder { client: Some(client), tag }, keys, private, parent, position, mode);
+            LocalRequest::Grant { keys, private, parent, position, mode, tenant, .. } => {
+                let owner = Owner { namespace, tenant };
+                let wish = Wish { keys, private: private == 1, parent, position, owner };
+                if private > 1 {
+                    return self.refuse(client, tag, Refusal::Protocol);
+                }
+                self.grant(store, Holder { client: Some(client), tag }, wish, mode);
             }
-            LocalRequest::Lookup { keys, .. } => self.lookup(client, tag, &keys),
+            LocalRequest::Lookup { keys, .. } => self.lookup(store, client, tag, &keys),
             LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
             LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, from.into_iter().next()),
             LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
@@ -308,32 +350,32 @@ impl Engine {
         }
     }
 
-    fn attach(&mut self, client: ClientId, ticket: Ticket, layout: Layout) {
-        if self.store.is_none() {
-            match Arena::create(self.settings.dram_bytes, layout) {
-                Ok(arena) => {
-                    let Settings { waiting_grants, ended_tags, .. } = self.settings;
-                    let pool = Pool::new(arena.clone(), arena.slots(), waiting_grants, ended_tags);
-                    self.store = Some(Store { arena, pool });
-                }
-                Err(error) => {
-                    return self.tell(client, LocalEvent::AttachRefused { ticket, reason: error.message });
-                }
-            }
-        }
-        let Some(Store { arena, .. }) = &self.store else { return };
-        let have = arena.layout();
-        if have != layout {
-            let reason = if have.strips != layout.strips {
-                format!("strips: blocks of this pool have {}, yours {}", have.strips, layout.strips)
-            } else {
-                format!("strip_bytes: strips of this pool have {}, yours {}", have.strip_bytes, layout.strip_bytes)
-            };
+    fn attach(&mut self, client: ClientId, ticket: Ticket, layout: Layout, namespace: u64) {
+        let attached = self.clients.get(&client).and_then(|client| self.stores.get(client.store));
+        if attached.is_some_and(|store| store.layout() != layout) {
+            let reason = "this client has attached with another layout: use a connection for each".to_owned();
             return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
         }
+        let (store, never) = match self.stores.attach(layout, self.now) {
+            Ok(attached) => attached,
+            Err(error) => {
+                return self.tell(client, LocalEvent::AttachRefused { ticket, reason: error.message });
+            }
+        };
+        for Holder { client, tag } in never {
+            if let Some(client) = client {
+                self.refuse(client, tag, Refusal::TooLarge);
+            }
+        }
+        let Some(arena) = self.stores.get(store).map(|store| store.arena.clone()) else { return };
         let (slots, arena_bytes, node) = (arena.slots(), arena.bytes(), self.node.clone());
-        self.clients.entry(client).or_default();
+        self.clients.entry(client).or_insert_with(|| Client { store, namespace, tags: BTreeSet::new() });
         self.tell(client, LocalEvent::Attached { ticket, slots, layout, arena_bytes, node });
+    }
+
+    /// Number of the store of a client's layout.
+    fn home(&self, client: ClientId) -> Option<usize> {
+        self.clients.get(&client).map(|client| client.store)
     }
 
     fn tell(&mut self, client: ClientId, event: LocalEvent) {
@@ -416,9 +458,9 @@ impl Engine {
         match message {
             PeerMessage::Open { tag, layout, within_ms } => {
                 let deadline = self.deadline(within_ms);
-                self.visit(tag, Opener::Peer(peer.clone()), Some(layout), deadline);
+                self.visit(tag, Opener::Peer(peer.clone()), layout, deadline);
             }
-            PeerMessage::Opened { tag, slots } => self.peer_opened(peer, tag, slots),
+            PeerMessage::Opened { tag, region, slots } => self.peer_opened(peer, tag, region, slots),
             PeerMessage::OpenRefused { tag, refusal } => {
                 if self.opens.get(&tag).is_some_and(|open| open.to.node == *peer && !open.over()) {
                     self.fail_open(tag, refusal, false);
@@ -434,7 +476,7 @@ impl Engine {
                     self.fail_open(tag, Refusal::Ended, false);
                 }
             }
-            PeerMessage::Fetch { ticket, layout, blocks } => self.serve(peer, ticket, layout, blocks),
+            PeerMessage::Fetch { ticket, region, layout, blocks } => self.serve(peer, ticket, region, layout, blocks),
             PeerMessage::Fetched { ticket, place, copied } => self.peer_fetched(peer, ticket, place, copied),
             PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
             PeerMessage::FetchEnded { ticket } => {
@@ -465,7 +507,8 @@ impl Engine {
         self.visits_late();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
-            let (count, xor) = self.store.as_ref().map_or((0, BlockKey([0; 16])), |store| store.pool.digest());
+            let (count, xor) = self.stores.digest();
+            let xor = BlockKey(xor);
             let (next_sequence, counters) = (self.next_sequence(), self.counters());
             self.out.push(Output::Report(DaemonReport::Heartbeat { next_sequence, count, xor, counters }));
         }
@@ -473,7 +516,7 @@ impl Engine {
 
     fn dump(&mut self) {
         let sequence = self.next_sequence();
-        let published = self.store.iter().flat_map(|store| store.pool.published());
+        let published = self.stores.iter().flat_map(|store| store.pool.published());
         let blocks: Vec<_> = published.map(|place| (place.key, place.parent, place.position, Medium::Dram)).collect();
         let parts = blocks.len().div_ceil(DUMP_PART).max(1);
         let mut rest = blocks.as_slice();
@@ -487,24 +530,23 @@ impl Engine {
 
     /// After every input: grant what fits now, report what was stored and removed, keep the lanes full.
     fn settle(&mut self) {
-        if let Some(store) = &mut self.store {
-            for (holder, slots) in store.pool.advance() {
-                self.granted(holder, slots);
-            }
+        for (holder, slots) in self.stores.advance() {
+            self.granted(holder, slots);
         }
-        if let Some(store) = &mut self.store {
-            for (sequence, change) in store.pool.take_changes() {
-                self.out.push(Output::Report(match change {
-                    Change::Stored(place) => DaemonReport::Stored {
-                        sequence,
-                        key: place.key,
-                        parent: place.parent,
-                        position: place.position,
-                        medium: Medium::Dram,
-                    },
-                    Change::Removed(key) => DaemonReport::Removed { sequence, key, medium: Medium::Dram },
-                }));
-            }
+        let changes: Vec<Change> = self.stores.iter_mut().flat_map(|store| store.pool.take_changes()).collect();
+        for change in changes {
+            let sequence = self.next_sequence;
+            self.next_sequence += 1;
+            self.out.push(Output::Report(match change {
+                Change::Stored(place) => DaemonReport::Stored {
+                    sequence,
+                    key: place.key,
+                    parent: place.parent,
+                    position: place.position,
+                    medium: Medium::Dram,
+                },
+                Change::Removed(key) => DaemonReport::Removed { sequence, key, medium: Medium::Dram },
+            }));
         }
         self.pump();
     }
@@ -518,13 +560,15 @@ impl Engine {
     pub fn unfinished(&self) -> Vec<String> {
         let waiting = self.links.values().flat_map(|link| &link.waiting);
         let mut all: Vec<String> = Vec::new();
-        all.extend(self.clients.iter().filter(|(_, tags)| !tags.is_empty()).map(|client| format!("owed {client:?}")));
+        all.extend(
+            self.clients.iter().filter(|(_, known)| !known.tags.is_empty()).map(|client| format!("owed {client:?}")),
+        );
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.fetches.iter().map(|fetch| format!("fetch {fetch:?}")));
         all.extend(self.serving.iter().map(|serving| format!("serving {serving:?}")));
         all.extend(self.copies.values().chain(waiting).map(|copy| format!("copy {copy:?}")));
-        if let Some(store) = self.store.as_ref().filter(|store| !store.pool.idle()) {
+        for store in self.stores.iter().filter(|store| !store.pool.idle()) {
             all.push(format!("pool {:?} with grants {:?}", store.pool.occupancy(), store.pool.grants()));
         }
         all
@@ -539,9 +583,9 @@ impl Engine {
         assert!(self.opens.len() <= opens && self.visits.len() <= opens, "too many opens");
         assert!(self.fetches.len() <= fetches && self.serving.len() <= fetches, "too many fetches");
         let queued = || self.links.values().flat_map(|link| &link.waiting);
-        let mut reads: HashMap<u32, u32> = HashMap::new();
+        let mut reads: HashMap<(usize, u32), u32> = HashMap::new();
         for job in queued().chain(self.copies.values()) {
-            *reads.entry(job.source.slot).or_default() += 1;
+            *reads.entry((job.store, job.source.slot)).or_default() += 1;
         }
         for link in self.links.values() {
             let in_flight = self.copies.values().filter(|job| job.link == link.serial).count();
@@ -549,12 +593,12 @@ impl Engine {
             assert!(link.in_flight <= copies_in_flight, "too many copies under way to {:?}", link.peer);
             assert!(link.up || link.waiting.is_empty(), "copies wait for {:?}, which is not up", link.peer);
         }
-        for tags in self.clients.values() {
-            assert!(tags.len() <= tags_per_client, "too many tags");
+        for known in self.clients.values() {
+            assert!(known.tags.len() <= tags_per_client, "too many tags");
         }
         for (tag, open) in &self.opens {
             assert!(
-                self.clients.get(&open.client).is_some_and(|tags| tags.contains(tag)),
+                self.clients.get(&open.client).is_some_and(|known| known.tags.contains(tag)),
                 "an open of nobody: {tag:?}"
             );
             open.check(*tag, queued().chain(self.copies.values()));
@@ -568,12 +612,13 @@ impl Engine {
             fetch.check();
             assert!(self.links.contains_key(&fetch.from.node), "a fetch from nowhere");
         }
-        if let Some(Store { pool, arena }) = &self.store {
-            pool.check();
-            for slot in 0..arena.slots() {
-                let expected = reads.get(&slot).copied().unwrap_or(0);
-                assert_eq!(pool.copies(slot), expected, "copies that read slot {slot}");
+        self.stores.check();
+        for (at, store) in self.stores.iter().enumerate() {
+            for slot in 0..store.pool.slots() {
+                let expected = reads.remove(&(at, slot)).unwrap_or(0);
+                assert_eq!(store.pool.copies(slot), expected, "copies that read slot {slot} of store {at}");
             }
         }
+        assert!(reads.is_empty(), "copies read what no store has: {reads:?}");
     }
 }

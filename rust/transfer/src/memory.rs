@@ -8,6 +8,11 @@
 //!                                                     CRC-32C of the strip, XOR a mix of the generation, u32
 //! ```
 //!
+//! The file is sparse: it has room for all the blocks that its node may ever hold in this layout, and a page becomes memory
+//! when it is first written. A node with several layouts has an arena for each, and moves memory between them by giving
+//! pages of one back ([`Arena::release`]) before it writes as many of another. What is kept per slot in this process comes
+//! to be when the slot is first used.
+//!
 //! The mix makes checksums of an earlier life invalid: a strip that nobody wrote in this life fails its check, though
 //! its old bytes and old checksum fit each other. The daemon decides from its own private state (`SlotState`); the
 //! shared copy of generations and checksums is for the clients, and a client that scribbles over it harms only reads.
@@ -26,10 +31,10 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crc::Crc;
-use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use nix::sys::stat::fstat;
@@ -43,6 +48,9 @@ const MAGIC: u64 = u64::from_le_bytes(*b"pyengine");
 const VERSION: u32 = 1;
 /// A block above this is a mistake in the layout, not a model: 70B at fp32 with 16 tokens has 10 MiB.
 const BLOCK_LIMIT: u64 = 1 << 30;
+
+/// Slots whose states come to be together: one allocation of 40 KiB, and a pointer per 1024 slots that may be.
+const STATES: usize = 1024;
 
 /// Bytes that `load` copies at once: 4 KiB strips load at 7.6 GB/s so, at 1.7 GB/s in one piece (EPYC, glibc).
 const COPY_PIECE: usize = 1024;
@@ -99,32 +107,74 @@ enum Phase {
 #[derive(Debug)]
 struct SlotState {
     generation: u32,
-    phase: Phase,
     readers: u32,
+    /// While it is open and somebody has written, or writes, into it: a bit per strip that a write hold claims, then a bit
+    /// per strip whose checksum was set by a `WriteHold` in this life. So what is cached, which is most, needs none.
+    strips: Option<Box<[u64]>>,
     /// Write holds that are out.
-    writers: u32,
-    /// One bit per strip that a write hold claims.
-    claimed: Vec<u64>,
-    /// One bit per strip whose checksum was set by a `WriteHold` in this life.
-    arrived: Vec<u64>,
+    writers: u16,
+    phase: Phase,
 }
 
 impl SlotState {
-    /// Claims strips for one writer. False if another one has any of them.
-    fn claim(&mut self, strips: Range<u32>) -> bool {
-        let free = strips.clone().all(|strip| self.claimed[strip as usize / 64] & (1 << (strip % 64)) == 0);
+    const fn new() -> Self {
+        Self { generation: 0, readers: 0, strips: None, writers: 0, phase: Phase::Over }
+    }
+
+    /// Claims strips for one writer, of a block of so many. False if another one has any of them.
+    fn claim(&mut self, strips: Range<u32>, of: u32) -> bool {
+        let bits = self.strips.get_or_insert_with(|| vec![0; 2 * words(of)].into());
+        let free = self.writers < u16::MAX && strips.clone().all(|strip| bits[word(strip)] & bit(strip) == 0);
         if free {
-            strips.for_each(|strip| self.claimed[strip as usize / 64] |= 1 << (strip % 64));
+            strips.for_each(|strip| bits[word(strip)] |= bit(strip));
             self.writers += 1;
         }
         free
     }
 
     fn unclaim(&mut self, strips: Range<u32>) {
-        strips.for_each(|strip| self.claimed[strip as usize / 64] &= !(1 << (strip % 64)));
+        if let Some(bits) = &mut self.strips {
+            strips.for_each(|strip| bits[word(strip)] &= !bit(strip));
+        }
         self.writers -= 1;
+        self.forget_strips();
+    }
+
+    /// Notes that a strip has arrived, or has not.
+    fn mark(&mut self, strip: u32, arrived: bool) {
+        if let Some(bits) = &mut self.strips {
+            let at = bits.len() / 2 + word(strip);
+            if arrived { bits[at] |= bit(strip) } else { bits[at] &= !bit(strip) }
+        }
+    }
+
+    fn arrived(&self) -> u32 {
+        let bits = self.strips.as_deref().unwrap_or_default();
+        bits[bits.len() / 2..].iter().map(|word| word.count_ones()).sum()
+    }
+
+    /// Once nobody writes and nobody may begin to.
+    fn forget_strips(&mut self) {
+        if self.phase != Phase::Open && self.writers == 0 {
+            self.strips = None;
+        }
     }
 }
+
+fn words(strips: u32) -> usize {
+    (strips as usize).div_ceil(64)
+}
+
+fn word(strip: u32) -> usize {
+    strip as usize / 64
+}
+
+fn bit(strip: u32) -> u64 {
+    1 << (strip % 64)
+}
+
+/// Some slots' states.
+type States = Box<[Mutex<SlotState>]>;
 
 /// One node's block memory. See the module's head for the byte table.
 pub struct Arena {
@@ -134,8 +184,8 @@ pub struct Arena {
     layout: Layout,
     slots: u32,
     stride: u64,
-    /// Empty in a client.
-    states: Box<[Mutex<SlotState>]>,
+    /// By [`STATES`]; empty in a client.
+    states: Box<[OnceLock<States>]>,
     /// Writes refused because the life was over.
     fenced: AtomicU64,
 }
@@ -152,6 +202,21 @@ impl Arena {
     /// # Errors
     /// Give up: an impossible layout, no room for one block, or more than the machine's available memory.
     pub fn create(bytes: u64, layout: Layout) -> Result<Arc<Self>, Error> {
+        if let Some(available) = available_memory()
+            && bytes > available
+        {
+            return Err(Error::give_up(format!(
+                "the arena wants {bytes} bytes of memory, but this machine has {available} available: lower --dram-bytes"
+            )));
+        }
+        Self::sparse(bytes, layout)
+    }
+
+    /// As `create`, for one of several arenas that together take no more memory than was found to be available.
+    ///
+    /// # Errors
+    /// Give up: an impossible layout, or no room for one block.
+    pub fn sparse(bytes: u64, layout: Layout) -> Result<Arc<Self>, Error> {
         let (stride, per_slot) = geometry(layout)?;
         let slots = u32::try_from(bytes.saturating_sub(PAGE) / per_slot).unwrap_or(u32::MAX);
         if slots == 0 {
@@ -161,22 +226,9 @@ impl Arena {
                 PAGE + per_slot
             )));
         }
-        if let Some(available) = available_memory()
-            && bytes > available
-        {
-            return Err(Error::give_up(format!(
-                "the arena wants {bytes} bytes of memory, but this machine has {available} available: lower --dram-bytes"
-            )));
-        }
         let length = file_length(slots, stride, layout);
         let fd = sealed_memory("pyengine-arena", length)?;
-        let words = (layout.strips as usize).div_ceil(64);
-        let states = (0..slots)
-            .map(|_| {
-                let (claimed, arrived) = (vec![0; words], vec![0; words]);
-                Mutex::new(SlotState { generation: 0, phase: Phase::Over, readers: 0, writers: 0, claimed, arrived })
-            })
-            .collect();
+        let states = (0..(slots as usize).div_ceil(STATES)).map(|_| OnceLock::new()).collect();
         let arena = Self {
             mapping: Mapping::new(&fd, length, true)?,
             fd,
@@ -265,46 +317,71 @@ impl Arena {
 
     /// Begins a new life of a quiet slot: open for writing, nothing has arrived.
     pub fn issue(&self, slot: u32) -> SlotRef {
-        let mut state = self.state(slot);
+        let first = slot as usize / STATES * STATES;
+        let count = STATES.min(self.slots as usize - first);
+        let states = self.states[slot as usize / STATES]
+            .get_or_init(|| (0..count).map(|_| Mutex::new(SlotState::new())).collect());
+        let mut state = lock(&states[slot as usize % STATES]);
         debug_assert!(state.phase == Phase::Over && state.readers == 0 && state.writers == 0, "slot {slot} is in use");
         // 0 says "no life" in the shared table.
         state.generation = state.generation.checked_add(1).unwrap_or(1);
         state.phase = Phase::Open;
-        state.arrived.fill(0);
+        state.strips = None;
         self.generation_word(slot).store(state.generation, Ordering::Release);
         SlotRef { slot, generation: state.generation }
     }
 
     /// Committed: it may be read from now on, and is written no more. False if that life is not open or being written.
     pub fn seal(&self, slot: SlotRef) -> bool {
-        let mut state = self.state(slot.slot);
+        let Some(mut state) = self.state(slot.slot) else { return false };
         if state.generation != slot.generation || state.phase != Phase::Open || state.writers > 0 {
             return false;
         }
         state.phase = Phase::Sealed;
+        state.forget_strips();
         true
     }
 
     /// The life is over: no new holds. Those that are out end in their own time (see [`Arena::quiet`]).
     pub fn retire(&self, slot: SlotRef) {
-        let mut state = self.state(slot.slot);
+        let Some(mut state) = self.state(slot.slot) else { return };
         if state.generation == slot.generation {
             state.phase = Phase::Over;
+            state.forget_strips();
             self.generation_word(slot.slot).store(0, Ordering::Release);
         }
     }
 
     /// True if no hold of this process is out on the slot.
     pub fn quiet(&self, slot: u32) -> bool {
-        let state = self.state(slot);
-        state.readers == 0 && state.writers == 0
+        self.state(slot).is_none_or(|state| state.readers == 0 && state.writers == 0)
     }
 
-    /// True if every strip was written through a [`WriteHold`] in this life.
+    /// True if the slot is open, and every strip was written through a [`WriteHold`] in this life.
     pub fn arrived_all(&self, slot: SlotRef) -> bool {
-        let state = self.state(slot.slot);
-        let count: u32 = state.arrived.iter().map(|word| word.count_ones()).sum();
-        state.generation == slot.generation && state.phase != Phase::Over && count == self.layout.strips
+        self.state(slot.slot).is_some_and(|state| {
+            state.generation == slot.generation && state.phase == Phase::Open && state.arrived() == self.layout.strips
+        })
+    }
+
+    /// Gives the memory of these quiet slots, which have no life, back to the system; what is there reads as zeros. Its
+    /// place in the file stays, and becomes memory again when it is written.
+    pub fn release(&self, slots: &[u32]) {
+        let mut slots = slots.to_vec();
+        slots.sort_unstable();
+        for run in slots.chunk_by(|one, next| one + 1 == *next) {
+            debug_assert!(run.iter().all(|&slot| self.quiet(slot)), "{run:?} are in use");
+            let (at, bytes) = (self.offset_of(run[0], 0), run.len() as u64 * self.stride);
+            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            if let Err(errno) = fallocate(&self.fd, flags, at as i64, bytes as i64) {
+                tracing::warn!("{bytes} bytes of the arena could not be given back to the system: {errno}");
+            }
+        }
+    }
+
+    /// Bytes that are memory now: of slots that were written, and of what is kept beside them.
+    pub fn resident(&self) -> u64 {
+        fstat(&self.fd).map_or(0, |stat| stat.st_blocks as u64 * 512)
     }
 
     /// Takes strips of a slot for writing; others may write other strips of it meanwhile.
@@ -312,11 +389,11 @@ impl Arena {
     /// # Errors
     /// `Fenced` if that life is not open, the slot has no such strips, or another `WriteHold` has some of them.
     pub fn begin_write(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Result<WriteHold, Fenced> {
-        let inside = slot.slot < self.slots && strips.start < strips.end && strips.end <= self.layout.strips;
-        let claimed = inside && {
-            let mut state = self.state(slot.slot);
-            state.generation == slot.generation && state.phase == Phase::Open && state.claim(strips.clone())
-        };
+        let of = self.layout.strips;
+        let state = self.state(slot.slot).filter(|_| strips.start < strips.end && strips.end <= of);
+        let claimed = state.is_some_and(|mut state| {
+            state.generation == slot.generation && state.phase == Phase::Open && state.claim(strips.clone(), of)
+        });
         if !claimed {
             self.fenced.fetch_add(1, Ordering::Relaxed);
             return Err(Fenced);
@@ -338,10 +415,7 @@ impl Arena {
 
     /// Takes a sealed slot for reading; `None` if that life is over or not sealed.
     pub fn begin_read(self: &Arc<Self>, slot: SlotRef) -> Option<ReadHold> {
-        if slot.slot >= self.slots {
-            return None;
-        }
-        let mut state = self.state(slot.slot);
+        let mut state = self.state(slot.slot)?;
         if state.generation != slot.generation || state.phase != Phase::Sealed {
             return None;
         }
@@ -434,9 +508,15 @@ impl Arena {
         [MAGIC as u32, (MAGIC >> 32) as u32, VERSION, self.slots, strips, strip_bytes]
     }
 
-    fn state(&self, slot: u32) -> MutexGuard<'_, SlotState> {
-        // Every critical section is a few assignments that cannot leave it half done, so poison says nothing here.
-        self.states[slot as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    /// `None`: the slot was never issued, or there is no such slot.
+    fn state(&self, slot: u32) -> Option<MutexGuard<'_, SlotState>> {
+        let states = self.states.get(slot as usize / STATES)?.get()?;
+        Some(lock(states.get(slot as usize % STATES)?))
+    }
+
+    /// The state of a slot that somebody holds.
+    fn held(&self, slot: u32) -> MutexGuard<'_, SlotState> {
+        self.state(slot).expect("a slot with a hold was issued")
     }
 
     fn strip_pointer(&self, slot: u32, strip: u32) -> *mut u8 {
@@ -500,8 +580,8 @@ impl WriteHold {
             strips.start < strips.end && held.start <= strips.start && strips.end <= held.end,
             "strips {strips:?} are outside {held:?}"
         );
-        let mut state = self.arena.state(self.slot.slot);
-        strips.clone().for_each(|strip| state.arrived[strip as usize / 64] &= !(1 << (strip % 64)));
+        let mut state = self.arena.held(self.slot.slot);
+        strips.clone().for_each(|strip| state.mark(strip, false));
         drop(state);
         let length = (strips.end - strips.start) as usize * self.arena.layout.strip_bytes as usize;
         // SAFETY: in range; this hold is the only one on these strips, no read hold exists before the slot is sealed,
@@ -513,13 +593,13 @@ impl WriteHold {
     pub fn set_checksum(&mut self, strip: u32, sum: u32) {
         assert!(self.strips.contains(&strip), "strip {strip} is outside {:?}", self.strips);
         self.arena.checksum_word(self.slot.slot, strip).store(sum ^ mix(self.slot.generation), Ordering::Release);
-        self.arena.state(self.slot.slot).arrived[strip as usize / 64] |= 1 << (strip % 64);
+        self.arena.held(self.slot.slot).mark(strip, true);
     }
 }
 
 impl Drop for WriteHold {
     fn drop(&mut self) {
-        self.arena.state(self.slot.slot).unclaim(self.strips.clone());
+        self.arena.held(self.slot.slot).unclaim(self.strips.clone());
     }
 }
 
@@ -565,14 +645,30 @@ impl ReadHold {
 
 impl Drop for ReadHold {
     fn drop(&mut self) {
-        self.arena.state(self.slot.slot).readers -= 1;
+        self.arena.held(self.slot.slot).readers -= 1;
     }
+}
+
+fn lock(state: &Mutex<SlotState>) -> MutexGuard<'_, SlotState> {
+    // Every critical section is a few assignments that cannot leave it half done, so poison says nothing here.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Spreads a generation over 32 bits (odd multiplier: one to one), so that checksums of two lives never agree by chance
 /// of equal bytes.
 fn mix(generation: u32) -> u32 {
     generation.wrapping_mul(0x9E37_79B1)
+}
+
+/// Bytes that an arena takes besides its slots.
+pub const ARENA_BYTES: u64 = PAGE;
+
+/// Bytes that one slot takes in all, with its checksums.
+///
+/// # Errors
+/// Give up: an impossible layout.
+pub fn slot_bytes(layout: Layout) -> Result<u64, Error> {
+    geometry(layout).map(|(_, per_slot)| per_slot)
 }
 
 /// (bytes from slot to slot, bytes that one slot costs in all).
@@ -765,6 +861,30 @@ mod tests {
         drop(last);
         assert!(arena.quiet(0) && arena.seal(slot));
         assert_eq!(arena.fenced(), 4);
+    }
+
+    // Goal: released slots are no memory any more, their neighbours keep theirs, and they can be used again. Method: write
+    // all slots of an arena, give some back, and ask the kernel.
+    #[test]
+    fn released_slots_are_no_memory() {
+        let arena = Arena::create(1 << 20, LAYOUT).expect("fits");
+        let lives: Vec<SlotRef> = (0..100).map(|slot| arena.issue(slot)).collect();
+        for slot in &lives {
+            arena.store(*slot, 0, &[slot.slot as u8; 192]).expect("in range");
+            assert!(arena.seal(*slot));
+        }
+        let full = arena.resident();
+        assert!(full >= 100 * 4096);
+        let gone: Vec<u32> = (0..100).filter(|slot| slot % 3 != 0).rev().collect();
+        gone.iter().for_each(|slot| arena.retire(lives[*slot as usize]));
+        arena.release(&gone);
+        assert!(arena.resident() <= full - gone.len() as u64 * 4096);
+        assert!((0..100).step_by(3).all(|slot| arena.intact(lives[slot])));
+        let mut out = vec![0; 192];
+        let again = arena.issue(gone[0]);
+        assert!(!arena.load(again, 0, &mut out).expect("in range"), "nothing was written in this life");
+        arena.store(again, 0, &[7; 192]).expect("in range");
+        assert!(arena.load(again, 0, &mut out).expect("in range") && out == [7; 192]);
     }
 
     // Goal: impossible arenas are refused with a sentence. Method: the cases.

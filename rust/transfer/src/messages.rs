@@ -77,7 +77,7 @@ pub enum GrantMode {
 /// From a local client (a worker) to its daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LocalRequest {
-    /// First request: names the block layout. The first client fixes the arena's slot size; a differing one is refused.
+    /// First request: names the block layout. Blocks of each layout have an arena of their own, all in one budget.
     /// `namespace`: of all blocks that this client will make (see [`crate::types::Owner`]).
     Attach { ticket: Ticket, layout: Layout, namespace: u64 },
     /// Reserves (or pins, where present) one slot per key plus `private` 0 or 1: all or nothing, in arrival order.
@@ -113,9 +113,9 @@ pub enum LocalRequest {
 /// From a daemon to a local client. Names the tag (or ticket) it answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LocalEvent {
-    /// Attached. The arena's descriptor travels beside this message (SCM_RIGHTS).
+    /// Attached. The arena's descriptor travels beside this message (SCM_RIGHTS). `slots`: most that this layout may have.
     Attached { ticket: Ticket, slots: u32, layout: Layout, arena_bytes: u64, node: NodeAddress },
-    /// The attach was refused; `reason` says which field differs.
+    /// The attach was refused: why, and what to do.
     AttachRefused { ticket: Ticket, reason: String },
     /// The grant is held: one slot per key, then the private one.
     Granted { tag: Tag, slots: Vec<GrantedSlot> },
@@ -142,8 +142,8 @@ pub enum LocalEvent {
 pub enum PeerMessage {
     /// Wait for the grant `tag` and tell where its blocks lie. `layout` must match.
     Open { tag: Tag, layout: Layout, within_ms: u64 },
-    /// The grant is held. `slots[i].committed` needs no push.
-    Opened { tag: Tag, slots: Vec<GrantedSlot> },
+    /// The grant is held, in this arena of the sender. `slots[i].committed` needs no push.
+    Opened { tag: Tag, region: RegionId, slots: Vec<GrantedSlot> },
     /// No grant: why.
     OpenRefused { tag: Tag, refusal: Refusal },
     /// All strips of these blocks were copied, `via` this transport (none: no blocks); make them readable. `note` closes
@@ -153,8 +153,8 @@ pub enum PeerMessage {
     Committed { tag: Tag, indices: Vec<u32>, note: bool, refusal: Option<Refusal> },
     /// The grant or the push under this tag is over at the sender's side; it will write no more and accepts no more.
     End { tag: Tag },
-    /// Write your blocks with these keys into my reserved slots. Answers come as they finish.
-    Fetch { ticket: Ticket, layout: Layout, blocks: Vec<(BlockKey, SlotRef)> },
+    /// Write your blocks with these keys into my reserved slots in this arena of mine. Answers come as they finish.
+    Fetch { ticket: Ticket, region: RegionId, layout: Layout, blocks: Vec<(BlockKey, SlotRef)> },
     /// One block of a `Fetch`, by its place in the list: written and verified by that transport, or why not.
     Fetched { ticket: Ticket, place: u32, copied: Result<(Kind, Medium), Refusal> },
     /// The asker has lost interest; write no more. Answered by `FetchEnded` when quiet.

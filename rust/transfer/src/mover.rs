@@ -1123,7 +1123,7 @@ mod tests {
         let peer = NodeAddress { node: "b".into(), address: "b:1".into(), incarnation: 1 };
         mover.connect(&peer, Via::Auto, 0);
         let span = |region| Span { region, life: 0, offset: 0 };
-        let part = Part { local: span(local), remote: span(RegionId(1)), bytes: 100, grain: 0 };
+        let part = Part { local: span(local), remote: span(RegionId(999)), bytes: 100, grain: 0 };
         let id = mover.submit(&peer.node, Request::new(Op::Write, [part, part].into()), 0).expect("room");
         // Until it is no more busy nobody but the clock tells the mover to look.
         while let Some(tick) = mover.next_tick() {

@@ -260,8 +260,8 @@ pub struct Regions {
     removal: RwLock<Vec<Removed>>,
 }
 
-/// Told that a region is gone.
-type Removed = Box<dyn Fn(RegionId) + Send + Sync>;
+/// Told that the memory of these bytes of a region is gone, or will be.
+type Removed = Box<dyn Fn(RegionId, Range<u64>) + Send + Sync>;
 
 impl Regions {
     /// No regions.
@@ -272,28 +272,26 @@ impl Regions {
     /// A node's arena and nothing else.
     pub fn of(arena: Arc<Arena>) -> Arc<Self> {
         let regions = Self::new();
-        regions.set_arena(arena);
+        regions.set_arena(RegionId::ARENA, arena);
         regions
     }
 
-    /// Makes the node's arena nameable, as [`RegionId::ARENA`]. Peers may read its committed slots and write its open
-    /// ones, whose lives only its pool tells them.
-    pub fn set_arena(&self, arena: Arc<Arena>) {
-        self.table.write().unwrap_or_else(PoisonError::into_inner).insert(RegionId::ARENA, Region::Arena(arena));
+    /// Makes an arena of the node nameable, under a number of an arena. Peers may read its committed slots and write its
+    /// open ones, whose lives only its pool tells them.
+    pub fn set_arena(&self, id: RegionId, arena: Arc<Arena>) {
+        debug_assert!(id.is_arena(), "{id:?} is a buffer's number");
+        self.table.write().unwrap_or_else(PoisonError::into_inner).insert(id, Region::Arena(arena));
     }
 
-    /// The node's arena.
-    pub fn arena(&self) -> Option<Arc<Arena>> {
-        match self.read().get(&RegionId::ARENA) {
-            Some(Region::Arena(arena)) => Some(arena.clone()),
-            _ => None,
-        }
+    /// The memory of these bytes of an arena was given back: whoever made it known to a device forgets it.
+    pub fn released(&self, id: RegionId, bytes: Range<u64>) {
+        self.tell_removed(id, bytes);
     }
 
     /// Registers a buffer under a new number.
     pub fn add(&self, buffer: Arc<Buffer>) -> RegionId {
         // 2^32 registrations are a thousand a second for seven weeks; a wrap would overwrite a live number only then.
-        let id = RegionId(self.last.fetch_add(1, Ordering::Relaxed) + 1);
+        let id = RegionId(self.last.fetch_add(1, Ordering::Relaxed) + RegionId::ARENAS);
         self.table.write().unwrap_or_else(PoisonError::into_inner).insert(id, Region::Buffer(buffer));
         id
     }
@@ -307,15 +305,16 @@ impl Regions {
                 table.remove(&id);
                 drop(table);
                 buffer.close();
-                self.removal.read().unwrap_or_else(PoisonError::into_inner).iter().for_each(|tell| tell(id));
+                self.tell_removed(id, 0..u64::MAX);
                 Some(buffer)
             }
             _ => None,
         }
     }
 
-    /// Has `tell` called within every removal, after it: for transports that made the memory known to a device. What
-    /// they must undo before the memory goes, they undo there, or hold the memory until they have.
+    /// Has `tell` called within every removal, after it, and when part of an arena was given back: for transports that
+    /// made the memory known to a device. What they must undo before the memory goes, they undo there, or hold the memory
+    /// until they have.
     pub fn on_removal(&self, tell: Removed) {
         self.removal.write().unwrap_or_else(PoisonError::into_inner).push(tell);
     }
@@ -354,6 +353,10 @@ impl Regions {
     /// For many holds at once: a buffer that several of them name, one after the other, is looked up and counted once.
     pub fn taker(&self, by: By) -> Taker<'_> {
         Taker { regions: self, by, last: None }
+    }
+
+    fn tell_removed(&self, id: RegionId, bytes: Range<u64>) {
+        self.removal.read().unwrap_or_else(PoisonError::into_inner).iter().for_each(|tell| tell(id, bytes.clone()));
     }
 
     fn count<T>(&self, by: By, held: Result<T, Denied>) -> Result<T, Denied> {
@@ -550,7 +553,7 @@ mod tests {
         assert_eq!(regions.begin_read(at(id, u64::MAX), 10, By::Peer).map(|_| ()), Err(Denied::Bounds));
         assert_eq!(regions.begin_write(at(id, 0), 10, By::Peer).map(|_| ()), Err(Denied::Permission));
         assert!(regions.begin_write(at(id, 0), 10, By::Owner).is_ok(), "its owner may");
-        assert_eq!(regions.begin_read(at(RegionId(7), 0), 1, By::Peer).map(|_| ()), Err(Denied::Fenced));
+        assert_eq!(regions.begin_read(at(RegionId(7777), 0), 1, By::Peer).map(|_| ()), Err(Denied::Fenced));
         assert_eq!(regions.fenced(), 1);
     }
 
@@ -586,7 +589,7 @@ mod tests {
     fn arenas_take_whole_strips_of_a_life() {
         let arena = Arena::create(1 << 16, Layout { strips: 3, strip_bytes: 64 }).expect("fits");
         let regions = Regions::new();
-        regions.set_arena(arena.clone());
+        regions.set_arena(RegionId::ARENA, arena.clone());
         let slot = arena.issue(2);
         let span = |strip, extra| Span {
             region: RegionId::ARENA,

@@ -81,8 +81,16 @@ pub type Nanos = u64;
 pub struct RegionId(pub u32);
 
 impl RegionId {
-    /// A daemon's arena.
+    /// A daemon's first arena.
     pub const ARENA: Self = Self(0);
+
+    /// Numbers below this one are arenas; a daemon has one for each block layout.
+    pub const ARENAS: u32 = 64;
+
+    /// True if it names an arena: its spans are whole strips of a slot's life, and have checksums.
+    pub fn is_arena(self) -> bool {
+        self.0 < Self::ARENAS
+    }
 }
 
 /// Where bytes begin: in which region, in which life, how far from its start.

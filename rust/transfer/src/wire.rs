@@ -165,7 +165,7 @@ mod tests {
         DaemonOrder, DaemonReport, EngineMessage, GrantMode, GrantedSlot, LocalEvent, LocalRequest, PeerMessage,
         Purpose, Refusal,
     };
-    use crate::types::{BlockKey, NodeAddress, SlotRef, Tag};
+    use crate::types::{BlockKey, NodeAddress, RegionId, SlotRef, Tag};
     use proptest::prelude::*;
 
     fn tag() -> impl Strategy<Value = Tag> {
@@ -219,7 +219,7 @@ mod tests {
         fn peer_and_report_messages_round_trip(tag in tag(), key in key(), node in address(), slots in slots(),
                                                number: u64, place: u32) {
             for message in [
-                PeerMessage::Opened { tag, slots },
+                PeerMessage::Opened { tag, region: RegionId(1), slots },
                 PeerMessage::Fetched { ticket: number, place, copied: Err(Refusal::Missing) },
                 PeerMessage::Commit { tag, indices: vec![place], via: Some(crate::types::Kind::Tcp), note: Some(vec![1, 2]) },
             ] {

@@ -19,7 +19,8 @@ use pyengine_transfer::daemon::Daemon;
 use pyengine_transfer::engine::{Engine, Input, Output, Settings};
 use pyengine_transfer::error::ErrorKind;
 use pyengine_transfer::messages::{DaemonOrder, DaemonReport, GrantMode, LocalEvent, LocalRequest, Refusal};
-use pyengine_transfer::types::{BlockKey, Layout, Medium, NodeAddress, Tag};
+use pyengine_transfer::pool::tier::Whose;
+use pyengine_transfer::types::{BlockKey, Layout, Medium, NodeAddress, Owner, Tag};
 
 use lanes::{KEY, PATIENCE};
 
@@ -42,14 +43,15 @@ fn tag(request: u64) -> Tag {
 
 #[derive(Clone, Debug)]
 enum Step {
-    /// A grant of these keys under a new tag.
-    Grant(BTreeSet<u32>, GrantMode),
+    /// A grant of these keys under a new tag, for a tenant.
+    Grant(BTreeSet<u32>, GrantMode, u64),
     Lookup(BTreeSet<u32>),
     /// All of a grant's blocks become readable.
     Commit(u64),
     End(u64),
     Evict(BTreeSet<u32>),
     EvictAll,
+    Clear(Whose),
     Drain(bool),
     Replicate(u32),
 }
@@ -58,23 +60,28 @@ fn step() -> impl Strategy<Value = Step> {
     let keys = || proptest::collection::btree_set(0..12u32, 0..5);
     let mode = prop_oneof![Just(GrantMode::Wait), Just(GrantMode::Now), Just(GrantMode::Staging)];
     prop_oneof![
-        4 => (keys(), mode).prop_map(|(keys, mode)| Step::Grant(keys, mode)),
+        4 => (keys(), mode, 0..3u64).prop_map(|(keys, mode, tenant)| Step::Grant(keys, mode, tenant)),
         1 => keys().prop_map(Step::Lookup),
         4 => any::<u64>().prop_map(Step::Commit),
         4 => any::<u64>().prop_map(Step::End),
         2 => keys().prop_map(Step::Evict),
         1 => Just(Step::EvictAll),
+        1 => (0..4u64).prop_map(|tenant| Step::Clear(Whose::Tenant(tenant))),
+        1 => (5..7u64).prop_map(|namespace| Step::Clear(Whose::Namespace(namespace))),
         1 => any::<bool>().prop_map(Step::Drain),
         1 => (0..12u32).prop_map(Step::Replicate),
     ]
 }
 
-/// What the engine is expected to have: which keys are published, and who holds what.
+/// The namespace of the one client.
+const NAMESPACE: u64 = 5;
+
+/// What the engine is expected to have: which keys are published, for which tenant, and who holds what.
 #[derive(Default)]
 struct Model {
-    published: BTreeSet<u32>,
-    /// By tag: its keys, and those of them that it still has to write.
-    held: BTreeMap<u64, (BTreeSet<u32>, BTreeSet<u32>)>,
+    published: BTreeMap<u32, u64>,
+    /// By tag: its keys, those of them that it still has to write, and for whom.
+    held: BTreeMap<u64, (BTreeSet<u32>, BTreeSet<u32>, u64)>,
     /// Tags that owe an end.
     owed: BTreeSet<u64>,
     draining: bool,
@@ -97,7 +104,7 @@ impl World {
             now: 0,
             next: 1,
         };
-        world.ask(LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: 0 });
+        world.ask(LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: NAMESPACE });
         world
     }
 
@@ -120,7 +127,7 @@ impl World {
     }
 
     fn holds(&self, number: u32) -> bool {
-        self.model.held.values().any(|(keys, _)| keys.contains(&number))
+        self.model.held.values().any(|(keys, ..)| keys.contains(&number))
     }
 
     /// Some tag that owes an end.
@@ -132,7 +139,7 @@ impl World {
     fn step(&mut self, step: &Step) {
         let keys_of = |numbers: &BTreeSet<u32>| numbers.iter().copied().map(key).collect::<Vec<_>>();
         match step {
-            Step::Grant(numbers, mode) => {
+            Step::Grant(numbers, mode, tenant) => {
                 let request = self.next;
                 self.next += 1;
                 let keys = keys_of(numbers);
@@ -143,7 +150,7 @@ impl World {
                     parent: HEAD,
                     position: 0,
                     mode: *mode,
-                    tenant: 0,
+                    tenant: *tenant,
                 };
                 let events = self.ask(grant);
                 if self.model.draining && *mode != GrantMode::Staging {
@@ -152,10 +159,11 @@ impl World {
                 }
                 let [LocalEvent::Granted { slots, .. }] = &events[..] else { panic!("{events:?}") };
                 for (number, slot) in numbers.iter().zip(slots) {
-                    assert_eq!(slot.committed, self.model.published.contains(number), "key {number}");
+                    assert_eq!(slot.committed, self.model.published.contains_key(number), "key {number}");
                 }
-                let wanted = numbers - &self.model.published;
-                self.model.held.insert(request, (numbers.clone(), wanted));
+                let wanted =
+                    numbers.iter().copied().filter(|number| !self.model.published.contains_key(number)).collect();
+                self.model.held.insert(request, (numbers.clone(), wanted, *tenant));
                 self.model.owed.insert(request);
             }
             Step::Lookup(numbers) => {
@@ -167,20 +175,22 @@ impl World {
                     return;
                 }
                 let found: BTreeSet<u32> =
-                    numbers.iter().copied().take_while(|number| self.model.published.contains(number)).collect();
+                    numbers.iter().copied().take_while(|number| self.model.published.contains_key(number)).collect();
                 assert!(matches!(&events[..], [LocalEvent::Located { slots, .. }] if slots.len() == found.len()));
-                self.model.held.insert(request, (found, BTreeSet::new()));
+                self.model.held.insert(request, (found, BTreeSet::new(), 0));
                 self.model.owed.insert(request);
             }
             Step::Commit(seed) => {
                 let Some(request) = self.some_tag(*seed) else { return };
-                let Some((keys, wanted)) = self.model.held.get_mut(&request).filter(|(_, wanted)| !wanted.is_empty())
-                else {
+                let Some((keys, wanted, tenant)) = self.model.held.get_mut(&request) else { return };
+                if wanted.is_empty() {
                     return;
-                };
+                }
                 let indices = (0..keys.len() as u32).collect();
-                // Each is written once: what is evicted after that does not come back by itself.
-                self.model.published.append(wanted);
+                // Each is written once: what is evicted after that does not come back by itself. The first one counts.
+                for number in std::mem::take(wanted) {
+                    self.model.published.entry(number).or_insert(*tenant);
+                }
                 assert_eq!(self.ask(LocalRequest::Commit { tag: tag(request), indices }), []);
             }
             Step::End(seed) => {
@@ -192,7 +202,7 @@ impl World {
             Step::Evict(numbers) => {
                 let mut expected = Evicted::default();
                 for number in numbers {
-                    if !self.model.published.contains(number) {
+                    if !self.model.published.contains_key(number) {
                         expected.missing += 1;
                     } else if self.holds_published(*number) {
                         expected.held += 1;
@@ -206,16 +216,8 @@ impl World {
                 removed.iter().for_each(|number| assert!(numbers.contains(number)));
                 self.forget(&removed);
             }
-            Step::EvictAll => {
-                let droppable: BTreeSet<u32> =
-                    self.model.published.iter().copied().filter(|&number| !self.holds_published(number)).collect();
-                let ((evicted, next), removed) =
-                    self.change(|engine, now, out| engine.evict_stretch(Cursor::default(), now, out));
-                assert_eq!((evicted.dropped, evicted.missing, next), (droppable.len() as u64, 0, None));
-                assert_eq!(evicted.held, (self.model.published.len() - droppable.len()) as u64);
-                assert_eq!(removed, droppable);
-                self.forget(&removed);
-            }
+            Step::EvictAll => self.evict_all(None),
+            Step::Clear(whose) => self.evict_all(Some(*whose)),
             Step::Drain(on) => {
                 self.engine.drain(*on);
                 self.model.draining = *on;
@@ -233,6 +235,19 @@ impl World {
                 }
             }
         }
+    }
+
+    fn evict_all(&mut self, whose: Option<Whose>) {
+        let meant = |tenant: u64| whose.is_none_or(|whose| whose.has(Owner { namespace: NAMESPACE, tenant }));
+        let published = self.model.published.iter().filter(|(_, tenant)| meant(**tenant));
+        let (held, droppable): (BTreeSet<u32>, BTreeSet<u32>) =
+            published.map(|(number, _)| *number).partition(|number| self.holds_published(*number));
+        let ((evicted, next), removed) =
+            self.change(|engine, now, out| engine.evict_stretch(Cursor::default(), whose, now, out));
+        assert_eq!((evicted.dropped, evicted.missing, next), (droppable.len() as u64, 0, None));
+        assert_eq!(evicted.held, held.len() as u64);
+        assert_eq!(removed, droppable);
+        self.forget(&removed);
     }
 
     /// A published block is held by who was granted or has found it, published already or by itself. A duplicate that was
@@ -268,14 +283,19 @@ impl World {
     }
 
     fn forget(&mut self, removed: &BTreeSet<u32>) {
-        self.model.published.retain(|number| !removed.contains(number));
+        self.model.published.retain(|number, _| !removed.contains(number));
     }
 
     fn check(&self) {
         let (blocks, _) = self.engine.keys(Cursor::default(), &Prefix::default(), Some(Medium::Dram));
         let listed: BTreeSet<BlockKey> = blocks.iter().map(|block| block.key).collect();
         assert_eq!(listed.len(), blocks.len(), "a block is listed twice");
-        assert_eq!(listed, self.model.published.iter().copied().map(key).collect());
+        assert_eq!(listed, self.model.published.keys().copied().map(key).collect());
+        for block in &blocks {
+            let number = u32::from_be_bytes([block.key.0[0], block.key.0[1], block.key.0[2], block.key.0[3]]);
+            let owner = Owner { namespace: NAMESPACE, tenant: self.model.published[&number] };
+            assert_eq!(block.owner, owner, "key {number}");
+        }
         let (nothing, _) = self.engine.keys(Cursor::default(), &Prefix::default(), Some(Medium::Ssd));
         assert_eq!(nothing, []);
         let held = self.engine.held();
@@ -308,7 +328,7 @@ proptest! {
             world.model.held.remove(&request);
         }
         world.check();
-        for number in world.model.published.clone() {
+        for number in world.model.published.clone().into_keys() {
             assert_eq!(world.listed(number), [false], "nobody holds key {number}");
         }
         world.step(&Step::EvictAll);

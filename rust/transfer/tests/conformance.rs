@@ -256,7 +256,8 @@ impl<H: Harness> Bench<H> {
 
     fn copy(&mut self, source: u32, destination: SlotRef) -> Copy {
         self.next += 1;
-        Copy::block(&self.source, self.next, SlotRef { slot: source, generation: 1 }, destination)
+        let slot = SlotRef { slot: source, generation: 1 };
+        Copy::block(&self.source, self.next, (RegionId::ARENA, slot), (RegionId::ARENA, destination))
     }
 
     /// Between buffers.

@@ -27,7 +27,7 @@ use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
 use pyengine_transfer::session::Session;
 use pyengine_transfer::transport::lanes::LaneTransport;
 use pyengine_transfer::transport::{Completion, Copy, Outcome, Transport};
-use pyengine_transfer::types::{BlockKey, Kind, Layout, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Kind, Layout, NodeAddress, RegionId, SlotRef, Tag};
 use pyengine_transfer::wire;
 
 use lanes::{KEY, PATIENCE};
@@ -415,12 +415,12 @@ fn another_life_and_another_secret_are_refused() {
     let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let wrong = PoolClient::connect(&directory.socket(), [8; 32], 1, LAYOUT, 0, PATIENCE).map(|_| ());
     assert!(wrong.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("secret")));
-    let differs = Layout { strips: 7, ..LAYOUT };
+    let impossible = Layout { strips: 0, ..LAYOUT };
     let _first = attach(&a, 1);
-    let refused = PoolClient::connect(&directory.socket(), KEY, 1, differs, 0, PATIENCE).map(|_| ());
-    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("strips")));
-    let refused = a.attach(2, differs, 0).map(|_| ());
-    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("strips")));
+    let refused = PoolClient::connect(&directory.socket(), KEY, 1, impossible, 0, PATIENCE).map(|_| ());
+    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("impossible")));
+    let refused = a.attach(2, impossible, 0).map(|_| ());
+    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("impossible")));
 
     let stranger = Daemon::start(&Config { session_key: Some([8; 32]), ..config("b") }).expect("starts");
     let client = attach(&stranger, 2);
@@ -571,7 +571,13 @@ fn a_byte_flipped_on_the_wire_is_found_wherever_it_is() {
         let destination = sink.arena.issue(slot);
         proxy.flip.store(flip, Ordering::SeqCst);
         source.transport.connect(&peer);
-        source.transport.submit(&peer.node, &[Copy::block(&source.arena, id, block, destination)]).expect("room");
+        source
+            .transport
+            .submit(
+                &peer.node,
+                &[Copy::block(&source.arena, id, (RegionId::ARENA, block), (RegionId::ARENA, destination))],
+            )
+            .expect("room");
         let outcome = source.outcomes(1)[0].outcome;
         assert_eq!(sink.arena.arrived_all(destination), outcome == Outcome::Done);
         source.arena.retire(block);

@@ -525,8 +525,7 @@ fn lanes_stand_over_ipv6_and_one_too_many_is_refused() {
     // Which of them is the first is not said; one gets in, and the other one's lane ends.
     let until = Instant::now() + PATIENCE;
     let node = receiver.address.node.clone();
-    let copy =
-        Copy { id: 1, op: Op::Read, local: span(RegionId(1), 0), remote: span(RegionId(1), 0), bytes: 0, grain: 0 };
+    let copy = Copy { id: 1, op: Op::Read, local: span(far, 0), remote: span(far, 0), bytes: 0, grain: 0 };
     let mut outcomes = Vec::new();
     for (transport, woken) in &mut ends {
         transport.submit(&node, &[copy]).expect("empty");

@@ -151,7 +151,7 @@ fn a_newer_write_fences_a_lost_one_across_transports() {
         let name = format!("lost by {}, then by {}", old.name(), new.name());
         let target = Target::new(&format!("late-{index}-{}", std::process::id()));
         let arena = Arena::create(1 << 16, LAYOUT).expect("it fits");
-        target.regions.set_arena(arena.clone());
+        target.regions.set_arena(RegionId::ARENA, arena.clone());
         let here = Regions::new();
         let (sink, newer) = (buffer(0), here.add(buffer(7)));
         let (remote, slot) = (target.regions.add(sink), arena.issue(0));

@@ -128,7 +128,8 @@ impl Model {
     }
 
     fn arena(&self, node: &str) -> std::sync::Arc<Arena> {
-        self.world.engine(node).and_then(|engine| engine.arena()).expect("a client has attached")
+        let engine = self.world.engine(node).expect("it lives");
+        engine.arenas().next().expect("a client has attached").1.clone()
     }
 
     fn expect_content(&self, node: &str, slot: SlotRef, expected: &[u8], what: &str) {

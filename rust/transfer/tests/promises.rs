@@ -84,7 +84,8 @@ impl Stage {
     }
 
     fn arena(&self, node: &str) -> Arc<Arena> {
-        self.world.engine(node).and_then(|engine| engine.arena()).expect("a client has attached")
+        let engine = self.world.engine(node).expect("it lives");
+        engine.arenas().next().expect("a client has attached").1.clone()
     }
 
     fn grant(&mut self, node: &str, client: ClientId, tag: Tag, numbers: &[u8], private: u8, mode: GrantMode) {
@@ -310,12 +311,19 @@ fn refusals() {
     assert_eq!(stage.told(DECODE), [refused(tag(2), Refusal::Protocol)], "no such index");
     stage.push("b", DECODE, tag(2), tag(4), &[0], None);
     assert_eq!(stage.told(DECODE), [refused(tag(4), Refusal::Protocol)], "not opened");
-    // Attached with another layout, or not at all.
-    let layout = Layout { strips: 4, ..LAYOUT };
-    stage.ask("b", 7, LocalRequest::Attach { ticket: 5, layout, namespace: 0 });
-    assert!(
-        matches!(stage.told(7).as_slice(), [LocalEvent::AttachRefused { ticket: 5, reason }] if reason.contains("strips"))
-    );
+    // Attached once more with another layout, with an impossible one, or not at all.
+    for (client, layout, says) in [
+        (DECODE, Layout { strips: 4, ..LAYOUT }, "another layout"),
+        (7, Layout { strips: 0, ..LAYOUT }, "impossible"),
+        (7, Layout { strips: 5, strip_bytes: 1000 }, "--dram-bytes"),
+    ] {
+        stage.ask("b", client, LocalRequest::Attach { ticket: 5, layout, namespace: 0 });
+        let told = stage.told(client);
+        assert!(
+            matches!(told.as_slice(), [LocalEvent::AttachRefused { ticket: 5, reason }] if reason.contains(says)),
+            "{told:?}"
+        );
+    }
     stage.grant("b", 7, tag(8), &[1], 0, GrantMode::Wait);
     assert_eq!(stage.told(7), [refused(tag(8), Refusal::Protocol)]);
     // A push of what is not committed, twice the same, and too long a note.

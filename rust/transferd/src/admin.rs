@@ -12,6 +12,7 @@ use transfer::admin::{
 };
 use transfer::config::open_key;
 use transfer::error::Error;
+use transfer::pool::tier::Whose;
 use transfer::types::{BlockKey, Medium};
 
 use crate::engine::{seconds, size_name};
@@ -63,6 +64,18 @@ pub enum Command {
         #[arg(long)]
         all: bool,
     },
+    /// Drops an owner's blocks that nobody holds from a running daemon's memory; ends with 1 if some are held and stay
+    #[command(group = clap::ArgGroup::new("whose").required(true))]
+    Clear {
+        #[command(flatten)]
+        daemon: Way,
+        /// All blocks of this namespace
+        #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
+        namespace: Option<u64>,
+        /// All blocks of this tenant, in every namespace
+        #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
+        tenant: Option<u64>,
+    },
     /// Lets a running daemon take on nothing new, and waits until nothing is held: then it can be stopped
     Drain {
         #[command(flatten)]
@@ -113,6 +126,12 @@ fn key(text: &str) -> Result<BlockKey, String> {
     whole.ok_or_else(|| format!("a key has 32 hex digits, not {}", text.len()))
 }
 
+fn digest(text: &str) -> Result<u64, String> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let number = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
+    number.ok_or_else(|| format!("{text:?} is no owner: write at most 16 hex digits, as `keys --json` shows them"))
+}
+
 /// Does one of them.
 pub fn run(command: &Command) -> Result<(), Error> {
     match command {
@@ -120,7 +139,11 @@ pub fn run(command: &Command) -> Result<(), Error> {
         Command::Stats { daemon } => stats(daemon),
         Command::Keys { daemon, prefix, limit, medium } => keys(daemon, *prefix, *limit, *medium),
         Command::Verify { daemon } => verify(daemon),
-        Command::Evict { daemon, keys, all } => evict(daemon, keys, *all),
+        Command::Evict { daemon, all: true, .. } => evict_all(daemon, None),
+        Command::Evict { daemon, keys, .. } => evict(daemon, keys),
+        Command::Clear { daemon, namespace, tenant } => {
+            evict_all(daemon, namespace.map(Whose::Namespace).or(tenant.map(Whose::Tenant)))
+        }
         Command::Drain { daemon, cancel: true, .. } => cancel(daemon),
         Command::Drain { daemon, within, .. } => drain(daemon, *within),
     }
@@ -283,6 +306,8 @@ struct KeyLine {
     bytes: u64,
     held: bool,
     parent: String,
+    namespace: String,
+    tenant: String,
 }
 
 fn keys(way: &Way, prefix: Prefix, limit: Option<u64>, medium: Option<OnMedium>) -> Result<(), Error> {
@@ -325,6 +350,8 @@ fn key_line(block: &Listed, as_json: bool) -> Result<String, Error> {
         bytes,
         held,
         parent: hex(&block.parent),
+        namespace: format!("{:016x}", block.owner.namespace),
+        tenant: format!("{:016x}", block.owner.tenant),
     };
     if as_json {
         return json(&line);
@@ -374,10 +401,36 @@ fn verify(way: &Way) -> Result<(), Error> {
     }
 }
 
-fn evict(way: &Way, keys: &[BlockKey], all: bool) -> Result<(), Error> {
+fn evict(way: &Way, keys: &[BlockKey]) -> Result<(), Error> {
     let mut client = way.connect()?;
     let mut sum = Evicted::default();
-    let mut ask = |request: AdminRequest| match client.ask(&request)? {
+    for keys in keys.chunks(KEYS_LIMIT) {
+        drop_some(&mut client, &AdminRequest::Evict { keys: keys.to_vec() }, &mut sum)?;
+    }
+    say_evicted(way, sum)?;
+    match sum.held + sum.missing {
+        0 => Ok(()),
+        left => Err(Error::retry(format!("{left} of {} were not dropped", keys.len()))),
+    }
+}
+
+/// All that nobody holds, or what an owner has.
+fn evict_all(way: &Way, whose: Option<Whose>) -> Result<(), Error> {
+    let mut client = way.connect()?;
+    let mut sum = Evicted::default();
+    let mut from = Some(Cursor::default());
+    while let Some(at) = from {
+        from = drop_some(&mut client, &AdminRequest::EvictAll { from: at, whose }, &mut sum)?;
+    }
+    say_evicted(way, sum)?;
+    match (whose, sum.held) {
+        (None, _) | (_, 0) => Ok(()),
+        (_, held) => Err(Error::retry(format!("{held} blocks are held and were kept: ask again when they are let go"))),
+    }
+}
+
+fn drop_some(client: &mut AdminClient, request: &AdminRequest, sum: &mut Evicted) -> Result<Option<Cursor>, Error> {
+    match client.ask(request)? {
         AdminReply::Evicted { evicted, next } => {
             sum.dropped += evicted.dropped;
             sum.held += evicted.held;
@@ -385,24 +438,12 @@ fn evict(way: &Way, keys: &[BlockKey], all: bool) -> Result<(), Error> {
             Ok(next)
         }
         other => Err(another(&other)),
-    };
-    if all {
-        let mut from = Some(Cursor::default());
-        while let Some(at) = from {
-            from = ask(AdminRequest::EvictAll { from: at })?;
-        }
-    } else {
-        for keys in keys.chunks(KEYS_LIMIT) {
-            ask(AdminRequest::Evict { keys: keys.to_vec() })?;
-        }
     }
+}
+
+fn say_evicted(way: &Way, sum: Evicted) -> Result<(), Error> {
     let Evicted { dropped, held, missing } = sum;
-    way.print(&sum, || format!("{dropped} dropped, {held} held and kept, {missing} not there\n"))?;
-    if all || held + missing == 0 {
-        Ok(())
-    } else {
-        Err(Error::retry(format!("{} of {} were not dropped", held + missing, keys.len())))
-    }
+    way.print(&sum, || format!("{dropped} dropped, {held} held and kept, {missing} not there\n"))
 }
 
 #[derive(Serialize)]
@@ -489,5 +530,9 @@ mod tests {
         assert_eq!(key(&"0f".repeat(16)), Ok(BlockKey([15; 16])));
         assert!(key("0f").expect_err("short").contains("32 hex digits, not 2"));
         assert!(key("no").is_err());
+        assert_eq!(digest("00000000000000ff"), Ok(255));
+        for wrong in ["", "+5", "0x5", "12345678123456781"] {
+            assert!(digest(wrong).is_err(), "{wrong:?}");
+        }
     }
 }

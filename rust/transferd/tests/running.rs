@@ -277,6 +277,25 @@ fn every_command_says_what_is_so() {
     assert_eq!(daemon.json(&["evict", "--all"]), serde_json::json!({"dropped": 3, "held": 0, "missing": 0}));
     assert_eq!(list(&[]).len(), 0);
 
+    // An owner's blocks go, those of others stay.
+    let (namespaced, socket) = (0xabcu64, place.0.join("run/d.sock"));
+    let other = PoolClient::connect(&socket, place.key(), 2, LAYOUT, namespaced, PATIENCE).expect("attaches");
+    publish(&other, 10, &[0x41, 0x42]);
+    publish(&client, 11, &[0x51]);
+    grant(&other, 12, &[0x41], GrantMode::Wait).expect("there");
+    assert!(list(&["--prefix", "4"]).iter().all(|line| line["namespace"] == "0000000000000abc"));
+    let (code, text, why) = told(&daemon.obey(&["clear", "--namespace", "abc"]));
+    assert_eq!((code, text.as_str()), (Some(1), "1 dropped, 1 held and kept, 0 not there\n"));
+    assert!(why.contains("ask again"), "{why}");
+    drop(other);
+    let until = Instant::now() + PATIENCE;
+    // The daemon learns of the worker's end by and by.
+    while told(&daemon.obey(&["clear", "--namespace", "abc"])).0 != Some(0) {
+        assert!(Instant::now() < until, "a dead worker holds a block");
+    }
+    assert_eq!(names(&list(&[])), [hex("51")]);
+    assert_eq!(told(&daemon.obey(&["clear", "--tenant", "0"])).1, "1 dropped, 0 held and kept, 0 not there\n");
+
     // Draining: what is held is told, and what is then.
     grant(&client, 4, &[0x2f], GrantMode::Wait).expect("room");
     let (code, text, why) = told(&daemon.obey(&["drain", "--within", "0"]));
@@ -339,6 +358,9 @@ fn mistakes_are_answered_with_what_to_do() {
     refused(2, &["evict", "--config", &file], &["KEY"]);
     refused(2, &["evict", "0a", "--config", &file], &["32 hex digits"]);
     refused(2, &["evict", &"0a".repeat(16), "--all", "--config", &file], &["--all"]);
+    refused(2, &["clear", "--config", &file], &["--namespace", "--tenant"]);
+    refused(2, &["clear", "--tenant", "xyz", "--config", &file], &["hex"]);
+    refused(2, &["clear", "--tenant", "1", "--namespace", "2", "--config", &file], &["--namespace"]);
     refused(2, &["keys", "--prefix", "xyz", "--config", &file], &["hex"]);
     refused(2, &["keys", "--medium", "tape", "--config", &file], &["dram", "ssd"]);
     refused(2, &["drain", "--within=-5", "--config", &file], &["--within"]);

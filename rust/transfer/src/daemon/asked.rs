@@ -147,9 +147,10 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             let evict = move |actor: &mut Actor| actor.with_engine(|engine, now, out| engine.evict(&keys, now, out));
             AdminReply::Evicted { evicted: shared.ask(PATIENCE, evict)?, next: None }
         }
-        AdminRequest::EvictAll { from } => {
-            let evict =
-                move |actor: &mut Actor| actor.with_engine(|engine, now, out| engine.evict_stretch(from, now, out));
+        AdminRequest::EvictAll { from, whose } => {
+            let evict = move |actor: &mut Actor| {
+                actor.with_engine(|engine, now, out| engine.evict_stretch(from, whose, now, out))
+            };
             let (evicted, next) = shared.ask(PATIENCE, evict)?;
             AdminReply::Evicted { evicted, next }
         }

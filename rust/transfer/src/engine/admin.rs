@@ -6,12 +6,14 @@
 use std::sync::Arc;
 
 use crate::admin::{ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus};
-use crate::memory::Arena;
+use crate::memory::{Arena, slot_bytes};
 use crate::messages::{GrantMode, LocalRequest};
-use crate::pool::Dropped;
+use crate::pool::tier::Whose;
+use crate::pool::{Dropped, Place};
 use crate::types::{BlockKey, Medium, Nanos, SlotRef, Tag};
 
-use super::{Engine, Output, Store};
+use super::stores::Store;
+use super::{Engine, Output};
 
 /// Slots that one stretch looks at: some 100 us of the engine's thread.
 const STRETCH: u32 = 4096;
@@ -25,15 +27,6 @@ pub struct Stretch {
 }
 
 impl Engine {
-    /// The pools, in an order that only grows. Cursors count by it.
-    fn stores(&self) -> impl Iterator<Item = &Store> {
-        self.store.iter()
-    }
-
-    fn stores_mut(&mut self) -> impl Iterator<Item = &mut Store> {
-        self.store.iter_mut()
-    }
-
     /// Takes on nothing new (or again): grants, lookups and opens are refused as `Full`, with which workers go on without
     /// the pool or try elsewhere. What is held is served to its end: commits, pushes and their staging, fetches, and
     /// also new fetches by peers, who may have nobody else to ask.
@@ -60,27 +53,27 @@ impl Engine {
 
     /// The same for who comes to fill a grant: one that is not there will not come.
     pub(super) fn turns_away_visit(&self, tag: Tag) -> bool {
-        self.draining && self.stores().all(|store| store.pool.granted_to(tag).is_none())
+        self.draining && self.stores.granted_to(tag).is_none()
     }
 
     /// True if nothing is held, awaited or under way; see [`Engine::idle`]. Quick while something is.
     pub fn is_quiet(&self) -> bool {
-        self.clients.values().all(|tags| tags.is_empty())
+        self.clients.values().all(|known| known.tags.is_empty())
             && self.visits.is_empty()
             && self.opens.is_empty()
             && self.fetches.is_empty()
             && self.serving.is_empty()
             && self.copies.is_empty()
             && self.links.values().all(|link| link.waiting.is_empty())
-            && self.stores().all(|store| store.pool.idle())
+            && self.stores.iter().all(|store| store.pool.idle())
     }
 
     /// What is held, awaited or under way.
     pub fn held(&self) -> Held {
-        let grants = self.stores().map(|store| store.pool.grants());
+        let grants = self.stores.iter().map(|store| store.pool.grants());
         let (grants, waiting) = grants.fold((0, 0), |sum, next| (sum.0 + next.0, sum.1 + next.1));
         Held {
-            tags: self.clients.values().map(|tags| tags.len() as u64).sum(),
+            tags: self.clients.values().map(|known| known.tags.len() as u64).sum(),
             grants: grants as u64,
             waiting: waiting as u64,
             opens: self.opens.len() as u64,
@@ -88,23 +81,24 @@ impl Engine {
             fetches: self.fetches.len() as u64,
             serving: self.serving.len() as u64,
             copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
-            quarantine: self.stores().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
+            quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
         }
     }
 
     /// How it does. What only the shell knows is left for it to fill in.
     pub fn status(&self) -> Status {
-        let layouts: Vec<LayoutStatus> = self.stores().map(layout_status).collect();
+        let layouts: Vec<LayoutStatus> = self.stores.iter().map(layout_status).collect();
         let costs = |store: &Store| {
             let occupancy = store.pool.occupancy();
             let used = occupancy.cached + occupancy.pinned + occupancy.reserved + occupancy.quarantine;
-            u64::from(used) * store.arena.layout().block_bytes() as u64
+            // A layout that has a store is a possible one.
+            u64::from(used) * slot_bytes(store.layout()).unwrap_or(0)
         };
         let dram = TierStatus {
             medium: Medium::Dram.name().into(),
             limit_bytes: self.settings.dram_bytes,
-            used_bytes: self.stores().map(costs).sum(),
-            blocks: self.stores().map(|store| store.pool.digest().0).sum(),
+            used_bytes: self.stores.iter().map(costs).sum(),
+            blocks: self.stores.iter().map(|store| store.pool.digest().0).sum(),
             health: "good".into(),
         };
         let copies = |serial: u64| self.copies.values().filter(|job| job.link == serial).count();
@@ -123,7 +117,7 @@ impl Engine {
             clients: self
                 .clients
                 .iter()
-                .map(|(&client, tags)| ClientStatus { client, tags: tags.len() as u64 })
+                .map(|(&client, known)| ClientStatus { client, tags: known.tags.len() as u64 })
                 .collect(),
             peers: self
                 .links
@@ -142,34 +136,34 @@ impl Engine {
 
     /// The published blocks of the next stretch whose keys begin so, and where the stretch after it begins.
     pub fn keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
-        let Some(store) = self.stores().nth(from.store as usize) else { return (Vec::new(), None) };
-        let bytes = store.arena.layout().block_bytes() as u64;
+        let Some(store) = self.stores.get(from.store as usize) else { return (Vec::new(), None) };
+        let bytes = store.layout().block_bytes() as u64;
+        let meant = medium.is_none_or(|medium| medium == Medium::Dram);
         let blocks = store.pool.published_within(from.slot, STRETCH);
-        let listed = blocks
-            .filter(|(_, place, _)| prefix.begins(&place.key) && medium.is_none_or(|medium| medium == Medium::Dram))
-            .map(|(_, place, held)| {
-                let (key, parent, position) = (place.key, place.parent, place.position);
-                Listed { key, parent, position, medium: Medium::Dram, bytes, held }
-            });
+        let listed = blocks.filter(|block| meant && prefix.begins(&block.place.key)).map(|block| {
+            let (Place { key, parent, position }, owner, held) = (block.place, block.owner, block.held);
+            Listed { key, parent, position, medium: Medium::Dram, bytes, owner, held }
+        });
         (listed.collect(), self.behind(from))
     }
 
     /// The published blocks of the next stretch, to be read one by one by [`Arena::begin_read`], and where the stretch
     /// after it begins.
     pub fn stretch(&self, from: Cursor) -> (Option<Stretch>, Option<Cursor>) {
-        let Some(store) = self.stores().nth(from.store as usize) else { return (None, None) };
+        let Some(store) = self.stores.get(from.store as usize) else { return (None, None) };
         let blocks = store.pool.published_within(from.slot, STRETCH);
-        let blocks = blocks.map(|(slot, place, _)| (place.key, slot, Cursor { slot: slot.slot + 1, ..from })).collect();
+        let behind = |slot: SlotRef| Cursor { slot: slot.slot + 1, ..from };
+        let blocks = blocks.map(|block| (block.place.key, block.slot, behind(block.slot))).collect();
         (Some(Stretch { arena: store.arena.clone(), blocks }), self.behind(from))
     }
 
     fn behind(&self, from: Cursor) -> Option<Cursor> {
         let next = from.slot.saturating_add(STRETCH);
-        let count = self.stores().nth(from.store as usize).map_or(0, |store| store.arena.slots());
+        let count = self.stores.get(from.store as usize).map_or(0, |store| store.pool.slots());
         let same = (next < count).then_some(Cursor { slot: next, ..from });
         same.or_else(|| {
             let store = from.store.checked_add(1)?;
-            self.stores().nth(store as usize).map(|_| Cursor { store, slot: 0 })
+            self.stores.get(store as usize).map(|_| Cursor { store, slot: 0 })
         })
     }
 
@@ -177,7 +171,7 @@ impl Engine {
     pub fn found_rotten(&mut self, arena: &Arc<Arena>, slots: &[SlotRef], now: Nanos, out: &mut Vec<Output>) -> u64 {
         let mut unpublished = 0;
         self.change(now, out, |engine| {
-            if let Some(store) = engine.stores_mut().find(|store| Arc::ptr_eq(&store.arena, arena)) {
+            if let Some(store) = engine.stores.iter_mut().find(|store| Arc::ptr_eq(&store.arena, arena)) {
                 unpublished = slots.iter().filter(|&&slot| store.pool.unpublish(slot)).count() as u64;
             }
             engine.stats.corrupt_arena += unpublished;
@@ -191,7 +185,7 @@ impl Engine {
         self.change(now, out, |engine| {
             for key in keys {
                 // In whichever pool it is; a key names a whole prefix, so it cannot be in two.
-                let outcomes = engine.stores_mut().map(|store| store.pool.drop_block(key));
+                let outcomes = engine.stores.iter_mut().map(|store| store.pool.drop_block(key));
                 match outcomes.max().unwrap_or(Dropped::Missing) {
                     Dropped::Now => evicted.dropped += 1,
                     Dropped::Held => evicted.held += 1,
@@ -202,14 +196,21 @@ impl Engine {
         evicted
     }
 
-    /// Drops the blocks of the next stretch that nobody holds.
-    pub fn evict_stretch(&mut self, from: Cursor, now: Nanos, out: &mut Vec<Output>) -> (Evicted, Option<Cursor>) {
-        let published = self.stores().nth(from.store as usize).map(|store| {
+    /// Drops the blocks of the next stretch that nobody holds; of one owner, or of all.
+    pub fn evict_stretch(
+        &mut self,
+        from: Cursor,
+        whose: Option<Whose>,
+        now: Nanos,
+        out: &mut Vec<Output>,
+    ) -> (Evicted, Option<Cursor>) {
+        let meant = self.stores.get(from.store as usize).map(|store| {
             let blocks = store.pool.published_within(from.slot, STRETCH);
-            blocks.map(|(_, place, _)| place.key).collect::<Vec<_>>()
+            let blocks = blocks.filter(|block| whose.is_none_or(|whose| whose.has(block.owner)));
+            blocks.map(|block| block.place.key).collect::<Vec<_>>()
         });
         let next = self.behind(from);
-        (self.evict(&published.unwrap_or_default(), now, out), next)
+        (self.evict(&meant.unwrap_or_default(), now, out), next)
     }
 
     /// Something that no input has brought about, followed by what follows every input.
@@ -222,11 +223,11 @@ impl Engine {
 }
 
 fn layout_status(store: &Store) -> LayoutStatus {
-    let (layout, occupancy) = (store.arena.layout(), store.pool.occupancy());
+    let (layout, occupancy) = (store.layout(), store.pool.occupancy());
     LayoutStatus {
         strips: layout.strips,
         strip_bytes: layout.strip_bytes,
-        slots: occupancy.free + occupancy.cached + occupancy.pinned + occupancy.reserved + occupancy.quarantine,
+        slots: store.pool.size(),
         free: occupancy.free,
         cached: occupancy.cached,
         pinned: occupancy.pinned,

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use crate::messages::{Refusal, Ticket};
 use crate::mover::Failure;
 use crate::transport::{Copy, CopyId};
-use crate::types::{Kind, NodeId, SlotRef, Tag};
+use crate::types::{Kind, NodeId, RegionId, SlotRef, Tag};
 
 use super::push::refusal_of;
-use super::{Engine, Output, Store};
+use super::{Engine, Output};
 
 /// How a copy that was submitted has ended; its source is read no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +29,11 @@ pub(super) enum Why {
 /// A copy. As long as it exists, the pool counts it as a reader of `source`.
 #[derive(Clone, Debug)]
 pub(super) struct Job {
+    /// Number of the source's store.
+    pub store: usize,
     pub source: SlotRef,
-    pub destination: SlotRef,
+    /// In that arena of the peer.
+    pub destination: (RegionId, SlotRef),
     pub why: Why,
     /// How often it was sent before.
     pub attempt: u32,
@@ -51,14 +54,14 @@ impl Job {
 impl Engine {
     /// Submits as many waiting copies as each link may have under way.
     pub(super) fn pump(&mut self) {
-        let Some(Store { arena, .. }) = &self.store else { return };
         for link in self.links.values_mut().filter(|link| link.up) {
             let room = self.settings.copies_in_flight - link.in_flight;
             let mut copies = Vec::new();
             for job in link.waiting.drain(..link.waiting.len().min(room)) {
+                let Some(store) = self.stores.get(job.store) else { continue };
                 let id = self.next_number;
                 self.next_number += 1;
-                copies.push(Copy::block(arena, id, job.source, job.destination));
+                copies.push(Copy::block(&store.arena, id, (store.region, job.source), job.destination));
                 self.copies.insert(id, job);
             }
             link.in_flight += copies.len();
@@ -83,17 +86,17 @@ impl Engine {
     }
 
     fn job_completed(&mut self, mut job: Job, result: Result<Kind, Failure>) {
-        let Some(Store { arena, pool }) = &mut self.store else { return };
+        let Some(store) = self.stores.get_mut(job.store) else { return };
         let mut result = result;
         let mut again = false;
         match result {
             Ok(via) => {
-                self.stats.sent[via as usize].add(1, arena.layout().block_bytes() as u64);
+                self.stats.sent[via as usize].add(1, store.layout().block_bytes() as u64);
             }
             // The source itself may be what is broken: then nobody shall find it any more.
-            Err(Failure::Corrupt) if !arena.intact(job.source) => {
+            Err(Failure::Corrupt) if !store.arena.intact(job.source) => {
                 self.stats.corrupt_arena += 1;
-                pool.unpublish(job.source);
+                store.pool.unpublish(job.source);
             }
             Err(Failure::Corrupt) => {
                 self.stats.corrupt_wire += 1;
@@ -140,7 +143,7 @@ impl Engine {
     }
 
     fn drop_job_source(&mut self, job: &Job) {
-        if let Some(store) = &mut self.store {
+        if let Some(store) = self.stores.get_mut(job.store) {
             store.pool.end_copy(job.source);
         }
     }

@@ -1,18 +1,22 @@
 //! Fetches: the holder of a block pushes it into slots that the asker has reserved.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use crate::messages::{DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
-use crate::pool::Holder;
-use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, NodeAddress, NodeId, SlotRef, Tag};
+use crate::pool::{Holder, Wish};
+use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
 use super::copies::{Job, Why};
-use super::{Engine, Output, Store};
+use super::stores::Store;
+use super::{Engine, Output};
 
 /// A fetch that this node has asked for.
 #[derive(Debug)]
 pub(super) struct Fetch {
     pub from: NodeAddress,
+    /// Number of the store that the holder's slots are in.
+    store: usize,
     holder: Holder,
     /// By place: the index in the holder's grant; `None` once answered.
     places: Vec<Option<u32>>,
@@ -25,6 +29,17 @@ impl Fetch {
         let open = self.places.iter().flatten().count();
         assert!(open > 0, "a fetch of {:?} that is answered was not forgotten", self.holder);
     }
+}
+
+/// An order of the conductor under way.
+#[derive(Clone, Debug)]
+pub(super) struct Replication {
+    keys: Vec<BlockKey>,
+    parent: BlockKey,
+    position: u32,
+    from: NodeAddress,
+    /// Stores that are still to be tried.
+    stores: Range<usize>,
 }
 
 /// A fetch that a peer has asked for.
@@ -40,11 +55,13 @@ pub(super) struct Serving {
 impl Engine {
     pub(super) fn fetch(&mut self, client: ClientId, tag: Tag, indices: &[u32], from: Option<NodeAddress>) {
         let from = from.unwrap_or_else(|| self.node.clone());
-        self.begin_fetch(Holder { client: Some(client), tag }, indices, from);
+        let Some(at) = self.home(client) else { return };
+        self.begin_fetch(at, Holder { client: Some(client), tag }, indices, from);
     }
 
-    fn begin_fetch(&mut self, holder: Holder, indices: &[u32], from: NodeAddress) {
-        let Some(Store { pool, arena }) = &self.store else { return };
+    fn begin_fetch(&mut self, at: usize, holder: Holder, indices: &[u32], from: NodeAddress) {
+        let Some(store) = self.stores.get(at) else { return };
+        let (pool, region, layout) = (&store.pool, store.region, store.layout());
         let mine = self.fetches.values().filter(|fetch| fetch.holder == holder && !fetch.cancelled);
         let mut under_way: BTreeSet<u32> = mine.flat_map(|fetch| fetch.places.iter().flatten().copied()).collect();
         let mut answers = Vec::new();
@@ -61,7 +78,6 @@ impl Engine {
             }
         }
         if !blocks.is_empty() {
-            let layout = arena.layout();
             let asked: Vec<u32> = places.iter().flatten().copied().collect();
             let ticket = self.number();
             let refusal = if from.node == self.node.node {
@@ -69,10 +85,10 @@ impl Engine {
                 Some(Refusal::Missing)
             } else if self.fetches.len() >= self.settings.fetches {
                 Some(Refusal::Full)
-            } else if !self.reach(&from, PeerMessage::Fetch { ticket, layout, blocks }) {
+            } else if !self.reach(&from, PeerMessage::Fetch { ticket, region, layout, blocks }) {
                 Some(Refusal::Unreachable)
             } else {
-                self.fetches.insert(ticket, Fetch { from, holder, places, cancelled: false });
+                self.fetches.insert(ticket, Fetch { from, store: at, holder, places, cancelled: false });
                 None
             };
             if refusal.is_some() {
@@ -80,14 +96,14 @@ impl Engine {
             }
         }
         for (index, refusal) in answers {
-            self.tell_fetched(holder, index, refusal);
+            self.tell_fetched(at, holder, index, refusal);
         }
         self.check_complete(holder.tag);
     }
 
-    fn tell_fetched(&mut self, holder: Holder, index: u32, refusal: Option<Refusal>) {
+    fn tell_fetched(&mut self, at: usize, holder: Holder, index: u32, refusal: Option<Refusal>) {
         if let Some(client) = holder.client {
-            let slot = self.store.as_ref().and_then(|store| store.pool.granted_at(holder, index));
+            let slot = self.stores.get(at).and_then(|store| store.pool.granted_at(holder, index));
             let found = match (refusal, slot) {
                 (None, Some(GrantedSlot { slot, .. })) => Ok(Found { slot, peer: true, medium: Medium::Dram }),
                 (refusal, _) => Err(refusal.unwrap_or(Refusal::Ended)),
@@ -107,10 +123,10 @@ impl Engine {
         let copied = copied.map(|(via, _)| via);
         let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
         let Some(index) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
-        let (holder, cancelled) = (fetch.holder, fetch.cancelled);
+        let (at, holder, cancelled) = (fetch.store, fetch.holder, fetch.cancelled);
         if !cancelled {
-            let refusal = self.settle_fetched(holder, index, copied);
-            self.tell_fetched(holder, index, refusal);
+            let refusal = self.settle_fetched(at, holder, index, copied);
+            self.tell_fetched(at, holder, index, refusal);
             self.check_complete(holder.tag);
         }
         self.forget_answered(ticket);
@@ -122,26 +138,33 @@ impl Engine {
             && !fetch.cancelled
             && fetch.holder.client.is_none()
         {
-            self.replicated(fetch.holder);
+            self.replicated(fetch.store, fetch.holder);
         }
     }
 
     /// Makes a fetched block readable if all its strips are here.
-    fn settle_fetched(&mut self, holder: Holder, index: u32, copied: Result<Kind, Refusal>) -> Option<Refusal> {
-        let Some(Store { pool, arena }) = &mut self.store else { return copied.err() };
-        match pool.granted_at(holder, index) {
+    fn settle_fetched(
+        &mut self,
+        at: usize,
+        holder: Holder,
+        index: u32,
+        copied: Result<Kind, Refusal>,
+    ) -> Option<Refusal> {
+        let Some(store) = self.stores.get(at) else { return copied.err() };
+        let block_bytes = store.layout().block_bytes() as u64;
+        match store.pool.granted_at(holder, index) {
             None => return Some(Refusal::Ended),
             Some(slot) if slot.committed => return None,
             Some(_) if copied.is_err() => return copied.err(),
-            Some(slot) if !arena.arrived_all(slot.slot) => {
+            Some(slot) if !store.arena.arrived_all(slot.slot) => {
                 self.stats.corrupt_wire += 1;
                 return Some(Refusal::Corrupt);
             }
             Some(_) => {}
         }
-        let outcome = pool.commit(holder, index, None);
+        let outcome = self.stores.commit(at, holder, index, None);
         if let (Ok(()), Ok(via)) = (outcome, copied) {
-            self.stats.received[via as usize].add(1, arena.layout().block_bytes() as u64);
+            self.stats.received[via as usize].add(1, block_bytes);
         }
         outcome.err()
     }
@@ -174,40 +197,45 @@ impl Engine {
                 continue;
             }
             for index in fetch.places.into_iter().flatten() {
-                let refusal = self.settle_lost(fetch.holder, index);
-                self.tell_fetched(fetch.holder, index, refusal);
+                let refusal = self.settle_fetched(fetch.store, fetch.holder, index, Err(Refusal::Unreachable));
+                self.tell_fetched(fetch.store, fetch.holder, index, refusal);
             }
             if fetch.holder.client.is_none() {
-                self.replicated(fetch.holder);
+                self.replicated(fetch.store, fetch.holder);
             }
         }
-    }
-
-    fn settle_lost(&mut self, holder: Holder, index: u32) -> Option<Refusal> {
-        self.settle_fetched(holder, index, Err(Refusal::Unreachable))
     }
 
     // -- the holder's side -------------------------------------------------------------------------------------------
 
     /// A peer wants blocks written into its slots.
-    pub(super) fn serve(&mut self, peer: &NodeId, ticket: Ticket, layout: Layout, blocks: Vec<(BlockKey, SlotRef)>) {
+    pub(super) fn serve(
+        &mut self,
+        peer: &NodeId,
+        ticket: Ticket,
+        region: RegionId,
+        layout: Layout,
+        blocks: Vec<(BlockKey, SlotRef)>,
+    ) {
         let key = (peer.clone(), ticket);
         let busy = self.serving.len() >= self.settings.fetches || self.serving.contains_key(&key);
         let Some(link) = self.links.get_mut(peer) else { return };
+        let at = self.stores.of(layout);
         let mut left = 0;
         let mut refused = Vec::new();
         for (place, (block, destination)) in (0..).zip(blocks) {
-            let found = self.store.as_mut().filter(|store| store.arena.layout() == layout);
             if busy || link.waiting.len() >= self.settings.copies_waiting {
                 refused.push((place, Refusal::Full));
                 continue;
             }
-            let source = found.and_then(|store| store.pool.find(&block).filter(|&slot| store.pool.begin_copy(slot)));
-            match source {
-                Some(source) => {
+            let found = at.and_then(|at| Some((at, self.stores.get_mut(at)?)));
+            let source = found.and_then(|(at, store)| Some((at, store.pool.find(&block)?, &mut store.pool)));
+            match source.and_then(|(at, source, pool)| pool.begin_copy(source).then_some((at, source))) {
+                Some((store, source)) => {
                     left += 1;
                     let why = Why::Serve { peer: peer.clone(), ticket, place };
-                    link.waiting.push_back(Job { source, destination, why, attempt: 0, link: link.serial });
+                    let destination = (region, destination);
+                    link.waiting.push_back(Job { store, source, destination, why, attempt: 0, link: link.serial });
                 }
                 None => refused.push((place, Refusal::Missing)),
             }
@@ -264,7 +292,8 @@ impl Engine {
 
     // -- replication -------------------------------------------------------------------------------------------------
 
-    /// The conductor wants these blocks here too: fetched for nobody, then cached.
+    /// The conductor wants these blocks here too: fetched for nobody, then cached. Their layout is that of the store that
+    /// has some of their prefix; where none has, that of the peer's blocks is found by asking for each.
     pub(super) fn replicate(
         &mut self,
         order: u64,
@@ -273,36 +302,57 @@ impl Engine {
         position: u32,
         from: NodeAddress,
     ) {
-        let holder = self.replicator(order);
-        let count = keys.len() as u32;
-        let under_way = self.store.as_ref().is_some_and(|store| store.pool.granted(holder).is_some());
-        if self.draining || under_way || !self.grant(holder, keys, 0, parent, position, GrantMode::Now) {
-            self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing: count }));
-            return;
+        let prefix = || keys.iter().chain([&parent]);
+        let knows = |store: &&Store| prefix().any(|key| store.pool.find(key).is_some());
+        let known = self.stores.iter().find(knows).map(|store| store.layout());
+        let stores = match known.and_then(|layout| self.stores.of(layout)) {
+            Some(at) => at..at + 1,
+            None => 0..self.stores.iter().count(),
+        };
+        let missing = keys.len() as u32;
+        let replication = Replication { keys, parent, position, from, stores };
+        if self.draining || self.replications.contains_key(&order) {
+            return self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing }));
         }
-        let indices: Vec<u32> = (0..count).filter(|&index| !self.is_committed(holder, index)).collect();
-        self.begin_fetch(holder, &indices, from);
+        self.replicate_next(order, replication);
+    }
+
+    /// Tries the next store.
+    fn replicate_next(&mut self, order: u64, mut replication: Replication) {
+        let holder = Holder { client: None, tag: Tag { request: order, attempt: 0, worker: self.node.incarnation } };
+        let Replication { keys, parent, position, from, .. } = replication.clone();
+        let missing = keys.len() as u32;
+        let Some(at) = replication.stores.next() else {
+            return self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing }));
+        };
+        let wish = Wish { keys, private: false, parent, position, owner: Owner::default() };
+        if !self.grant(at, holder, wish, GrantMode::Now) {
+            return self.replicate_next(order, replication);
+        }
+        self.replications.insert(order, replication);
+        let indices: Vec<u32> = (0..missing).filter(|&index| !self.is_committed(at, holder, index)).collect();
+        self.begin_fetch(at, holder, &indices, from);
         if !self.fetches.values().any(|fetch| fetch.holder == holder) {
-            self.replicated(holder);
+            self.replicated(at, holder);
         }
     }
 
-    fn replicator(&self, order: u64) -> Holder {
-        Holder { client: None, tag: Tag { request: order, attempt: 0, worker: self.node.incarnation } }
-    }
-
-    fn is_committed(&self, holder: Holder, index: u32) -> bool {
-        self.store.as_ref().is_some_and(|store| store.pool.granted_at(holder, index).is_some_and(|slot| slot.committed))
+    fn is_committed(&self, at: usize, holder: Holder, index: u32) -> bool {
+        let slot = self.stores.get(at).and_then(|store| store.pool.granted_at(holder, index));
+        slot.is_some_and(|slot| slot.committed)
     }
 
     /// A replication has ended: what has come stays cached.
-    fn replicated(&mut self, holder: Holder) {
-        let Some(store) = &mut self.store else { return };
+    fn replicated(&mut self, at: usize, holder: Holder) {
+        let Some(store) = self.stores.get_mut(at) else { return };
         let slots = store.pool.granted(holder).unwrap_or_default();
         let stored = slots.iter().filter(|slot| slot.committed).count() as u32;
         let missing = slots.len() as u32 - stored;
         store.pool.release(holder);
         let order = holder.tag.request;
-        self.out.push(Output::Report(DaemonReport::Replicated { order, stored, missing }));
+        match self.replications.remove(&order) {
+            Some(replication) if stored == 0 => self.replicate_next(order, replication),
+            _ => self.out.push(Output::Report(DaemonReport::Replicated { order, stored, missing })),
+        }
     }
 }

@@ -19,8 +19,8 @@ pub(super) enum Opener {
 pub(super) struct Visit {
     /// `None`: has delivered all and gone.
     pub opener: Option<Opener>,
-    /// Of a peer's blocks.
-    layout: Option<Layout>,
+    /// Of the opener's blocks.
+    layout: Layout,
     /// `Some` while it waits for the grant.
     deadline: Option<Nanos>,
     note: Option<Vec<u8>>,
@@ -28,21 +28,8 @@ pub(super) struct Visit {
 }
 
 impl Engine {
-    pub(super) fn grant(
-        &mut self,
-        holder: Holder,
-        keys: Vec<BlockKey>,
-        private: u8,
-        parent: BlockKey,
-        position: u32,
-        mode: GrantMode,
-    ) -> bool {
-        let wish = Wish { keys, private: private == 1, parent, position };
-        let granting = match &mut self.store {
-            Some(store) if private <= 1 => store.pool.grant(holder, wish, mode),
-            _ => Granting::Refused(Refusal::Protocol),
-        };
-        match granting {
+    pub(super) fn grant(&mut self, store: usize, holder: Holder, wish: Wish, mode: GrantMode) -> bool {
+        match self.stores.grant(store, holder, wish, mode) {
             Granting::Held(slots) => {
                 self.granted(holder, slots);
                 return true;
@@ -64,12 +51,11 @@ impl Engine {
         }
     }
 
-    pub(super) fn lookup(&mut self, client: ClientId, tag: Tag, keys: &[BlockKey]) {
-        let Some(store) = &mut self.store else { return };
-        if store.pool.has_ended(tag) {
+    pub(super) fn lookup(&mut self, store: usize, client: ClientId, tag: Tag, keys: &[BlockKey]) {
+        if self.stores.has_ended(tag) {
             return self.refuse(client, tag, Refusal::Ended);
         }
-        let slots = store.pool.lookup(Holder { client: Some(client), tag }, keys);
+        let slots = self.stores.lookup(store, Holder { client: Some(client), tag }, keys);
         self.tell(client, LocalEvent::Located { tag, slots });
     }
 
@@ -85,8 +71,8 @@ impl Engine {
             Some(Opened::Over) => return,
             _ => {}
         }
-        let Some(store) = &mut self.store else { return };
-        let failed = indices.iter().find_map(|&index| store.pool.commit(holder, index, None).err());
+        let Some(store) = self.home(client) else { return };
+        let failed = indices.iter().find_map(|&index| self.stores.commit(store, holder, index, None).err());
         if let Some(refusal) = failed {
             self.refuse(client, tag, refusal);
         }
@@ -95,8 +81,7 @@ impl Engine {
 
     /// A client that opened a grant of this very arena has written these blocks. False if that was refused.
     pub(super) fn commit_in_place(&mut self, writer: ClientId, tag: Tag, indices: &[u32]) -> bool {
-        let owner = self.store.as_mut().and_then(|store| Some((store.pool.granted_to(tag)?, store)));
-        let Some((client, store)) = owner else {
+        let Some((at, client)) = self.stores.granted_to(tag) else {
             self.refuse(writer, tag, Refusal::Ended);
             return false;
         };
@@ -105,8 +90,9 @@ impl Engine {
         let mut arrived = Vec::new();
         let mut failed = None;
         for &index in indices {
-            let wanted = store.pool.granted_at(holder, index).is_some_and(|slot| !slot.committed);
-            match store.pool.commit(holder, index, Some(by)) {
+            let slot = self.stores.get(at).and_then(|store| store.pool.granted_at(holder, index));
+            let wanted = slot.is_some_and(|slot| !slot.committed);
+            match self.stores.commit(at, holder, index, Some(by)) {
                 Ok(()) if wanted => arrived.push(index),
                 Ok(()) => {}
                 Err(refusal) => failed = Some(refusal),
@@ -124,7 +110,7 @@ impl Engine {
     }
 
     pub(super) fn corrupt(&mut self, client: ClientId, tag: Tag, index: u32) {
-        let Some(store) = &mut self.store else { return };
+        let Some(store) = self.home(client).and_then(|at| self.stores.get_mut(at)) else { return };
         let holder = Holder { client: Some(client), tag };
         let slot = match store.pool.granted_at(holder, index) {
             Some(slot) => slot.committed.then_some(slot.slot),
@@ -148,8 +134,8 @@ impl Engine {
             self.close_open(tag);
             self.ended_opens.insert(tag);
         }
-        let Some(store) = &mut self.store else { return };
-        let anothers = store.pool.granted_to(tag).is_some_and(|owner| owner != client);
+        let anothers = self.stores.granted_to(tag).is_some_and(|(_, owner)| owner != client);
+        let Some(store) = self.home(client).and_then(|at| self.stores.get_mut(at)) else { return };
         let granted = store.pool.release(holder);
         // One who never was granted it ends it too, so that a grant that comes after its abort is refused.
         if granted || !(opened || anothers) {
@@ -161,8 +147,8 @@ impl Engine {
     // -- those who come to fill a grant ------------------------------------------------------------------------------
 
     /// Somebody asks for the grant of a tag and waits until it exists.
-    pub(super) fn visit(&mut self, tag: Tag, opener: Opener, layout: Option<Layout>, deadline: Nanos) {
-        let refusal = if self.store.as_ref().is_some_and(|store| store.pool.has_ended(tag)) {
+    pub(super) fn visit(&mut self, tag: Tag, opener: Opener, layout: Layout, deadline: Nanos) {
+        let refusal = if self.stores.has_ended(tag) {
             Some(Refusal::Ended)
         } else if self.visits.contains_key(&tag) {
             Some(Refusal::Protocol)
@@ -184,19 +170,22 @@ impl Engine {
 
     /// If a grant and its visitor are both here, lets the visitor in.
     fn welcome(&mut self, tag: Tag) {
-        let Some(store) = &mut self.store else { return };
-        let Some(client) = store.pool.granted_to(tag) else { return };
+        let Some((at, client)) = self.stores.granted_to(tag) else { return };
+        let Some(store) = self.stores.get_mut(at) else { return };
         let holder = Holder { client: Some(client), tag };
         let Some(slots) = store.pool.granted(holder) else { return };
         let Some(visit) = self.visits.get_mut(&tag).filter(|visit| visit.deadline.is_some()) else { return };
         let Some(opener) = visit.opener.clone() else { return };
-        if visit.layout.is_some_and(|layout| layout != store.arena.layout()) {
+        if visit.layout != store.layout() {
             self.visits.remove(&tag);
             return self.turn_away(tag, opener, Refusal::Protocol);
         }
         visit.deadline = None;
         match opener {
-            Opener::Peer(peer) => self.say(&peer, PeerMessage::Opened { tag, slots }),
+            Opener::Peer(peer) => {
+                let region = store.region;
+                self.say(&peer, PeerMessage::Opened { tag, region, slots });
+            }
             Opener::Local(writer) => {
                 store.pool.add_writer(holder, Holder { client: Some(writer), tag });
                 if let Some(open) = self.opens.get_mut(&tag) {
@@ -239,8 +228,7 @@ impl Engine {
         }
         let waited = visit.deadline.is_some();
         self.visits.remove(&tag);
-        let holder = self.store.as_ref().and_then(|store| store.pool.granted_to(tag));
-        if let (false, Some(client)) = (waited, holder) {
+        if let (false, Some((_, client))) = (waited, self.stores.granted_to(tag)) {
             self.refuse(client, tag, refusal);
         }
     }
@@ -275,8 +263,7 @@ impl Engine {
         let visiting = self.visits.get(&tag).is_some_and(|visit| {
             visit.opener.as_ref() == Some(&Opener::Peer(peer.clone())) && visit.deadline.is_none()
         });
-        let owner = self.store.as_mut().and_then(|store| Some((store.pool.granted_to(tag)?, store)));
-        let Some((client, store)) = owner.filter(|_| visiting) else {
+        let Some((at, client)) = self.stores.granted_to(tag).filter(|_| visiting) else {
             let refusal = Some(Refusal::Ended);
             return self.say(peer, PeerMessage::Committed { tag, indices: indices.to_vec(), note: false, refusal });
         };
@@ -284,20 +271,21 @@ impl Engine {
         let mut arrived = Vec::new();
         let mut failed = note.as_ref().filter(|note| note.len() > NOTE_LIMIT).map(|_| Refusal::Protocol);
         for &index in indices {
+            let Some(store) = self.stores.get(at) else { break };
             let outcome = match store.pool.granted_at(holder, index) {
                 None => Err(Refusal::Protocol),
                 Some(slot) if slot.committed => Ok(()),
                 // The transport said that it is done; the bitmap of strips says whether that is so.
                 Some(slot) if !store.arena.arrived_all(slot.slot) => Err(Refusal::Corrupt),
-                Some(_) => store.pool.commit(holder, index, None).inspect(|()| arrived.push(index)),
+                Some(_) => self.stores.commit(at, holder, index, None).inspect(|()| arrived.push(index)),
             };
             if let Err(refusal) = outcome {
                 self.stats.corrupt_wire += u64::from(refusal == Refusal::Corrupt);
                 failed = Some(refusal);
             }
         }
-        if let Some(via) = via {
-            self.stats.received[via as usize].add(arrived.len() as u64, store.arena.layout().block_bytes() as u64);
+        if let (Some(via), Some(store)) = (via, self.stores.get(at)) {
+            self.stats.received[via as usize].add(arrived.len() as u64, store.layout().block_bytes() as u64);
         }
         if !arrived.is_empty() {
             self.tell(client, LocalEvent::Arrived { tag, indices: arrived });
@@ -323,9 +311,8 @@ impl Engine {
         let Some(visit) = self.visits.get_mut(&tag).filter(|visit| !visit.complete && visit.note.is_some()) else {
             return;
         };
-        let Some(store) = &self.store else { return };
-        let Some(client) = store.pool.granted_to(tag) else { return };
-        let slots = store.pool.granted(Holder { client: Some(client), tag });
+        let Some((at, client)) = self.stores.granted_to(tag) else { return };
+        let slots = self.stores.get(at).and_then(|store| store.pool.granted(Holder { client: Some(client), tag }));
         if slots.is_some_and(|slots| slots.iter().all(|slot| slot.committed))
             && let Some(note) = visit.note.take()
         {

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use crate::messages::{GrantedSlot, LocalEvent, NOTE_LIMIT, PeerMessage, Refusal};
 use crate::mover::Failure;
 use crate::pool::Holder;
-use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId, Tag};
+use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId, RegionId, Tag};
 
+use super::Engine;
 use super::copies::{Job, Why};
 use super::grants::Opener;
-use super::{Engine, Store};
 
 /// How far an open has come.
 #[derive(Debug)]
@@ -27,6 +27,8 @@ pub(super) enum Opened {
 /// How far a push to a peer has come.
 #[derive(Debug)]
 pub(super) struct Filling {
+    /// The peer's arena in which the slots are.
+    region: RegionId,
     slots: Vec<GrantedSlot>,
     /// By index: was it pushed?
     pushed: Vec<bool>,
@@ -89,17 +91,17 @@ impl Engine {
         if let Some(refusal) = refusal {
             return self.refuse(client, tag, refusal);
         }
-        let Some(layout) = self.store.as_ref().map(|store| store.arena.layout()) else { return };
+        let Some(layout) = self.home(client).and_then(|at| Some(self.stores.get(at)?.layout())) else { return };
         let (deadline, serial) = (self.deadline(within_ms), self.number());
         self.opens.insert(tag, Open { client, to: to.clone(), deadline, state: Opened::Waiting, serial });
         if here {
-            self.visit(tag, Opener::Local(client), None, deadline);
+            self.visit(tag, Opener::Local(client), layout, deadline);
         } else if !self.reach(&to, PeerMessage::Open { tag, layout, within_ms }) {
             self.fail_open(tag, Refusal::Unreachable, false);
         }
     }
 
-    pub(super) fn peer_opened(&mut self, peer: &NodeId, tag: Tag, slots: Vec<GrantedSlot>) {
+    pub(super) fn peer_opened(&mut self, peer: &NodeId, tag: Tag, region: RegionId, slots: Vec<GrantedSlot>) {
         // An open that has ended meanwhile has told the peer so.
         let Some(open) = self.opens.get_mut(&tag).filter(|open| open.to.node == *peer) else { return };
         if !matches!(open.state, Opened::Waiting) {
@@ -107,6 +109,7 @@ impl Engine {
         }
         let committed: Vec<bool> = slots.iter().map(|slot| slot.committed).collect();
         open.state = Opened::Remote(Filling {
+            region,
             pushed: vec![false; slots.len()],
             slots,
             copying: 0,
@@ -149,7 +152,8 @@ impl Engine {
                 }
             }
             Opened::Remote(filling) => {
-                let Some(Store { pool, .. }) = &mut self.store else { return };
+                let Some(at) = self.clients.get(&client).map(|client| client.store) else { return };
+                let Some(pool) = self.stores.get_mut(at).map(|store| &mut store.pool) else { return };
                 let holder = Holder { client: Some(client), tag: local };
                 // All is looked at before anything is begun.
                 let mut copies = Vec::new();
@@ -176,7 +180,9 @@ impl Engine {
                     if !std::mem::replace(&mut filling.pushed[index as usize], true) && pool.begin_copy(source) {
                         filling.copying += 1;
                         let why = Why::Push { tag, serial: open.serial, index };
-                        link.waiting.push_back(Job { source, destination, why, attempt: 0, link: link.serial });
+                        let destination = (filling.region, destination);
+                        let job = Job { store: at, source, destination, why, attempt: 0, link: link.serial };
+                        link.waiting.push_back(job);
                     }
                 }
                 present.iter().for_each(|&index| filling.pushed[index as usize] = true);
@@ -263,7 +269,8 @@ impl Engine {
         let Some(open) = self.opens.remove(&tag) else { return };
         self.drop_waiting(&open.to.node, |job| job.pushes(tag, open.serial));
         if open.to.node == self.node.node {
-            if let Some(store) = &mut self.store {
+            // In whichever store the grant was.
+            for store in self.stores.iter_mut() {
                 store.pool.remove_writer(Holder { client: Some(open.client), tag });
             }
             self.visitor_gone(tag, &Opener::Local(open.client), Refusal::Ended);

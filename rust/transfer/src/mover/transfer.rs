@@ -186,7 +186,7 @@ mod tests {
     use crate::transport::PIECE_BYTES;
 
     fn request(parts: &[(u64, u32)]) -> Request {
-        let span = Span { region: RegionId(1), life: 0, offset: 10 };
+        let span = Span { region: RegionId(RegionId::ARENAS), life: 0, offset: 10 };
         let part = |&(bytes, grain): &(u64, u32)| Part { local: span, remote: span, bytes, grain };
         Request::new(Op::Write, parts.iter().map(part).collect())
     }
@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(judge(Part { bytes: u64::MAX, ..good }), Some((1, Failure::Denied)));
         let far = Span { offset: u64::MAX, ..good.remote };
         assert_eq!(judge(Part { remote: far, ..good }), Some((1, Failure::Denied)));
-        let foreign = Span { region: RegionId(9), ..good.local };
+        let foreign = Span { region: RegionId(999), ..good.local };
         assert_eq!(judge(Part { local: foreign, ..good }), Some((1, Failure::Fenced)));
     }
 }

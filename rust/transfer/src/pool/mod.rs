@@ -1,4 +1,4 @@
-//! A node's block store, as bookkeeping over slot numbers: what lies where, for whom, and what may go.
+//! The blocks of one layout, as bookkeeping over slot numbers: what lies where, for whom, and what may go.
 //!
 //! ```text
 //!            grant                 commit                   last reference gone
@@ -8,23 +8,30 @@
 //!    +------ Quarantine <-+-------------------+ last reference gone  <--------------------+
 //! ```
 //!
+//! A pool has some slots of its own, and may get more or give some up: the node's memory is shared by the pools of all
+//! layouts (`engine/stores.rs`). The numbers it has given up are `Absent`; all other numbers below its highest one are its.
+//!
 //! A slot leaves `Quarantine` when nobody can write it any more: no hold of this process is out on it and every local
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
 mod ended;
+pub mod null;
 pub mod policy;
+mod room;
 pub mod tier;
+pub mod twin;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use crate::memory::Arena;
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
-use crate::types::{BlockKey, ClientId, SlotRef, Tag};
+use crate::types::{BlockKey, ClientId, Nanos, Owner, SlotRef, Tag};
 
 pub use ended::Remembered;
-use policy::{Evict, lru::Lru};
+use policy::{Evict, Gone};
+use room::{Kin, Room};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -76,6 +83,8 @@ pub struct Wish {
     pub parent: BlockKey,
     /// Index of `keys[0]` in its prefix.
     pub position: u32,
+    /// Whose the blocks will be.
+    pub owner: Owner,
 }
 
 impl Wish {
@@ -146,6 +155,19 @@ pub struct Tally {
     pub evictions: u64,
 }
 
+/// A published block, as a walk over the slots finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Where it lies.
+    pub slot: SlotRef,
+    /// Which it is.
+    pub place: Place,
+    /// Whose it is.
+    pub owner: Owner,
+    /// Somebody holds it, or it is being copied.
+    pub held: bool,
+}
+
 /// What has become of a block that was to be dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Dropped {
@@ -166,6 +188,8 @@ enum State {
         published: bool,
     },
     Quarantine,
+    /// Given up.
+    Absent,
 }
 
 #[derive(Clone, Debug)]
@@ -180,7 +204,44 @@ struct Slot {
     reads: u32,
     /// Local clients, other than the holder, that may write it.
     writers: u32,
+    /// When it was last let go of, on the clock of [`Pool::turn`].
+    used: u32,
+    owner: Owner,
+    /// Whether it may go.
+    kin: Kin,
 }
+
+impl Slot {
+    fn new(slot: u32) -> Self {
+        let life = SlotRef { slot, generation: 0 };
+        let (state, owner) = (State::Free, Owner::default());
+        Self { life, state, place: None, pins: 0, reads: 0, writers: 0, used: 0, owner, kin: Kin::default() }
+    }
+}
+
+/// A grant that waits.
+#[derive(Clone, Debug)]
+struct Waiting {
+    holder: Holder,
+    wish: Wish,
+    mode: GrantMode,
+    /// When it began to, in turns: orders it among those of other pools.
+    since: u64,
+}
+
+/// What a pool lacks to serve somebody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lack {
+    /// So many more free slots, and no block need be evicted.
+    pub wanted: usize,
+    /// Without so many more it cannot be served at all.
+    pub needed: usize,
+    /// Since when it waits, in turns.
+    pub since: u64,
+}
+
+/// Gives a pool slots that others can do without, by [`Pool::grow`]; as many as are to be had, and needed ones all or none.
+pub type More<'a, M> = &'a mut dyn FnMut(&mut Pool<M>, Lack);
 
 #[derive(Clone, Debug, Default)]
 struct Held {
@@ -199,46 +260,47 @@ fn spare(mode: GrantMode) -> usize {
     }
 }
 
-/// The pool of one node. Every operation leaves [`Pool::check`] true.
+/// The pool of one layout. Every operation leaves [`Pool::check`] true.
 pub struct Pool<M: Lives> {
     memory: M,
     slots: Vec<Slot>,
     free: Vec<u32>,
+    /// Given up, to be had again first.
+    absent: Vec<u32>,
+    /// Most slots it can ever have.
+    limit: u32,
+    /// Turns so far, and the time of the last one, coarse.
+    turn: (u64, u32),
     index: HashMap<BlockKey, u32>,
-    evict: Box<dyn Evict>,
+    room: Room,
     quarantine: BTreeSet<u32>,
     held: HashMap<Holder, Held>,
     /// Which client was granted a tag (or waits for it).
     granted: HashMap<Tag, ClientId>,
     /// In the order of granting: staging ones first, each kind in arrival order.
-    waiting: VecDeque<(Holder, Wish, GrantMode)>,
+    waiting: VecDeque<Waiting>,
     waiting_limit: usize,
     /// Slots that a local client may write though another one holds them.
     writers: HashMap<Holder, HashSet<u32>>,
     ended: Remembered<Tag>,
-    changes: Vec<(u64, Change)>,
-    next_sequence: u64,
+    changes: Vec<Change>,
     xor: [u8; 16],
     tally: Tally,
 }
 
 impl<M: Lives> Pool<M> {
-    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered.
-    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize) -> Self {
-        let empty = |slot| Slot {
-            life: SlotRef { slot, generation: 0 },
-            state: State::Free,
-            place: None,
-            pins: 0,
-            reads: 0,
-            writers: 0,
-        };
+    /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered;
+    /// `policy` says what goes first when room is needed.
+    pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize, policy: Box<dyn Evict>) -> Self {
         Self {
             memory,
-            slots: (0..slots).map(empty).collect(),
+            slots: (0..slots).map(Slot::new).collect(),
             free: (0..slots).rev().collect(),
+            absent: Vec::new(),
+            limit: slots,
+            turn: (0, 0),
             index: HashMap::new(),
-            evict: Box::new(Lru::default()),
+            room: Room::new(policy),
             quarantine: BTreeSet::new(),
             held: HashMap::new(),
             granted: HashMap::new(),
@@ -247,7 +309,6 @@ impl<M: Lives> Pool<M> {
             writers: HashMap::new(),
             ended: Remembered::new(ended_limit),
             changes: Vec::new(),
-            next_sequence: 0,
             xor: [0; 16],
             tally: Tally::default(),
         }
@@ -257,6 +318,11 @@ impl<M: Lives> Pool<M> {
 
     /// Reserves or pins all slots of a wish, or none of them.
     pub fn grant(&mut self, holder: Holder, wish: Wish, mode: GrantMode) -> Granting {
+        self.grant_with(holder, wish, mode, &mut |_, _| {})
+    }
+
+    /// As `grant`; asks for more slots where it has too few.
+    pub fn grant_with(&mut self, holder: Holder, wish: Wish, mode: GrantMode, more: More<'_, M>) -> Granting {
         if holder.client.is_some() && self.ended.contains(&holder.tag) {
             return Granting::Refused(Refusal::Ended);
         }
@@ -267,17 +333,17 @@ impl<M: Lives> Pool<M> {
         if taken || granted || distinct.len() != wish.keys.len() || overflow {
             return Granting::Refused(Refusal::Protocol);
         }
-        if wish.slots() + spare(mode) > self.slots.len() {
+        if wish.slots() + spare(mode) > self.limit as usize {
             return Granting::Refused(Refusal::TooLarge);
         }
         // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
         let present = wish.keys.iter().filter(|key| self.index.contains_key(key)).count();
         let next = match mode {
-            GrantMode::Staging => self.waiting.front().is_none_or(|(_, _, mode)| *mode != GrantMode::Staging),
+            GrantMode::Staging => self.waiting.front().is_none_or(|first| first.mode != GrantMode::Staging),
             GrantMode::Wait | GrantMode::Now => self.waiting.is_empty(),
         };
         if (next || present == wish.slots())
-            && let Some(slots) = self.try_grant(holder, &wish, mode)
+            && let Some(slots) = self.try_grant(holder, &wish, mode, self.turn.0, more)
         {
             return Granting::Held(slots);
         }
@@ -288,22 +354,32 @@ impl<M: Lives> Pool<M> {
             self.granted.insert(holder.tag, client);
         }
         let place = match mode {
-            GrantMode::Staging => self.waiting.iter().take_while(|(_, _, mode)| *mode == GrantMode::Staging).count(),
+            GrantMode::Staging => self.staging(),
             GrantMode::Wait | GrantMode::Now => self.waiting.len(),
         };
-        self.waiting.insert(place, (holder, wish, mode));
+        self.waiting.insert(place, Waiting { holder, wish, mode, since: self.turn.0 });
         Granting::Waiting
+    }
+
+    /// How many staging grants wait: they are first.
+    fn staging(&self) -> usize {
+        self.waiting.iter().take_while(|waiting| waiting.mode == GrantMode::Staging).count()
     }
 
     /// Grants what fits now, in arrival order. Call after anything was released.
     pub fn advance(&mut self) -> Vec<(Holder, Vec<GrantedSlot>)> {
+        self.advance_with(&mut |_, _| {})
+    }
+
+    /// As `advance`; asks for more slots where it has too few.
+    pub fn advance_with(&mut self, more: More<'_, M>) -> Vec<(Holder, Vec<GrantedSlot>)> {
         self.sweep();
         let mut granted = Vec::new();
-        while let Some((holder, wish, mode)) = self.waiting.pop_front() {
-            match self.try_grant(holder, &wish, mode) {
-                Some(slots) => granted.push((holder, slots)),
+        while let Some(first) = self.waiting.pop_front() {
+            match self.try_grant(first.holder, &first.wish, first.mode, first.since, more) {
+                Some(slots) => granted.push((first.holder, slots)),
                 None => {
-                    self.waiting.push_front((holder, wish, mode));
+                    self.waiting.push_front(first);
                     break;
                 }
             }
@@ -311,14 +387,27 @@ impl<M: Lives> Pool<M> {
         granted
     }
 
-    fn try_grant(&mut self, holder: Holder, wish: &Wish, mode: GrantMode) -> Option<Vec<GrantedSlot>> {
+    fn try_grant(
+        &mut self,
+        holder: Holder,
+        wish: &Wish,
+        mode: GrantMode,
+        since: u64,
+        more: More<'_, M>,
+    ) -> Option<Vec<GrantedSlot>> {
         let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
-        let kept = present.iter().flatten().filter(|&&slot| self.evict.contains(slot)).count();
+        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].kin.idle).count();
         // What takes no room may be had even when there is none.
         let takes_room = need + kept > 0;
-        if takes_room && need + spare(mode) > self.free.len() + self.evict.len() - kept {
+        let enough = |pool: &Self| !takes_room || need + spare(mode) <= pool.free.len() + pool.room.idle() - kept;
+        if takes_room && (need > self.free.len() || !enough(self)) {
+            let needed = (need + spare(mode)).saturating_sub(self.free.len() + self.room.idle() - kept);
+            let wanted = need.saturating_sub(self.free.len()).max(needed);
+            more(self, Lack { wanted, needed, since });
+        }
+        if !enough(self) {
             return None;
         }
         // Pinned first, so that making room cannot take what is already here.
@@ -335,13 +424,15 @@ impl<M: Lives> Pool<M> {
                     let slot = self.free.pop().expect("make_room has freed enough");
                     let life = self.memory.issue(slot);
                     let place = (index < wish.keys.len()).then(|| wish.place(index));
+                    let owner = wish.owner;
                     self.slots[slot as usize] =
-                        Slot { life, state: State::Reserved, place, pins: 1, reads: 0, writers: 0 };
+                        Slot { life, state: State::Reserved, place, pins: 1, owner, ..Slot::new(slot) };
                     slot
                 }
             };
             slots.push(slot);
         }
+        present.iter().flatten().for_each(|&slot| self.room.hit(slot));
         self.tally.hits += hits as u64;
         self.tally.misses += (wish.keys.len() - hits) as u64;
         let answer = slots.iter().map(|&slot| self.granted_slot(slot)).collect();
@@ -355,9 +446,9 @@ impl<M: Lives> Pool<M> {
     /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine.
     fn make_room(&mut self, need: usize) -> bool {
         while self.free.len() < need {
-            let Some(victim) = self.evict.pop() else { return false };
+            let Some(victim) = self.victim() else { return false };
             self.tally.evictions += 1;
-            self.unpublish_slot(victim);
+            self.unpublish_slot(victim, Gone::Evicted);
             self.discard(victim);
         }
         true
@@ -365,10 +456,21 @@ impl<M: Lives> Pool<M> {
 
     /// Pins the longest leading run of keys that is published, but never the last slot that could be had for staging.
     pub fn lookup(&mut self, holder: Holder, keys: &[BlockKey]) -> Vec<SlotRef> {
-        let mut available = self.free.len() + self.evict.len();
+        self.lookup_with(holder, keys, &mut |_, _| {})
+    }
+
+    /// As `lookup`; asks for more slots rather than find less.
+    pub fn lookup_with(&mut self, holder: Holder, keys: &[BlockKey], more: More<'_, M>) -> Vec<SlotRef> {
+        let published = keys.iter().map_while(|key| self.index.get(key).copied());
+        let takes: HashSet<u32> = published.filter(|&slot| self.slots[slot as usize].kin.idle).collect();
+        let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.room.idle());
+        if !takes.is_empty() && wanted > 0 {
+            more(self, Lack { wanted, needed: 1, since: self.turn.0 });
+        }
+        let mut available = self.free.len() + self.room.idle();
         // Pinning once more what is pinned takes no room.
         let may_pin = |slot: &u32| {
-            let takes = usize::from(self.evict.contains(*slot));
+            let takes = usize::from(self.slots[*slot as usize].kin.idle);
             let may = takes == 0 || available > 1;
             available -= if may { takes } else { 0 };
             may
@@ -384,6 +486,7 @@ impl<M: Lives> Pool<M> {
                 if known.insert(slot) {
                     held.looked.push(slot);
                     self.pin(slot);
+                    self.room.hit(slot);
                 }
             }
             self.held.insert(holder, held);
@@ -397,6 +500,14 @@ impl<M: Lives> Pool<M> {
     /// # Errors
     /// `Protocol`: no such index. `Corrupt`: somebody is still writing it.
     pub fn commit(&mut self, holder: Holder, index: u32, by: Option<Holder>) -> Result<(), Refusal> {
+        self.commit_as(holder, index, by, true)
+    }
+
+    /// As `commit`; `publish` false: it serves its holder only, whatever its key.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn commit_as(&mut self, holder: Holder, index: u32, by: Option<Holder>, publish: bool) -> Result<(), Refusal> {
         let slot = self.granted_index(holder, index).ok_or(Refusal::Protocol)?;
         if let Some(writer) = by {
             self.forget_writer(writer, slot);
@@ -408,10 +519,11 @@ impl<M: Lives> Pool<M> {
         if !self.memory.seal(record.life) {
             return Err(Refusal::Corrupt);
         }
-        let place = record.place.filter(|place| !self.index.contains_key(&place.key));
+        let place = record.place.filter(|place| publish && !self.index.contains_key(&place.key));
         record.state = State::Committed { published: place.is_some() };
         if let Some(place) = place {
             self.index.insert(place.key, slot);
+            self.join(slot, place);
             self.mark(place.key);
             self.change(Change::Stored(place));
         }
@@ -453,7 +565,10 @@ impl<M: Lives> Pool<M> {
             return false;
         }
         record.reads += 1;
-        self.evict.remove(slot.slot);
+        // What a holder's copy reads is in use already: this one is for a peer.
+        if self.wake(slot.slot) {
+            self.room.hit(slot.slot);
+        }
         true
     }
 
@@ -468,7 +583,7 @@ impl<M: Lives> Pool<M> {
     /// Drops everything a holder has: waiting, reserved, pinned. True if it had or awaited a grant.
     pub fn release(&mut self, holder: Holder) -> bool {
         let before = self.waiting.len();
-        self.waiting.retain(|(waiting, _, _)| *waiting != holder);
+        self.waiting.retain(|waiting| waiting.holder != holder);
         let mut granted = self.waiting.len() != before;
         let held = self.held.remove(&holder).unwrap_or_default();
         // From tail to head, so that the head of a prefix counts as used last.
@@ -495,8 +610,7 @@ impl<M: Lives> Pool<M> {
         if record.life != slot || record.state != (State::Committed { published: true }) {
             return false;
         }
-        self.evict.remove(slot.slot);
-        self.unpublish_slot(slot.slot);
+        self.unpublish_slot(slot.slot, Gone::Removed);
         self.settle(slot.slot);
         true
     }
@@ -504,12 +618,11 @@ impl<M: Lives> Pool<M> {
     /// Drops a block that nobody holds.
     pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
         let Some(&slot) = self.index.get(key) else { return Dropped::Missing };
-        if !self.evict.contains(slot) {
+        if !self.slots[slot as usize].kin.idle {
             return Dropped::Held;
         }
-        self.evict.remove(slot);
-        self.unpublish_slot(slot);
-        self.discard(slot);
+        self.unpublish_slot(slot, Gone::Removed);
+        self.settle(slot);
         Dropped::Now
     }
 
@@ -525,7 +638,7 @@ impl<M: Lives> Pool<M> {
 
     fn pin(&mut self, slot: u32) {
         self.slots[slot as usize].pins += 1;
-        self.evict.remove(slot);
+        self.wake(slot);
     }
 
     fn unpin(&mut self, slot: u32) {
@@ -542,10 +655,10 @@ impl<M: Lives> Pool<M> {
         match record.state {
             State::Reserved | State::Committed { published: false } => self.discard(slot),
             State::Committed { published: true } if record.writers == 0 => {
-                self.evict.add(slot);
-                self.renew_ancestors(slot);
+                self.slots[slot as usize].used = self.turn.1;
+                self.rest(slot);
             }
-            State::Committed { published: true } | State::Quarantine | State::Free => {}
+            State::Committed { published: true } | State::Quarantine | State::Free | State::Absent => {}
         }
     }
 
@@ -562,39 +675,101 @@ impl<M: Lives> Pool<M> {
         }
     }
 
-    fn unpublish_slot(&mut self, slot: u32) {
+    fn unpublish_slot(&mut self, slot: u32, gone: Gone) {
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: false };
         let place = record.place.expect("a published block has a place");
         self.index.remove(&place.key);
+        self.leave(slot, place, gone);
         self.mark(place.key);
         self.change(Change::Removed(place.key));
     }
 
-    /// The blocks before this one were used too: they must not be evicted before it. A referenced one ends the walk,
-    /// for its own release will walk on.
-    fn renew_ancestors(&mut self, slot: u32) {
-        let mut place = self.slots[slot as usize].place;
-        for _ in 0..self.slots.len() {
-            let Some(parent) = place.and_then(|place| self.index.get(&place.parent).copied()) else { return };
-            if !self.evict.contains(parent) {
-                return;
-            }
-            self.evict.add(parent);
-            place = self.slots[parent as usize].place;
-        }
-    }
-
     fn change(&mut self, change: Change) {
-        self.changes.push((self.next_sequence, change));
-        self.next_sequence += 1;
+        self.changes.push(change);
     }
 
     fn mark(&mut self, key: BlockKey) {
         self.xor.iter_mut().zip(key.0).for_each(|(sum, byte)| *sum ^= byte);
     }
 
+    // -- sharing memory with other pools ---------------------------------------------------------------------------
+
+    /// Something is about to happen at `now`, for the so many-th time; the same for all pools that share memory.
+    pub fn turn(&mut self, turn: u64, now: Nanos) {
+        // In steps of 1/8 s the time wraps after 18 years.
+        self.turn = (turn, (now >> 27) as u32);
+    }
+
+    /// How many slots it has.
+    pub fn size(&self) -> u32 {
+        (self.slots.len() - self.absent.len()) as u32
+    }
+
+    /// Most slots it can ever have. Returns who waits for more than that, and waits no more.
+    pub fn set_limit(&mut self, limit: u32) -> Vec<Holder> {
+        self.limit = limit;
+        let fits = |waiting: &Waiting| waiting.wish.slots() + spare(waiting.mode) <= limit as usize;
+        let (fit, never): (VecDeque<_>, VecDeque<_>) = self.waiting.drain(..).partition(fits);
+        self.waiting = fit;
+        never.iter().filter(|waiting| waiting.holder.client.is_some()).for_each(|waiting| {
+            self.granted.remove(&waiting.holder.tag);
+        });
+        never.into_iter().map(|waiting| waiting.holder).collect()
+    }
+
+    /// It has so many more slots.
+    pub fn grow(&mut self, count: u32) {
+        let known = self.absent.len().min(count as usize);
+        let back = self.absent.split_off(self.absent.len() - known);
+        back.iter().for_each(|&slot| self.slots[slot as usize].state = State::Free);
+        let first = self.slots.len() as u32;
+        let new = first..first + (count - known as u32);
+        // Just so many: what may never be used is not kept ready.
+        self.slots.reserve_exact(new.len());
+        self.slots.extend(new.clone().map(Slot::new));
+        self.free.extend(new.rev().chain(back));
+    }
+
+    /// How many slots it could give up now: one that may be had stays, for staging.
+    pub fn givable(&self) -> usize {
+        (self.free.len() + self.room.idle()).saturating_sub(1)
+    }
+
+    /// How many slots are empty.
+    pub fn empty(&self) -> usize {
+        self.free.len()
+    }
+
+    /// When the block that it would evict next was last used; for ever, if that is not known.
+    pub fn coldest_use(&self) -> u64 {
+        self.coldest(1).first().map_or(u64::MAX, |&slot| self.slots[slot as usize].used.into())
+    }
+
+    /// Since when the first of those who wait do, in turns.
+    pub fn waits_since(&self) -> Option<u64> {
+        let firsts = [self.waiting.front(), self.waiting.get(self.staging())];
+        firsts.into_iter().flatten().map(|waiting| waiting.since).min()
+    }
+
+    /// Gives up an empty slot, or that of the block that it would evict next. `None`: it has neither, or somebody
+    /// still touches the victim, which waits in quarantine.
+    pub fn give_up(&mut self) -> Option<u32> {
+        if self.free.is_empty() {
+            self.make_room(1);
+        }
+        let slot = self.free.pop()?;
+        self.slots[slot as usize].state = State::Absent;
+        self.absent.push(slot);
+        Some(slot)
+    }
+
     // -- asking ------------------------------------------------------------------------------------------------------
+
+    /// Slots have numbers below this one.
+    pub fn slots(&self) -> u32 {
+        self.slots.len() as u32
+    }
 
     /// How many copies read this slot.
     pub fn copies(&self, slot: u32) -> u32 {
@@ -644,21 +819,18 @@ impl<M: Lives> Pool<M> {
         self.slots.iter().filter(published).filter_map(|slot| slot.place)
     }
 
-    /// The published blocks among `count` slots from this one on: the slot, its place, and whether it is held.
-    pub fn published_within(&self, from: u32, count: u32) -> impl Iterator<Item = (SlotRef, Place, bool)> {
+    /// The published blocks among `count` slots from this one on.
+    pub fn published_within(&self, from: u32, count: u32) -> impl Iterator<Item = Published> {
         let published = |slot: &&Slot| slot.state == State::Committed { published: true };
         let slots = self.slots.iter().skip(from as usize).take(count as usize).filter(published);
-        slots.filter_map(|slot| Some((slot.life, slot.place?, !self.evict.contains(slot.life.slot))))
+        slots.filter_map(|slot| {
+            Some(Published { slot: slot.life, place: slot.place?, owner: slot.owner, held: !slot.kin.idle })
+        })
     }
 
-    /// The numbered changes since the last call.
-    pub fn take_changes(&mut self) -> Vec<(u64, Change)> {
+    /// The changes since the last call, in their order.
+    pub fn take_changes(&mut self) -> Vec<Change> {
         std::mem::take(&mut self.changes)
-    }
-
-    /// Number that the next change will have.
-    pub fn next_sequence(&self) -> u64 {
-        self.next_sequence
     }
 
     /// Number and XOR of the published keys.
@@ -679,12 +851,13 @@ impl<M: Lives> Pool<M> {
     /// Slots by state.
     pub fn occupancy(&self) -> Occupancy {
         let mut sum = Occupancy::default();
-        for (slot, record) in (0..).zip(&self.slots) {
+        for record in &self.slots {
             match record.state {
                 State::Free => sum.free += 1,
                 State::Reserved => sum.reserved += 1,
                 State::Quarantine => sum.quarantine += 1,
-                State::Committed { .. } if self.evict.contains(slot) => sum.cached += 1,
+                State::Absent => {}
+                State::Committed { .. } if record.kin.idle => sum.cached += 1,
                 State::Committed { .. } => sum.pinned += 1,
             }
         }
@@ -698,7 +871,7 @@ impl<M: Lives> Pool<M> {
             && self.waiting.is_empty()
             && self.granted.is_empty()
             && self.writers.is_empty()
-            && (free + cached) as usize == self.slots.len()
+            && free + cached == self.size()
     }
 
     fn grant_slots(&self, holder: Holder) -> impl Iterator<Item = u32> {
@@ -735,12 +908,14 @@ impl<M: Lives> Pool<M> {
         }
         let clients = |holder: &Holder, held: &Held| holder.client.is_some() && held.grant.is_some();
         let known = self.held.iter().filter(|(holder, held)| clients(holder, held)).count()
-            + self.waiting.iter().filter(|(holder, _, _)| holder.client.is_some()).count();
+            + self.waiting.iter().filter(|waiting| waiting.holder.client.is_some()).count();
         assert_eq!(self.granted.len(), known, "a tag is known without a grant");
         let mut writers = vec![0; self.slots.len()];
         self.writers.values().flatten().for_each(|&slot| writers[slot as usize] += 1);
         let free: HashSet<u32> = self.free.iter().copied().collect();
         assert_eq!(free.len(), self.free.len(), "a slot is free twice");
+        let mut absent: HashSet<u32> = self.absent.iter().copied().collect();
+        assert_eq!(absent.len(), self.absent.len(), "a slot was given up twice");
         let mut published = 0;
         let mut xor = [0; 16];
         for (number, slot) in (0..).zip(&self.slots) {
@@ -749,17 +924,19 @@ impl<M: Lives> Pool<M> {
             assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
             let quarantined = self.quarantine.contains(&number);
             assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
-            let evictable = slot.state == State::Committed { published: true }
-                && slot.pins == 0
-                && slot.reads == 0
-                && slot.writers == 0;
-            assert_eq!(self.evict.contains(number), evictable, "eviction order and slot {number}: {slot:?}");
             let referenced = slot.pins > 0 || slot.reads > 0;
             match slot.state {
                 State::Free => {
                     assert!(!referenced && slot.writers == 0 && self.memory.quiet(number), "slot {number} is not free");
                 }
                 State::Quarantine => assert!(!referenced, "slot {number} is quarantined and referenced"),
+                State::Absent => {
+                    assert!(
+                        !referenced && slot.writers == 0 && self.memory.quiet(number),
+                        "slot {number} is not given up"
+                    );
+                    assert!(absent.remove(&number), "slot {number} was not given up");
+                }
                 State::Reserved => assert!(slot.pins == 1 && slot.reads == 0, "slot {number} is reserved once"),
                 State::Committed { published: true } => {
                     let place = slot.place.expect("a published block has a place");
@@ -770,18 +947,12 @@ impl<M: Lives> Pool<M> {
                 State::Committed { published: false } => assert!(referenced, "slot {number} serves nobody"),
             }
         }
+        assert!(absent.is_empty(), "given up, and not: {absent:?}");
         assert_eq!(self.index.len(), published, "the index and the published slots differ");
         assert_eq!(self.xor, xor, "the XOR of the keys has drifted");
-        let order = self.evict.order();
-        let rank: HashMap<u32, usize> = order.iter().enumerate().map(|(rank, &slot)| (slot, rank)).collect();
-        for &slot in &order {
-            let parent = self.slots[slot as usize].place.and_then(|place| self.index.get(&place.parent));
-            if let Some(parent) = parent.and_then(|parent| rank.get(parent)) {
-                assert!(*parent >= rank[&slot], "the head of a prefix would go before its tail");
-            }
-        }
+        self.check_room();
         assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
-        let staging = self.waiting.iter().map(|(_, _, mode)| *mode == GrantMode::Staging);
+        let staging = self.waiting.iter().map(|waiting| waiting.mode == GrantMode::Staging);
         assert!(staging.is_sorted_by(|before, after| before >= after), "a staging grant waits behind another kind");
     }
 }

@@ -20,6 +20,8 @@
 //! 5. **Durable when flushed.** What was written or removed before a flush that is `Done` is so after any crash, unless the
 //!    medium lost it; what was not flushed may be there or not, but never wrong.
 
+use serde::{Deserialize, Serialize};
+
 use crate::memory::{ReadHold, WriteHold};
 use crate::types::{BlockKey, Layout, Owner};
 
@@ -44,7 +46,7 @@ pub struct Record {
 pub enum Fate {
     /// As asked.
     Done,
-    /// Reads: no such block (any more).
+    /// Reads: no such block (any more). Writes: it was removed while it was under way.
     Missing,
     /// Reads: the bytes are not those that were written; the block has been dropped.
     Corrupt,
@@ -98,7 +100,7 @@ pub struct Capacity {
 }
 
 /// Which blocks are meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Whose {
     /// All of a namespace.
     Namespace(u64),
@@ -118,7 +120,8 @@ impl Whose {
 
 /// One medium that keeps blocks. See the module's head for its promises.
 pub trait Tier: Send {
-    /// Begins to write a sealed block. A key that is there (or under way) already ends `Done` at once.
+    /// Begins to write a sealed block. A key that is there already ends `Done` at once; one that is under way already ends
+    /// no sooner than that.
     fn write(&mut self, op: OpId, record: Record, block: ReadHold);
     /// Begins to read a block into all strips of an open slot.
     fn read(&mut self, op: OpId, key: &BlockKey, into: WriteHold);

@@ -68,9 +68,9 @@ pub struct Copy {
 
 impl Copy {
     /// A whole block of a local arena into a slot of a peer's, which has the same layout and so the same geometry.
-    pub fn block(arena: &Arena, id: CopyId, source: SlotRef, destination: SlotRef) -> Self {
-        let span = |slot: SlotRef| Span {
-            region: RegionId::ARENA,
+    pub fn block(arena: &Arena, id: CopyId, source: (RegionId, SlotRef), destination: (RegionId, SlotRef)) -> Self {
+        let span = |(region, slot): (RegionId, SlotRef)| Span {
+            region,
             life: slot.generation,
             offset: arena.offset_of(slot.slot, 0),
         };

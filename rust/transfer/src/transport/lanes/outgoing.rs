@@ -23,7 +23,7 @@ use crate::link::{Link, Stream};
 use crate::region::{By, Reading, Writing, checksums_of, sum_count};
 use crate::transport::fence::{Trail, next_path};
 use crate::transport::{Busy, Completion, Copy, Hand, Helper, Op, Outcome, Path, STALLED_AFTER};
-use crate::types::{NodeAddress, RegionId, Span};
+use crate::types::{NodeAddress, Span};
 
 use super::body::{Body, outcome_of};
 use super::frames::{
@@ -364,7 +364,7 @@ fn alike(one: &Copy, other: &Copy) -> bool {
 /// True if the bytes come from an arena, so that they have checksums.
 fn from_arena(copy: &Copy) -> bool {
     let source = if copy.op == Op::Write { copy.local } else { copy.remote };
-    source.region == RegionId::ARENA
+    source.region.is_arena()
 }
 
 /// Bytes of a copy in a frame's table, at most.

@@ -42,6 +42,7 @@ pub mod topology;
 pub mod verbs;
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -205,10 +206,10 @@ impl Shared {
         self.regions.get().ok_or_else(|| Error::bug("an rdma path before the regions"))
     }
 
-    fn forget(&self, region: RegionId) {
+    fn forget(&self, region: RegionId, bytes: Range<u64>) {
         let cards = self.cards.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(cards) = cards {
-            cards.pinned.forget(region);
+            cards.pinned.forget(region, bytes);
         }
     }
 
@@ -384,9 +385,9 @@ impl RdmaTransport {
 impl Transport for RdmaTransport {
     fn register(&mut self, regions: Arc<Regions>) {
         let shared = Arc::downgrade(&self.shared);
-        regions.on_removal(Box::new(move |region| {
+        regions.on_removal(Box::new(move |region, bytes| {
             if let Some(shared) = shared.upgrade() {
-                shared.forget(region);
+                shared.forget(region, bytes);
             }
         }));
         // Opening takes a card half a second or more: done before the first path needs it, and not at all without cards.

@@ -4,10 +4,14 @@
 //! first use and once per rail: an arena of 100 GiB costs nothing before it is filled, and no use waits for more than
 //! one chunk (256 MiB: 0.1 s where the kernel clears 3 GB/s; well within the 3 s of a stall).
 //!
+//! A chunk of an arena is pinned whole, also the slots in it that its pool does not use: where several arenas share a
+//! node's memory, up to a chunk of each may be taken besides.
+//!
 //! A removed region's chunks are forgotten within its removal. Whoever still moves bytes of it holds the chunk and,
 //! longer, the region; so the keys are invalid before the memory is given back.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -91,9 +95,11 @@ impl Pinned {
         Ok(Some(runs))
     }
 
-    /// Forgets a region; its chunks go with the last who uses them.
-    pub fn forget(&self, region: RegionId) {
-        self.lock().retain(|(id, _), _| *id != region);
+    /// Forgets the chunks that have any of these bytes of a region; they go with the last who uses them. Of memory that an
+    /// arena has given back the cards would still know the old pages, so it is made known anew when it is used again.
+    pub fn forget(&self, region: RegionId, bytes: Range<u64>) {
+        let has = |chunk: u64| chunk * CHUNK_BYTES < bytes.end && bytes.start < (chunk + 1) * CHUNK_BYTES;
+        self.lock().retain(|(id, chunk), _| *id != region || !has(*chunk));
     }
 
     /// How many chunks are known.
@@ -127,7 +133,7 @@ impl Pinned {
         drop(slot);
         // A removal that came in between has not seen a new entry.
         if regions.get(id).is_none() {
-            self.forget(id);
+            self.forget(id, 0..u64::MAX);
         }
         Ok(chunk)
     }

@@ -285,7 +285,7 @@ impl World {
         let mut out = Vec::new();
         engine.handle(input, now, &mut out);
         engine.check();
-        carrier.know_arena(engine);
+        carrier.know_arenas(engine);
         let here = engine.node().clone();
         for output in out {
             match output {

@@ -1,0 +1,56 @@
+//! The tier that keeps nothing: it is full from the start.
+
+use std::time::Duration;
+
+use crate::memory::{ReadHold, WriteHold};
+use crate::types::BlockKey;
+
+use super::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
+
+/// Keeps nothing.
+#[derive(Debug, Default)]
+pub struct Null {
+    events: Vec<TierEvent>,
+}
+
+impl Tier for Null {
+    fn write(&mut self, op: OpId, _record: Record, block: ReadHold) {
+        drop(block);
+        self.events.push(TierEvent::Ended { op, fate: Fate::Full });
+    }
+
+    fn read(&mut self, op: OpId, _key: &BlockKey, into: WriteHold) {
+        drop(into);
+        self.events.push(TierEvent::Ended { op, fate: Fate::Missing });
+    }
+
+    fn remove(&mut self, _key: &BlockKey) -> bool {
+        false
+    }
+
+    fn clear(&mut self, _whose: Whose) -> Vec<BlockKey> {
+        Vec::new()
+    }
+
+    fn find(&self, _key: &BlockKey) -> Option<Record> {
+        None
+    }
+
+    fn records(&self) -> Box<dyn Iterator<Item = Record> + '_> {
+        Box::new(std::iter::empty())
+    }
+
+    fn flush(&mut self, op: OpId) {
+        self.events.push(TierEvent::Ended { op, fate: Fate::Done });
+    }
+
+    fn poll(&mut self) -> Vec<TierEvent> {
+        std::mem::take(&mut self.events)
+    }
+
+    fn capacity(&self) -> Capacity {
+        Capacity::default()
+    }
+
+    fn close(&mut self, _within: Duration) {}
+}

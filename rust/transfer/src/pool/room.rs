@@ -1,0 +1,229 @@
+//! Which blocks may go: the pool sees to it that a prefix goes from its tail, whatever the policy.
+//!
+//! A published block is *idle* if nobody refers to it. What an idle block may do follows from the blocks that continue
+//! its prefix and lie here, its children:
+//!
+//! | children | it is | it goes |
+//! |---|---|---|
+//! | none | a candidate | when the policy says so |
+//! | some are idle | inside | after them |
+//! | all are in use | a stem | when there is no candidate, as the room is needed and the prefix is broken anyway |
+//!
+//! So every idle block can be had, in some order: room is counted in idle blocks. Parent and child may be published in
+//! any order. Only a block one position further counts as a child, so that made-up keys cannot form a circle, in which
+//! nobody would go first.
+
+use std::collections::{BTreeSet, HashMap};
+
+use super::policy::{Evict, Gone};
+use super::{Lives, Place, Pool, Slot, State};
+use crate::types::BlockKey;
+
+/// Of a block's children, how many there are, and how many of those are idle.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Children {
+    all: u32,
+    idle: u32,
+}
+
+/// What a slot's block may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Role {
+    /// In use, not published, or its children go first.
+    #[default]
+    Stays,
+    Candidate,
+    Stem,
+}
+
+/// What is noted of a slot to know whether its block may go.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Kin {
+    /// Of a published block. Its parent's slot at the last look: it may be another's by now.
+    parent: u32,
+    children: Children,
+    /// Published, and nobody refers to it.
+    pub(super) idle: bool,
+    role: Role,
+}
+
+/// The blocks that may go.
+#[derive(Debug)]
+pub(super) struct Room {
+    policy: Box<dyn Evict>,
+    /// In the order in which they are taken; few, as each has a child in use.
+    stems: BTreeSet<u32>,
+    /// Children of blocks that are not here, by the parent's key and the children's position.
+    orphans: HashMap<(BlockKey, u32), Children>,
+    /// Slots of idle blocks: what could be had.
+    idle: usize,
+}
+
+impl Room {
+    pub(super) fn new(policy: Box<dyn Evict>) -> Self {
+        Self { policy, stems: BTreeSet::new(), orphans: HashMap::new(), idle: 0 }
+    }
+
+    /// How many blocks could go.
+    pub(super) fn idle(&self) -> usize {
+        self.idle
+    }
+
+    /// A holder has found the block.
+    pub(super) fn hit(&mut self, slot: u32) {
+        self.policy.hit(slot);
+    }
+}
+
+impl<M: Lives> Pool<M> {
+    /// The slot's block, which is in use, is published now.
+    pub(super) fn join(&mut self, slot: u32, place: Place) {
+        self.room.policy.publish(slot, &place);
+        let children = place.position.checked_add(1).and_then(|next| self.room.orphans.remove(&(place.key, next)));
+        self.slots[slot as usize].kin = Kin { children: children.unwrap_or_default(), ..Kin::default() };
+        self.tell_parent(slot, |children| children.all += 1);
+    }
+
+    /// The slot's block, which was published, is not any more.
+    pub(super) fn leave(&mut self, slot: u32, place: Place, gone: Gone) {
+        self.wake(slot);
+        self.room.policy.remove(slot, gone);
+        let kin = std::mem::take(&mut self.slots[slot as usize].kin);
+        if kin.children.all > 0 {
+            self.room.orphans.insert((place.key, place.position + 1), kin.children);
+        }
+        self.slots[slot as usize].kin.parent = kin.parent;
+        self.tell_parent(slot, |children| children.all -= 1);
+    }
+
+    /// Somebody refers to the slot's block now. True if it was idle.
+    pub(super) fn wake(&mut self, slot: u32) -> bool {
+        let kin = &mut self.slots[slot as usize].kin;
+        if !std::mem::replace(&mut kin.idle, false) {
+            return false;
+        }
+        self.room.idle -= 1;
+        self.review(slot);
+        self.tell_parent(slot, |children| children.idle -= 1);
+        true
+    }
+
+    /// Nobody refers to the slot's published block any more.
+    pub(super) fn rest(&mut self, slot: u32) {
+        let kin = &mut self.slots[slot as usize].kin;
+        if std::mem::replace(&mut kin.idle, true) {
+            return;
+        }
+        self.room.idle += 1;
+        self.room.policy.rest(slot);
+        self.review(slot);
+        self.tell_parent(slot, |children| children.idle += 1);
+    }
+
+    /// The idle block that goes next; it is a candidate no more.
+    pub(super) fn victim(&mut self) -> Option<u32> {
+        let slot = self.room.policy.pop().or_else(|| self.room.stems.pop_first())?;
+        self.slots[slot as usize].kin.role = Role::Stays;
+        Some(slot)
+    }
+
+    /// Up to `limit` of the blocks that go next, as things are: a parent joins when its last child has gone.
+    pub fn coldest(&self, limit: usize) -> Vec<u32> {
+        self.room.policy.coldest(limit)
+    }
+
+    fn tell_parent(&mut self, slot: u32, change: impl Fn(&mut Children)) {
+        let Slot { place: Some(place), kin, .. } = self.slots[slot as usize] else { return };
+        let Some(position) = place.position.checked_sub(1) else { return };
+        let is_parent = |number: u32| {
+            self.slots.get(number as usize).is_some_and(|record| {
+                record.state == State::Committed { published: true }
+                    && record.place.is_some_and(|other| other.key == place.parent && other.position == position)
+            })
+        };
+        let parent = if is_parent(kin.parent) {
+            Some(kin.parent)
+        } else {
+            self.index.get(&place.parent).copied().filter(|&number| is_parent(number))
+        };
+        if let Some(parent) = parent {
+            self.slots[slot as usize].kin.parent = parent;
+            change(&mut self.slots[parent as usize].kin.children);
+            self.review(parent);
+            return;
+        }
+        let orphans = self.room.orphans.entry((place.parent, place.position));
+        let children = orphans.and_modify(&change).or_insert_with(|| {
+            let mut children = Children::default();
+            change(&mut children);
+            children
+        });
+        if children.all == 0 {
+            self.room.orphans.remove(&(place.parent, place.position));
+        }
+    }
+
+    /// Decides what the slot's block may do after something about it has changed.
+    fn review(&mut self, slot: u32) {
+        let kin = &mut self.slots[slot as usize].kin;
+        let role = match kin.children {
+            _ if !kin.idle => Role::Stays,
+            Children { all: 0, .. } => Role::Candidate,
+            Children { idle: 0, .. } => Role::Stem,
+            Children { .. } => Role::Stays,
+        };
+        let before = std::mem::replace(&mut kin.role, role);
+        if before == role {
+            return;
+        }
+        match before {
+            Role::Candidate => self.room.policy.forbid(slot),
+            Role::Stem => drop(self.room.stems.remove(&slot)),
+            Role::Stays => {}
+        }
+        match role {
+            Role::Candidate => self.room.policy.allow(slot),
+            Role::Stem => drop(self.room.stems.insert(slot)),
+            Role::Stays => {}
+        }
+    }
+
+    /// Asserts the laws of this file.
+    pub(super) fn check_room(&self) {
+        let mut families: HashMap<(BlockKey, u32), Children> = HashMap::new();
+        for (slot, place) in self.slots.iter().filter_map(|slot| Some((slot, slot.place?))) {
+            if slot.state == (State::Committed { published: true }) && place.position > 0 {
+                let children = families.entry((place.parent, place.position)).or_default();
+                children.all += 1;
+                children.idle += u32::from(slot.kin.idle);
+            }
+        }
+        let (mut idle, mut candidates, mut stems) = (0, 0, 0);
+        for (number, slot) in (0..).zip(&self.slots) {
+            let published = slot.state == State::Committed { published: true };
+            let unused = published && slot.pins == 0 && slot.reads == 0 && slot.writers == 0;
+            assert_eq!(slot.kin.idle, unused, "idle and slot {number}: {slot:?}");
+            let next =
+                slot.place.filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));
+            let children = next.and_then(|family| families.remove(&family)).unwrap_or_default();
+            if published {
+                assert_eq!(slot.kin.children, children, "children of slot {number}: {slot:?}");
+            }
+            let candidate = unused && children.all == 0;
+            let stem = unused && children.all > 0 && children.idle == 0;
+            assert_eq!(self.room.policy.contains(number), candidate, "the policy and slot {number}: {slot:?}");
+            assert_eq!(self.room.stems.contains(&number), stem, "the stems and slot {number}: {slot:?}");
+            idle += usize::from(unused);
+            candidates += usize::from(candidate);
+            stems += usize::from(stem);
+        }
+        assert_eq!(self.room.idle, idle, "the number of idle blocks has drifted");
+        assert_eq!(self.room.policy.len(), candidates, "the policy has slots that are not there");
+        assert_eq!(self.room.stems.len(), stems, "there are stems that are not there");
+        assert_eq!(self.room.orphans, families, "children of absent parents");
+        let order = self.room.policy.coldest(usize::MAX);
+        let distinct: BTreeSet<u32> = order.iter().copied().collect();
+        assert!(distinct.len() == candidates && order.len() == candidates, "the order is not one of the candidates");
+        assert!(order.iter().all(|&slot| self.room.policy.contains(slot)), "the order has more than the candidates");
+    }
+}
