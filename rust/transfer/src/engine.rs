@@ -17,6 +17,7 @@
 //! reserved. `stores.rs` shares memory between layouts, `behind.rs` has the medium behind it.
 //! If both workers sit on one daemon, `Opened` carries the slots, and `Push` commits in place.
 
+mod admin;
 mod behind;
 mod copies;
 mod fetch;
@@ -40,6 +41,7 @@ use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
 use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, Tag};
 
+pub use admin::Stretch;
 pub use copies::Copied;
 
 use behind::Behind;
@@ -204,6 +206,8 @@ pub struct Engine {
     next_sequence: u64,
     next_heartbeat: Nanos,
     stats: Stats,
+    /// Takes on nothing new.
+    draining: bool,
 }
 
 impl Engine {
@@ -235,6 +239,7 @@ impl Engine {
             next_sequence: 0,
             next_heartbeat: 0,
             stats: Stats::default(),
+            draining: false,
         }
     }
 
@@ -353,6 +358,9 @@ impl Engine {
                 return self.prefetch(client, &keys, parent, position, &from);
             }
         };
+        if self.turns_away(&request) {
+            return self.refuse(client, tag, Refusal::Full);
+        }
         let Some(known) = self.clients.get_mut(&client) else { return self.refuse(client, tag, Refusal::Protocol) };
         let (store, namespace, tags) = (known.store, known.namespace, &mut known.tags);
         if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {

@@ -155,7 +155,7 @@ impl Engine {
             Some(Refusal::Ended)
         } else if self.visits.contains_key(&tag) {
             Some(Refusal::Protocol)
-        } else if self.visits.len() >= self.settings.opens {
+        } else if self.visits.len() >= self.settings.opens || self.turns_away_visit(tag) {
             Some(Refusal::Full)
         } else {
             None

@@ -159,6 +159,30 @@ pub struct Tally {
     pub dropped: u64,
 }
 
+/// A published block, as a walk over the slots finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Where it lies.
+    pub slot: SlotRef,
+    /// Which it is.
+    pub place: Place,
+    /// Whose it is.
+    pub owner: Owner,
+    /// Somebody holds it, or it is being copied.
+    pub held: bool,
+}
+
+/// What has become of a block that was to be dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Dropped {
+    /// It is not published here.
+    Missing,
+    /// It stays: somebody holds it, or it is being copied.
+    Held,
+    /// Nobody finds it any more, and its slot is free, or will be when who reads it is done.
+    Now,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Free,
@@ -628,6 +652,17 @@ impl<M: Lives> Pool<M> {
         true
     }
 
+    /// Drops a block that nobody holds.
+    pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
+        let Some(&slot) = self.index.get(key) else { return Dropped::Missing };
+        if !self.slots[slot as usize].kin.idle {
+            return Dropped::Held;
+        }
+        self.unpublish_slot(slot, Gone::Removed);
+        self.settle(slot);
+        Dropped::Now
+    }
+
     /// Frees what in quarantine has become quiet.
     pub fn sweep(&mut self) {
         let quiet = |&slot: &u32| self.slots[slot as usize].writers == 0 && self.memory.quiet(slot);
@@ -897,6 +932,15 @@ impl<M: Lives> Pool<M> {
     pub fn published(&self) -> impl Iterator<Item = Place> {
         let published = |slot: &&Slot| slot.state == State::Committed { published: true };
         self.slots.iter().filter(published).filter_map(|slot| slot.place)
+    }
+
+    /// The published blocks among `count` slots from this one on.
+    pub fn published_within(&self, from: u32, count: u32) -> impl Iterator<Item = Published> {
+        let published = |slot: &&Slot| slot.state == State::Committed { published: true };
+        let slots = self.slots.iter().skip(from as usize).take(count as usize).filter(published);
+        slots.filter_map(|slot| {
+            Some(Published { slot: slot.life, place: slot.place?, owner: slot.owner, held: !slot.kin.idle })
+        })
     }
 
     /// The changes since the last call, in their order.
