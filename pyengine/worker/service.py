@@ -17,6 +17,7 @@ from pyengine._native import PoolClient
 from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
+from pyengine.kv_mover import TIERS
 from pyengine.scheduler.messages import Abort, Work, WorkerAlive
 from pyengine.scheduler.types import Node, WorkerInfo
 from pyengine.secret import read_secret
@@ -176,13 +177,15 @@ class WorkerService:
             self._incarnation,
             spec.strips,
             spec.strip_bytes,
-            timeout=timeout,
+            self._backend.namespace.owner(),
+            timeout,
         )
 
     def _alive(self) -> WorkerAlive:
         """The heartbeat; runs on the links' thread and only reads plain counters."""
         worker, batcher = self._worker, self._worker.batcher
         samples, worker.samples = worker.samples, []
+        loads, worker.mover.loads = worker.mover.loads, []
         return WorkerAlive(
             worker=self._config.worker,
             progress=worker.progress,
@@ -192,6 +195,7 @@ class WorkerService:
             free_pages=batcher.pool.free,
             samples=tuple(samples),
             counters=sample_names(self._config.worker, worker),
+            loads=tuple(loads),
         )
 
 
@@ -223,7 +227,7 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
         f'pyengine_worker_tokens_total{{{label},phase="prefill"}}': counters["prefill"],
         f'pyengine_worker_tokens_total{{{label},phase="decode"}}': counters["decode"],
         f"pyengine_recomputed_tokens_total{{{label}}}": counters["recomputed"],
-        f"pyengine_cached_tokens_total{{{label}}}": counters["cached"],
+        **{f'pyengine_cached_tokens_total{{{label},tier="{tier}"}}': counters[f"cached_{tier}"] for tier in TIERS},
         f"pyengine_worker_steps_total{{{label}}}": counters["steps"],
         f"vllm:num_preemptions_total{{{label}}}": counters["preempted"],
         f'pyengine_worker_blocks_total{{{label},event="stored"}}': moved["stored_blocks"],
