@@ -7,6 +7,7 @@ import secrets
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,8 +27,11 @@ from pyengine.worker.links import WorkerLinks
 
 logger = logging.getLogger(__name__)
 
-#: Seconds a starting worker waits for its daemon.
-DAEMON_PATIENCE = 10.0
+#: Seconds a starting worker waits for its daemon, which after a crash reads its whole SSD first: ten minutes at 2 GB/s
+#: are more than a terabyte.
+DAEMON_PATIENCE = 600.0
+#: Seconds after which it says that it does.
+DAEMON_LATE = 10.0
 #: Seconds between attempts to reach a daemon that died.
 RECONNECT_EVERY = 0.2
 #: Milliseconds the idle loop sleeps at most; every event wakes it before.
@@ -74,7 +78,7 @@ class WorkerService:
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(pages)
         self._incarnation = secrets.randbits(63)
-        self._pool: PoolClient | None = self._dial(DAEMON_PATIENCE)
+        self._pool: PoolClient | None = self._await_daemon()
         self._worker = Worker(
             config.worker,
             self._backend,
@@ -168,6 +172,16 @@ class WorkerService:
                 # A node's daemon that has another layout or secret now: this worker is of no use any more.
                 self._refused = error
                 return
+
+    def _await_daemon(self) -> PoolClient:
+        until = time.monotonic() + DAEMON_PATIENCE
+        while True:
+            try:
+                return self._dial(DAEMON_LATE)
+            except _native.RetryError as error:
+                if time.monotonic() > until:
+                    raise
+                logger.warning("waiting for the daemon of %s: %s", self._config.node, error)
 
     def _dial(self, timeout: float) -> PoolClient:
         spec = self._backend.namespace.kv
