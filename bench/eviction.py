@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -202,11 +203,10 @@ def say(
     reuse: float | None = None,
 ) -> None:
     case = f"{trace.name} {policy} {spell(capacity)} {what}"
-    more = {} if reuse is None else {"reuse": reuse}
-    if limit is None:
-        line("eviction", case, value, unit, **more)
-    else:
-        line("eviction", case, value, unit, against="belady", ratio=value / limit if limit else None, **more)
+    more: dict[str, Any] = {} if reuse is None else {"reuse": reuse}
+    if limit is not None:
+        more |= {"against": "belady", "ratio": value / limit if limit else None}
+    line("eviction", case, value, unit, **more)
 
 
 def beside(trace: Trace, what: str, capacity: float, ours: float, paper: float, *, shape: float) -> None:
