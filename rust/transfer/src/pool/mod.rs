@@ -15,7 +15,9 @@
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
+pub mod disk;
 mod ended;
+pub mod model;
 pub mod null;
 pub mod policy;
 mod room;
@@ -153,6 +155,8 @@ pub struct Tally {
     pub misses: u64,
     /// Blocks removed to make room.
     pub evictions: u64,
+    /// Those of them that were on no other medium.
+    pub dropped: u64,
 }
 
 /// A published block, as a walk over the slots finds it.
@@ -207,6 +211,8 @@ struct Slot {
     /// When it was last let go of, on the clock of [`Pool::turn`].
     used: u32,
     owner: Owner,
+    /// Published, and on another medium too.
+    clean: bool,
     /// Whether it may go.
     kin: Kin,
 }
@@ -215,7 +221,18 @@ impl Slot {
     fn new(slot: u32) -> Self {
         let life = SlotRef { slot, generation: 0 };
         let (state, owner) = (State::Free, Owner::default());
-        Self { life, state, place: None, pins: 0, reads: 0, writers: 0, used: 0, owner, kin: Kin::default() }
+        Self {
+            life,
+            state,
+            place: None,
+            pins: 0,
+            reads: 0,
+            writers: 0,
+            used: 0,
+            owner,
+            clean: false,
+            kin: Kin::default(),
+        }
     }
 }
 
@@ -261,6 +278,7 @@ fn spare(mode: GrantMode) -> usize {
 }
 
 /// The pool of one layout. Every operation leaves [`Pool::check`] true.
+#[derive(Debug)]
 pub struct Pool<M: Lives> {
     memory: M,
     slots: Vec<Slot>,
@@ -284,6 +302,8 @@ pub struct Pool<M: Lives> {
     writers: HashMap<Holder, HashSet<u32>>,
     ended: Remembered<Tag>,
     changes: Vec<Change>,
+    /// Slots of published blocks that were found since the last call of `take_hits`, if anybody asks.
+    hits: Option<Vec<u32>>,
     xor: [u8; 16],
     tally: Tally,
 }
@@ -309,6 +329,7 @@ impl<M: Lives> Pool<M> {
             writers: HashMap::new(),
             ended: Remembered::new(ended_limit),
             changes: Vec::new(),
+            hits: None,
             xor: [0; 16],
             tally: Tally::default(),
         }
@@ -432,7 +453,7 @@ impl<M: Lives> Pool<M> {
             };
             slots.push(slot);
         }
-        present.iter().flatten().for_each(|&slot| self.room.hit(slot));
+        present.iter().flatten().for_each(|&slot| self.hit(slot));
         self.tally.hits += hits as u64;
         self.tally.misses += (wish.keys.len() - hits) as u64;
         let answer = slots.iter().map(|&slot| self.granted_slot(slot)).collect();
@@ -448,6 +469,7 @@ impl<M: Lives> Pool<M> {
         while self.free.len() < need {
             let Some(victim) = self.victim() else { return false };
             self.tally.evictions += 1;
+            self.tally.dropped += u64::from(!self.slots[victim as usize].clean);
             self.unpublish_slot(victim, Gone::Evicted);
             self.discard(victim);
         }
@@ -486,7 +508,7 @@ impl<M: Lives> Pool<M> {
                 if known.insert(slot) {
                     held.looked.push(slot);
                     self.pin(slot);
-                    self.room.hit(slot);
+                    self.hit(slot);
                 }
             }
             self.held.insert(holder, held);
@@ -530,6 +552,21 @@ impl<M: Lives> Pool<M> {
         Ok(())
     }
 
+    /// Gives a holder the published block of the key of one of its reserved slots, which goes back. `None`: it has no such
+    /// slot, or the key is not published.
+    pub fn adopt(&mut self, holder: Holder, index: u32) -> Option<SlotRef> {
+        let own = self.granted_index(holder, index)?;
+        let slot = *self.index.get(&self.slots[own as usize].place?.key)?;
+        if slot != own {
+            self.pin(slot);
+            self.hit(slot);
+            let grant = self.held.get_mut(&holder).and_then(|held| held.grant.as_mut());
+            grant.and_then(|slots| Some(*slots.get_mut(index as usize)? = slot));
+            self.unpin(own);
+        }
+        Some(self.slots[slot as usize].life)
+    }
+
     /// Lets a local client write the uncommitted slots of somebody else's grant, until it commits them or lets go.
     pub fn add_writer(&mut self, holder: Holder, writer: Holder) {
         let reserved: Vec<u32> = self.grant_slots(holder).filter(|&slot| self.is(slot, State::Reserved)).collect();
@@ -567,7 +604,7 @@ impl<M: Lives> Pool<M> {
         record.reads += 1;
         // What a holder's copy reads is in use already: this one is for a peer.
         if self.wake(slot.slot) {
-            self.room.hit(slot.slot);
+            self.hit(slot.slot);
         }
         true
     }
@@ -636,6 +673,13 @@ impl<M: Lives> Pool<M> {
         }
     }
 
+    fn hit(&mut self, slot: u32) {
+        self.room.hit(slot);
+        if let Some(hits) = &mut self.hits {
+            hits.push(slot);
+        }
+    }
+
     fn pin(&mut self, slot: u32) {
         self.slots[slot as usize].pins += 1;
         self.wake(slot);
@@ -678,6 +722,7 @@ impl<M: Lives> Pool<M> {
     fn unpublish_slot(&mut self, slot: u32, gone: Gone) {
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: false };
+        record.clean = false;
         let place = record.place.expect("a published block has a place");
         self.index.remove(&place.key);
         self.leave(slot, place, gone);
@@ -764,6 +809,70 @@ impl<M: Lives> Pool<M> {
         Some(slot)
     }
 
+    // -- for a medium behind this one --------------------------------------------------------------------------------
+
+    /// From now on, [`Pool::take_hits`] is called after every input.
+    pub fn watch_hits(&mut self) {
+        self.hits = Some(Vec::new());
+    }
+
+    /// The published blocks that were found since the last call, and are on no other medium.
+    pub fn take_hits(&mut self) -> Vec<SlotRef> {
+        let hits = self.hits.as_mut().map(std::mem::take).unwrap_or_default();
+        hits.into_iter().filter(|&slot| self.is_dirty(slot)).map(|slot| self.slots[slot as usize].life).collect()
+    }
+
+    /// A block that is published here is, or is not any more, on another medium.
+    pub fn set_clean(&mut self, key: &BlockKey, clean: bool) {
+        if let Some(&slot) = self.index.get(key) {
+            self.slots[slot as usize].clean = clean;
+        }
+    }
+
+    /// What is known of a published block.
+    pub fn describe(&self, slot: SlotRef) -> Option<(Place, Owner)> {
+        let record = self.slots.get(slot.slot as usize)?;
+        let published = record.life == slot && record.state == State::Committed { published: true };
+        record.place.filter(|_| published).map(|place| (place, record.owner))
+    }
+
+    /// Of so many blocks that are about to be evicted, those that are on no other medium.
+    pub fn dirty_victims(&self, limit: usize) -> Vec<SlotRef> {
+        let mut victims = Vec::new();
+        let mut looked = 0;
+        for slot in self.coldest(limit) {
+            // A prefix goes from its tail at one stretch, as far as nobody uses it.
+            let mut next = Some(slot);
+            while let Some(slot) = next.filter(|&slot| looked < limit && self.slots[slot as usize].kin.idle) {
+                looked += 1;
+                if self.is_dirty(slot) {
+                    victims.push(self.slots[slot as usize].life);
+                }
+                let place = self.slots[slot as usize].place.filter(|place| place.position > 0);
+                next = place.and_then(|place| self.index.get(&place.parent).copied());
+                next = next.filter(|&parent| {
+                    let other = self.slots[parent as usize].place;
+                    place.zip(other).is_some_and(|(place, other)| other.position + 1 == place.position)
+                });
+            }
+        }
+        victims.sort_unstable();
+        victims.dedup();
+        victims
+    }
+
+    /// All published blocks that are on no other medium, and when they were used last.
+    pub fn dirty(&self) -> Vec<(u32, SlotRef)> {
+        let dirty = (0..self.slots()).filter(|&slot| self.is_dirty(slot)).map(|slot| &self.slots[slot as usize]);
+        // What somebody holds is in use now.
+        dirty.map(|record| (if record.kin.idle { record.used } else { u32::MAX }, record.life)).collect()
+    }
+
+    fn is_dirty(&self, slot: u32) -> bool {
+        let record = &self.slots[slot as usize];
+        record.state == State::Committed { published: true } && !record.clean
+    }
+
     // -- asking ------------------------------------------------------------------------------------------------------
 
     /// Slots have numbers below this one.
@@ -800,6 +909,12 @@ impl<M: Lives> Pool<M> {
     /// One slot of a held grant.
     pub fn granted_at(&self, holder: Holder, index: u32) -> Option<GrantedSlot> {
         self.granted_index(holder, index).map(|slot| self.granted_slot(slot))
+    }
+
+    /// What a slot of a held grant is to hold; `None` for a private block or no such slot.
+    pub fn told(&self, holder: Holder, index: u32) -> Option<(Place, Owner)> {
+        let record = &self.slots[self.granted_index(holder, index)? as usize];
+        record.place.map(|place| (place, record.owner))
     }
 
     /// The key of one slot of a held grant; `None` for a private block or no such slot.
@@ -944,7 +1059,9 @@ impl<M: Lives> Pool<M> {
                     published += 1;
                     xor.iter_mut().zip(place.key.0).for_each(|(sum, byte)| *sum ^= byte);
                 }
-                State::Committed { published: false } => assert!(referenced, "slot {number} serves nobody"),
+                State::Committed { published: false } => {
+                    assert!(referenced && !slot.clean, "slot {number} serves nobody")
+                }
             }
         }
         assert!(absent.is_empty(), "given up, and not: {absent:?}");
