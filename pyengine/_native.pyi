@@ -582,7 +582,7 @@ class CacheModel:
         """Empty. policy: one of EVICTION_POLICIES; dram_blocks: 2 or more; ssd_blocks: 0 is no SSD.
 
         For policies that weigh costs, costs: seconds for a token, seconds for a pair of tokens in attention, tokens of
-        a block (by default LLaMA3-70B on eight A800, 512); reload: seconds to read a block from the SSD, which then is
+        a block (by default LLaMA3-70B on eight A800, 16); reload: seconds to read a block from the SSD, which then is
         what a dearer one costs (by default infinite).
 
         Raises GiveUpError for an unknown policy or an impossible capacity.
