@@ -13,6 +13,7 @@ use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
+use pyengine_transfer::pool::policy::Policy;
 use pyengine_transfer::pool::tier::Health;
 use pyengine_transfer::pool::twin::Shelf;
 use pyengine_transfer::transport::sim::{Faults, World};
@@ -64,7 +65,9 @@ impl Stage {
     }
 
     fn start(&mut self, node: &'static str, limit: u64) {
-        let settings = Settings::new(4096 + SLOTS * slot_bytes(LAYOUT).expect("possible"));
+        let bytes = 4096 + SLOTS * slot_bytes(LAYOUT).expect("possible");
+        // What is used last goes last: these tests say what that is.
+        let settings = Settings { eviction: Policy::named("lru").expect("known"), ..Settings::new(bytes) };
         let tier = Some((self.shelves[node].clone(), limit));
         let address = self.world.start_over(node, settings, tier);
         self.nodes.insert(node, address);
