@@ -59,7 +59,7 @@ def test_costs_count() -> None:
 
 
 def test_bad_input_says_what_to_do() -> None:
-    with pytest.raises(GiveUpError, match="choose one of lru"):
+    with pytest.raises(GiveUpError, match="choose one of cost"):
         CacheModel("mru", 10)
     with pytest.raises(GiveUpError, match="use 2 to"):
         CacheModel("lru", 1)

@@ -5,15 +5,14 @@ use std::sync::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use transfer::pool::model;
-use transfer::pool::policy::{DEFAULT, POLICIES, Policy, cost::Costs};
+use transfer::pool::policy::{POLICIES, Policy, cost::Costs};
 
 use crate::buffers::Readable;
 use crate::errors::{bug, exception};
 
 /// Names of the eviction policies, the default first.
-pub fn policies() -> Vec<&'static str> {
-    let others = POLICIES.iter().map(|policy| policy.name).filter(|name| *name != DEFAULT.name);
-    std::iter::once(DEFAULT.name).chain(others).collect()
+pub fn policies() -> impl ExactSizeIterator<Item = &'static str> {
+    POLICIES.iter().map(|policy| policy.name)
 }
 
 /// A node's cache without a memory.

@@ -17,6 +17,10 @@ use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
 
 const SLOTS: u32 = 32;
 
+fn lru() -> &'static Policy {
+    Policy::named("lru").expect("it is there")
+}
+
 fn make(policy: &Policy) -> Box<dyn Evict> {
     policy.make(&Costs::default())
 }
@@ -356,7 +360,7 @@ fn cost_weighs_and_ages() {
     }
     assert!(victims > 50, "it went after {victims} victims though it was used a hundred times");
 
-    for (reload, first) in [(f64::INFINITY, 1), (0.001, 0)] {
+    for (reload, first) in [(f64::INFINITY, 1), (0.0001, 0)] {
         let mut evict = policy.make(&Costs { reload, ..Costs::default() });
         settle(evict.as_mut(), [(0, Place { position: 200, ..place(0) }), (1, Place { position: 1, ..place(1) })]);
         assert_eq!(evict.pop(), Some(first), "reload {reload}");
@@ -510,7 +514,7 @@ proptest! {
         nodes in prop::collection::vec(0..60usize, 1..120),
     ) {
         let places = tree(seed, 60);
-        let mut model = CacheModel::new(Policy::named("lru").unwrap(), &Costs::default(), dram, 0).unwrap();
+        let mut model = CacheModel::new(lru(), &Costs::default(), dram, 0).unwrap();
         let mut kept: Vec<Place> = Vec::new();
         for node in nodes {
             let path = path(&places, node);
@@ -566,7 +570,7 @@ fn ids(path: &[Place]) -> Vec<u64> {
 // Method: memory for one block beside the one in use, so that each access writes one to a tier of 256 (segments of 4).
 #[test]
 fn tier_keeps_what_was_read() {
-    let mut model = CacheModel::new(&POLICIES[0], &Costs::default(), 2, 256).unwrap();
+    let mut model = CacheModel::new(lru(), &Costs::default(), 2, 256).unwrap();
     let ssd = |model: &mut CacheModel, id: u64| model.access(&[id]).unwrap().ssd == 1;
     (0..256 + 2).for_each(|id| assert!(!ssd(&mut model, id)));
     let full = model.counts();
@@ -583,7 +587,7 @@ fn tier_keeps_what_was_read() {
 // Goal: what a model cannot do is an error that says so, and changes nothing.
 #[test]
 fn model_refuses() {
-    let new = |dram, ssd| CacheModel::new(&POLICIES[0], &Costs::default(), dram, ssd);
+    let new = |dram, ssd| CacheModel::new(lru(), &Costs::default(), dram, ssd);
     for (dram, ssd) in [(0, 0), (1, 0), (u32::MAX, 0), (10, u32::MAX)] {
         assert!(new(dram, ssd).unwrap_err().message.contains("impossible"));
     }
