@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
@@ -37,6 +37,8 @@ use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
 use crate::paths::{self, Doors, Notify};
+use crate::pool::disk::Ssd;
+use crate::pool::tier::{Capacity, Tier};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended, Event, Session};
 use crate::tls::Side;
@@ -52,6 +54,9 @@ const BATCH: usize = 256;
 const TICK: Duration = Duration::from_millis(50);
 /// Between two attempts to reach the conductor: from, to.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// How long a stop goes on writing to SSD what lies in DRAM only.
+const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 
 /// How long the conductor may be away before the log says so.
 const OUTAGE: Duration = Duration::from_secs(5);
@@ -80,6 +85,8 @@ pub(crate) enum Happening {
     Order(DaemonOrder),
     /// The transport has completions.
     Completions,
+    /// The SSDs have something to tell.
+    Tier,
     /// Somebody in this process asks something, between two inputs.
     Ask(Question),
     /// The end.
@@ -173,9 +180,14 @@ impl Daemon {
             Via::Auto => kinds.to_vec(),
             Via::Only(kind) => vec![kind],
         };
-        let engine = Engine::new(me, Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) });
+        let settings = Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) };
+        let rung = Arc::new(AtomicBool::new(false));
+        let engine = match open_ssd(config, &rung, &shared.happenings)? {
+            Some(ssd) => Engine::with_tier(me, settings, Box::new(ssd)),
+            None => Engine::new(me, settings),
+        };
         let mover = Mover::new(transports, mover::Settings::default());
-        let actor = Actor::new(shared.clone(), engine, mover, config);
+        let actor = Actor::new(shared.clone(), engine, mover, config, rung);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
         let end = EndActor { threads: threads.clone(), accepting: accepting.clone(), ended: ended.clone() };
         let thread = std::thread::Builder::new()
@@ -273,6 +285,24 @@ impl Daemon {
             let _ = std::fs::remove_file(socket);
         }
     }
+}
+
+/// The SSDs, if there are any, with all that they have kept.
+fn open_ssd(config: &Config, rung: &Arc<AtomicBool>, happenings: &SyncSender<Happening>) -> Result<Option<Ssd>, Error> {
+    if config.ssd_dirs.is_empty() {
+        return Ok(None);
+    }
+    let (rung, happenings) = (rung.clone(), happenings.clone());
+    let notify = move || {
+        // Once until it is looked at. If the channel is full the actor is awake, and looks anyway.
+        if !rung.swap(true, Ordering::AcqRel) {
+            drop(happenings.try_send(Happening::Tier));
+        }
+    };
+    let ssd = Ssd::open(&config.ssd_dirs, config.ssd_bytes, notify)?;
+    let Capacity { limit, used, blocks, .. } = ssd.capacity();
+    tracing::info!("SSD: {blocks} blocks are here, in {used} of {limit} bytes");
+    Ok(Some(ssd))
 }
 
 /// However the engine's thread ends, nobody is left talking to it: all links close.
@@ -502,6 +532,8 @@ struct Actor {
     shared: Arc<Shared>,
     engine: Engine,
     carrier: Carrier,
+    /// The SSDs have something to tell.
+    rung: Arc<AtomicBool>,
     via: Via,
     socket: String,
     clients: HashMap<ClientId, Port>,
@@ -527,11 +559,12 @@ struct PeerSession {
 }
 
 impl Actor {
-    fn new(shared: Arc<Shared>, engine: Engine, mover: Mover, config: &Config) -> Self {
+    fn new(shared: Arc<Shared>, engine: Engine, mover: Mover, config: &Config, rung: Arc<AtomicBool>) -> Self {
         Self {
             shared,
             engine,
             carrier: Carrier::new(mover),
+            rung,
             via: config.transport,
             socket: config.socket.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
             clients: HashMap::new(),
@@ -555,17 +588,42 @@ impl Actor {
             };
             for happening in first.into_iter().chain(inbox.try_iter().take(BATCH)) {
                 if matches!(happening, Happening::Stop) {
-                    return;
+                    return self.leave(inbox);
                 }
                 self.on(happening);
             }
             self.look_at_carrier();
+            self.look_at_tier();
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
             }
             self.tell_quiet();
         }
+    }
+
+    fn look_at_tier(&mut self) {
+        if self.rung.swap(false, Ordering::AcqRel) {
+            self.feed(Input::Tier);
+        }
+    }
+
+    /// What lies in DRAM only goes to the SSDs, and they are closed; nobody is served any more.
+    fn leave(&mut self, inbox: &Receiver<Happening>) {
+        let until = Instant::now() + LEAVE_WITHIN;
+        let left = || until.saturating_duration_since(Instant::now());
+        self.feed(Input::Stop);
+        while !self.engine.has_left() && !left().is_zero() {
+            // Whatever comes: only what the SSDs tell is of interest now.
+            if let Err(RecvTimeoutError::Disconnected) = inbox.recv_timeout(left().min(TICK)) {
+                break;
+            }
+            self.look_at_tier();
+        }
+        if !self.engine.has_left() {
+            tracing::warn!("stopped before all that was in DRAM only was written to SSD");
+        }
+        self.engine.close(left());
     }
 
     fn on(&mut self, happening: Happening) {
@@ -610,6 +668,8 @@ impl Actor {
             Happening::Order(order) => self.feed(Input::Order(order)),
             // The transport is looked at after every batch.
             Happening::Completions => {}
+            // As are the SSDs.
+            Happening::Tier => {}
             Happening::Ask(Question(question)) => question(self),
             Happening::Stop => unreachable!("run() ends on it"),
         }

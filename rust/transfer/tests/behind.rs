@@ -13,6 +13,7 @@ use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
+use pyengine_transfer::pool::policy::Policy;
 use pyengine_transfer::pool::tier::Health;
 use pyengine_transfer::pool::twin::Shelf;
 use pyengine_transfer::transport::sim::{Faults, World};
@@ -64,7 +65,9 @@ impl Stage {
     }
 
     fn start(&mut self, node: &'static str, limit: u64) {
-        let settings = Settings::new(4096 + SLOTS * slot_bytes(LAYOUT).expect("possible"));
+        let bytes = 4096 + SLOTS * slot_bytes(LAYOUT).expect("possible");
+        // What is used last goes last: these tests say what that is.
+        let settings = Settings { eviction: Policy::named("lru").expect("known"), ..Settings::new(bytes) };
         let tier = Some((self.shelves[node].clone(), limit));
         let address = self.world.start_over(node, settings, tier);
         self.nodes.insert(node, address);
@@ -243,4 +246,223 @@ fn what_leaves_the_arena_is_on_the_disk() {
     assert_eq!(stage.counter("a", "pyengine_pool_promotions_total", ""), 2);
     assert_eq!(stage.counter("a", "pyengine_pool_hits_total", "ssd"), 2);
     stage.expect_idle();
+}
+
+// Goal: several clients that want one block get it by one read or one copy, each in a slot that it holds; if the one for
+// whom it is fetched leaves, the next goes on. Method: two clients of one node and one block, by disk and by peer.
+#[test]
+fn one_flight_for_all_who_want_it() {
+    let mut stage = Stage::new();
+    stage.store(B, [1, 2, 3, 4]);
+    // From a peer: the second asks while the first one's copy is on its way.
+    for (number, first_leaves) in [(1, false), (2, true)] {
+        let (first, second) = (stage.tag(), stage.tag());
+        let slots = [(A, first), (A2, second)].map(|(client, tag)| stage.granted(client, tag, &[number])[0].slot);
+        assert_ne!(slots[0], slots[1]);
+        stage.fetch(A, first, 1, &["b"]);
+        stage.fetch(A2, second, 1, &["b"]);
+        if first_leaves {
+            stage.end(A, first);
+        }
+        stage.run(SECOND / 10);
+        let second_has = stage.fetched(A2, second, 0).expect("it is there");
+        assert!(second_has.peer && stage.load(A2, second_has.slot) == Some(block(number)));
+        if first_leaves {
+            assert_eq!(second_has.slot, slots[1], "it was fetched for this one then");
+            assert_eq!(stage.told(A), []);
+        } else {
+            let first_has = stage.fetched(A, first, 0).expect("it is there");
+            assert_eq!((first_has.slot, second_has.slot), (slots[0], slots[0]), "both have the one that came");
+            // It stays for the second when the first lets go.
+            stage.end(A, first);
+            assert_eq!(stage.load(A2, slots[0]), Some(block(number)));
+        }
+        stage.end(A2, second);
+    }
+    assert_eq!(stage.counter("a", "pyengine_single_flight_total", ""), 2);
+    let copies = stage.counter("b", "pyengine_transfer_blocks_total", r#"transport="sim",direction="out""#);
+    assert!((2..=3).contains(&copies), "one copy for the first block, at most two for the second, not {copies}");
+
+    // From the disk: the same.
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    [A, A2].into_iter().for_each(|client| stage.attach(client));
+    let (first, second) = (stage.tag(), stage.tag());
+    let slot = stage.granted(A, first, &[1])[0].slot;
+    stage.granted(A2, second, &[1]);
+    stage.fetch(A, first, 1, &[]);
+    stage.fetch(A2, second, 1, &[]);
+    stage.run(SECOND / 10);
+    for (client, tag) in [(A, first), (A2, second)] {
+        assert_eq!(stage.fetched(client, tag, 0), Ok(Found { slot, peer: false, medium: Medium::Ssd }));
+        stage.end(client, tag);
+    }
+    assert_eq!(stage.counter("a", "pyengine_pool_promotions_total", ""), 1);
+    assert_eq!(stage.counter("a", "pyengine_pool_hits_total", "ssd"), 2);
+    // What came meanwhile by other means is found, and the slot that was reserved for it goes back.
+    let late = stage.tag();
+    let mine = stage.granted(A2, late, &[77])[0].slot;
+    stage.store(A, [77]);
+    stage.fetch(A2, late, 1, &["b"]);
+    let found = stage.fetched(A2, late, 0).expect("it is there");
+    assert!(!found.peer && found.medium == Medium::Dram && found.slot != mine);
+    assert_eq!(stage.load(A2, found.slot), Some(block(77)));
+    stage.end(A2, late);
+    stage.expect_idle();
+}
+
+// Goal: sources are asked in their order, the own disk first; what one lacks or has rotten the next may have; at the end
+// the last one's refusal is told; parts of one fetch come from several. Method: blocks that are here and there, and rot.
+#[test]
+fn each_source_is_tried_once_and_in_order() {
+    let mut stage = Stage::new();
+    stage.store(B, [1, 2, 3]);
+    stage.store(A, [3, 4]);
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    stage.attach(A);
+    assert_eq!(stage.dump("a"), [(3, Medium::Ssd), (4, Medium::Ssd)]);
+    let nobody = NodeAddress { node: "c".into(), address: "c:1".into(), incarnation: 9 };
+    let (b, a) = (stage.nodes["b"].clone(), stage.nodes["a"].clone());
+    let wanted = stage.tag();
+    stage.granted(A, wanted, &[1, 3, 4, 5]);
+    let from = vec![a, nobody.clone(), b.clone()];
+    stage.ask(A, LocalRequest::Fetch { tag: wanted, indices: (0..4).collect(), from });
+    stage.run(SECOND);
+    let mut told = stage.told(A);
+    told.sort_by_key(|event| format!("{event:?}"));
+    let origin = |event: &LocalEvent| match event {
+        LocalEvent::Fetched { found, .. } => found.map(|found| (found.peer, found.medium)),
+        other => panic!("{other:?}"),
+    };
+    let expected =
+        [Ok((true, Medium::Dram)), Ok((false, Medium::Ssd)), Ok((false, Medium::Ssd)), Err(Refusal::Missing)];
+    assert_eq!(told.iter().map(origin).collect::<Vec<_>>(), expected);
+    stage.end(A, wanted);
+    // The last refusal counts.
+    let wanted = stage.tag();
+    stage.granted(A, wanted, &[6]);
+    stage.ask(A, LocalRequest::Fetch { tag: wanted, indices: vec![0], from: vec![b, nobody] });
+    stage.run(SECOND);
+    assert_eq!(stage.fetched(A, wanted, 0), Err(Refusal::Unreachable));
+    stage.end(A, wanted);
+    // Rotten on the disk: dropped there and told, and the peer has it.
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    stage.attach(A);
+    stage.run(SECOND);
+    assert!(stage.shelves["a"].rot(&key(3)) && stage.shelves["a"].rot(&key(4)));
+    assert_eq!(stage.fetch_one(A, 3, &["b"]), Ok((true, Medium::Dram)));
+    assert_eq!(stage.fetch_one(A, 4, &[]), Err(Refusal::Corrupt));
+    assert_eq!(stage.fetch_one(A, 4, &["b"]), Err(Refusal::Missing));
+    assert_eq!(stage.counter("a", "pyengine_checksum_failures_total", "ssd"), 2);
+    assert_eq!(stage.dump("a"), [(1, Medium::Ssd), (3, Medium::Dram)], "and so the conductor knows");
+    // Rotten in the arena: the disk still has it.
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
+    let held = stage.tag();
+    let slot = stage.granted(A, held, &[1])[0].slot;
+    stage.arena(A).corrupt_for_test(slot.slot, 0);
+    assert_eq!(stage.load(A, slot), None);
+    stage.ask(A, LocalRequest::Corrupt { tag: held, index: 0 });
+    stage.end(A, held);
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
+    stage.expect_idle();
+}
+
+// Goal: a stop loses nothing that is published, a start remembers it with all that is known of it, and serves it though no
+// client has come back. Method: stop and start; ask from the peer; a kill loses what was not written, and only that.
+#[test]
+fn a_stop_loses_nothing() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=5);
+    let held = stage.tag();
+    stage.granted(A, held, &[9]);
+    let before = stage.dump("a");
+    assert_eq!(before, [1, 2, 3, 4, 5].map(|number| (number, Medium::Dram)));
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    assert_eq!(stage.engine("a").next_sequence(), 5, "so that whoever keeps an index asks for a dump");
+    assert_eq!(stage.dump("a"), [1, 2, 3, 4, 5].map(|number| (number, Medium::Ssd)), "nobody has attached");
+    stage.reports.clear();
+    stage.run(2 * SECOND);
+    let beat = stage.reports.iter().rev().find_map(|(node, report)| match report {
+        DaemonReport::Heartbeat { count, xor, .. } if node == "a" => Some((*count, xor.0)),
+        _ => None,
+    });
+    assert_eq!(beat, Some((5, [1 ^ 2 ^ 3 ^ 4 ^ 5; 16])));
+    for number in [2, 4] {
+        assert_eq!(stage.fetch_one(B, number, &["a"]), Ok((true, Medium::Ssd)), "served with no client of its own");
+    }
+    // All that is known of them came back too.
+    stage.attach(A);
+    let keys = (1..=5).map(key).collect();
+    let (parent, from) = (ROOT, Vec::new());
+    stage.ask(A, LocalRequest::Prefetch { keys, parent, position: 0, from });
+    stage.run(SECOND);
+    assert_eq!(stage.told(A), [], "a hint is never answered");
+    assert_eq!(stage.here(A, 1..=5), [1, 2, 3, 4, 5]);
+    // A kill loses what was not written.
+    stage.store(A, [6]);
+    stage.world.kill("a");
+    stage.start("a", 1 << 20);
+    assert_eq!(stage.dump("a"), [1, 2, 3, 4, 5].map(|number| (number, Medium::Ssd)));
+    stage.expect_idle();
+}
+
+// Goal: a hint brings blocks from peers too, as far as there is room, and holds nothing. Method: more than fit.
+#[test]
+fn hints_are_taken_as_far_as_there_is_room() {
+    let mut stage = Stage::new();
+    stage.store(B, 1..=7);
+    let keys = (1..=7).chain([99]).map(key).collect();
+    let from = vec![stage.nodes["b"].clone()];
+    stage.ask(A, LocalRequest::Prefetch { keys, parent: ROOT, position: 0, from });
+    stage.run(SECOND);
+    assert_eq!(stage.here(A, 1..=7).len(), 7);
+    assert_eq!(stage.counter("a", "pyengine_pool_hits_total", "ssd"), 0);
+    stage.expect_idle();
+    // Nobody attached may hint at anything.
+    stage.ask(77, LocalRequest::Prefetch { keys: vec![key(50)], parent: ROOT, position: 0, from: Vec::new() });
+    stage.expect_idle();
+}
+
+// Goal: a disk that fails or is full costs its blocks and nothing else: what is in the arena is served, what leaves it is
+// counted, and a disk that does well again is used again. Method: let it fail, and make it too small.
+#[test]
+fn a_failing_disk_costs_only_its_blocks() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=4);
+    assert_eq!(stage.here(A, 1..=2), [1, 2]);
+    stage.run(SECOND);
+    stage.shelves["a"].set_health(Health::Failed);
+    for number in 5..=14 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    assert!(stage.counter("a", "pyengine_pool_dropped_total", "") >= 4);
+    assert!(stage.counter("a", "pyengine_tier_refused_writes_total", "") > 0);
+    assert_eq!(stage.counter("a", "pyengine_tier_trouble", ""), 2);
+    assert_eq!(stage.fetch_one(A, 1, &[]), Err(Refusal::Missing));
+    stage.shelves["a"].set_health(Health::Good);
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)), "it was there all the time");
+    stage.run(2 * SECOND);
+    for number in 20..=30 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    assert_eq!(stage.fetch_one(A, 21, &[]), Ok((false, Medium::Ssd)));
+    // One block fits: the newest stays, and each that goes is told.
+    stage.world.stop("a");
+    stage.shelves.insert("a", Shelf::default());
+    stage.start("a", 48);
+    stage.attach(A);
+    for number in 40..=60 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    let there: Vec<_> = stage.dump("a").into_iter().filter(|(_, medium)| *medium == Medium::Ssd).collect();
+    assert_eq!(there.len(), 1);
+    stage.world.stop("a");
+    stage.start("a", 48);
+    assert_eq!(stage.dump("a"), [(60, Medium::Ssd)], "what was used last is written first, and is not pushed out");
 }

@@ -359,7 +359,9 @@ impl Model {
             98 => {
                 let keys = self.keys(layout);
                 let shelf = &self.shelves[node].0;
-                keys.first().is_some_and(|key| shelf.rot(key));
+                if let Some(key) = keys.first() {
+                    shelf.rot(key);
+                }
                 let health = if self.random.permille(300) { Health::ReadOnly } else { Health::Good };
                 shelf.set_health(health);
                 if health == Health::Good {

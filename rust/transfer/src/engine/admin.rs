@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::admin::{ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus};
 use crate::memory::{Arena, slot_bytes};
 use crate::messages::{GrantMode, LocalRequest};
-use crate::pool::tier::Whose;
+use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
 use crate::types::{BlockKey, Medium, Nanos, SlotRef, Tag};
 
@@ -61,6 +61,8 @@ impl Engine {
         self.clients.values().all(|known| known.tags.is_empty())
             && self.visits.is_empty()
             && self.opens.is_empty()
+            && self.flights.is_empty()
+            && self.hints.is_empty()
             && self.fetches.is_empty()
             && self.serving.is_empty()
             && self.copies.is_empty()
@@ -78,7 +80,7 @@ impl Engine {
             waiting: waiting as u64,
             opens: self.opens.len() as u64,
             visits: self.visits.len() as u64,
-            fetches: self.fetches.len() as u64,
+            fetches: (self.flights.len() + self.hints.len()) as u64,
             serving: self.serving.len() as u64,
             copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
             quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
@@ -112,7 +114,7 @@ impl Engine {
             listening: false,
             conductor: None,
             http: None,
-            tiers: vec![dram],
+            tiers: std::iter::once(dram).chain(self.tier_capacity().map(ssd_status)).collect(),
             layouts,
             clients: self
                 .clients
@@ -136,7 +138,7 @@ impl Engine {
 
     /// The published blocks of the next stretch whose keys begin so, and where the stretch after it begins.
     pub fn keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
-        let Some(store) = self.stores.get(from.store as usize) else { return (Vec::new(), None) };
+        let Some(store) = self.stores.get(from.store as usize) else { return self.tier_keys(from, prefix, medium) };
         let bytes = store.layout().block_bytes() as u64;
         let meant = medium.is_none_or(|medium| medium == Medium::Dram);
         let blocks = store.pool.published_within(from.slot, STRETCH);
@@ -144,7 +146,7 @@ impl Engine {
             let (Place { key, parent, position }, owner, held) = (block.place, block.owner, block.held);
             Listed { key, parent, position, medium: Medium::Dram, bytes, owner, held }
         });
-        (listed.collect(), self.behind(from))
+        (listed.collect(), self.next_stretch(from).or_else(|| self.tier_stretch()))
     }
 
     /// The published blocks of the next stretch, to be read one by one by [`Arena::begin_read`], and where the stretch
@@ -154,10 +156,30 @@ impl Engine {
         let blocks = store.pool.published_within(from.slot, STRETCH);
         let behind = |slot: SlotRef| Cursor { slot: slot.slot + 1, ..from };
         let blocks = blocks.map(|block| (block.place.key, block.slot, behind(block.slot))).collect();
-        (Some(Stretch { arena: store.arena.clone(), blocks }), self.behind(from))
+        (Some(Stretch { arena: store.arena.clone(), blocks }), self.next_stretch(from))
     }
 
-    fn behind(&self, from: Cursor) -> Option<Cursor> {
+    /// Blocks on the tier: the place behind all stores.
+    fn tier_keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
+        let known = self.tier_stretch().is_some_and(|tier| tier.store == from.store);
+        if !known || medium == Some(Medium::Dram) {
+            return (Vec::new(), None);
+        }
+        let (records, next) = self.tier_page(from.slot, STRETCH);
+        let listed = records.into_iter().filter(|record| prefix.begins(&record.place.key)).map(|record| {
+            let (Place { key, parent, position }, bytes) = (record.place, record.layout.block_bytes() as u64);
+            Listed { key, parent, position, medium: Medium::Ssd, bytes, owner: record.owner, held: false }
+        });
+        (listed.collect(), next.map(|slot| Cursor { slot, ..from }))
+    }
+
+    /// Where the blocks on the tier begin, if there is one.
+    fn tier_stretch(&self) -> Option<Cursor> {
+        let store = self.stores.iter().count() as u32;
+        self.behind.as_ref().map(|_| Cursor { store, slot: 0 })
+    }
+
+    fn next_stretch(&self, from: Cursor) -> Option<Cursor> {
         let next = from.slot.saturating_add(STRETCH);
         let count = self.stores.get(from.store as usize).map_or(0, |store| store.pool.slots());
         let same = (next < count).then_some(Cursor { slot: next, ..from });
@@ -179,14 +201,18 @@ impl Engine {
         unpublished
     }
 
-    /// Drops these blocks, unless somebody holds them.
+    /// Drops these blocks from every medium, unless somebody holds them.
     pub fn evict(&mut self, keys: &[BlockKey], now: Nanos, out: &mut Vec<Output>) -> Evicted {
         let mut evicted = Evicted::default();
         self.change(now, out, |engine| {
             for key in keys {
                 // In whichever pool it is; a key names a whole prefix, so it cannot be in two.
                 let outcomes = engine.stores.iter_mut().map(|store| store.pool.drop_block(key));
-                match outcomes.max().unwrap_or(Dropped::Missing) {
+                let mut outcome = outcomes.max().unwrap_or(Dropped::Missing);
+                if outcome != Dropped::Held && engine.remove_from_tier(key) {
+                    outcome = Dropped::Now;
+                }
+                match outcome {
                     Dropped::Now => evicted.dropped += 1,
                     Dropped::Held => evicted.held += 1,
                     Dropped::Missing => evicted.missing += 1,
@@ -204,13 +230,38 @@ impl Engine {
         now: Nanos,
         out: &mut Vec<Output>,
     ) -> (Evicted, Option<Cursor>) {
+        if self.tier_stretch().is_some_and(|tier| tier.store == from.store) {
+            return self.evict_tier(from, whose, now, out);
+        }
         let meant = self.stores.get(from.store as usize).map(|store| {
             let blocks = store.pool.published_within(from.slot, STRETCH);
             let blocks = blocks.filter(|block| whose.is_none_or(|whose| whose.has(block.owner)));
             blocks.map(|block| block.place.key).collect::<Vec<_>>()
         });
-        let next = self.behind(from);
+        let next = self.next_stretch(from).or_else(|| self.tier_stretch());
         (self.evict(&meant.unwrap_or_default(), now, out), next)
+    }
+
+    /// Drops the blocks of an owner from the tier, or of a stretch of all. What is held is held in the arena, and stays there.
+    fn evict_tier(
+        &mut self,
+        from: Cursor,
+        whose: Option<Whose>,
+        now: Nanos,
+        out: &mut Vec<Output>,
+    ) -> (Evicted, Option<Cursor>) {
+        let mut evicted = Evicted::default();
+        let mut next = None;
+        self.change(now, out, |engine| match whose {
+            Some(whose) => evicted.dropped = engine.clear_tier(whose),
+            None => {
+                let records = engine.tier_records().take(STRETCH as usize);
+                let keys: Vec<BlockKey> = records.map(|record| record.place.key).collect();
+                evicted.dropped = keys.iter().filter(|key| engine.remove_from_tier(key)).count() as u64;
+                next = (evicted.dropped > 0).then_some(from);
+            }
+        });
+        (evicted, next)
     }
 
     /// Something that no input has brought about, followed by what follows every input.
@@ -219,6 +270,22 @@ impl Engine {
         work(self);
         self.settle();
         out.append(&mut self.out);
+    }
+}
+
+fn ssd_status(capacity: Capacity) -> TierStatus {
+    let Capacity { limit, used, blocks, health, .. } = capacity;
+    let health = match health {
+        Health::Good => "good",
+        Health::ReadOnly => "read-only",
+        Health::Failed => "failed",
+    };
+    TierStatus {
+        medium: Medium::Ssd.name().into(),
+        limit_bytes: limit,
+        used_bytes: used,
+        blocks,
+        health: health.into(),
     }
 }
 

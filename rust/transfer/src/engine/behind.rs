@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::messages::{DaemonReport, Refusal};
-use crate::pool::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent};
+use crate::pool::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
 use crate::types::{BlockKey, Layout, Medium, Nanos, SlotRef};
 
 use super::fetch::{Aim, Via};
@@ -117,6 +117,11 @@ impl Engine {
         self.behind.iter().flat_map(|behind| behind.tier.records())
     }
 
+    /// Some of them, see [`Tier::page`].
+    pub(super) fn tier_page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
+        self.behind.as_ref().map_or((Vec::new(), None), |behind| behind.tier.page(from, count))
+    }
+
     /// True if this read is under way, for this block.
     pub(super) fn reads_tier(&self, op: OpId, aim: Aim) -> bool {
         self.behind.as_ref().and_then(|behind| behind.reads.get(&op)).is_some_and(|read| read.aim == aim)
@@ -215,6 +220,29 @@ impl Engine {
         self.stores.iter_mut().for_each(|store| store.pool.set_clean(key, false));
     }
 
+    /// Drops a block from the tier. True if it was there.
+    pub(super) fn remove_from_tier(&mut self, key: &BlockKey) -> bool {
+        let Some(behind) = &mut self.behind else { return false };
+        let known = behind.tier.find(key).is_some();
+        behind.tier.remove(key);
+        if known {
+            behind.reads.values_mut().filter(|read| read.aim.1 == *key).for_each(|read| read.gone = true);
+            self.gone_from_tier(key);
+        }
+        known
+    }
+
+    /// Drops all blocks of an owner from the tier; returns how many.
+    pub(super) fn clear_tier(&mut self, whose: Whose) -> u64 {
+        let Some(behind) = &mut self.behind else { return 0 };
+        // What is still on its way there was not reported.
+        let keys: Vec<BlockKey> = behind.tier.clear(whose);
+        let keys: Vec<BlockKey> = keys.into_iter().filter(|key| !behind.writing.contains(key)).collect();
+        behind.reads.values_mut().filter(|read| keys.contains(&read.aim.1)).for_each(|read| read.gone = true);
+        keys.iter().for_each(|key| self.gone_from_tier(key));
+        keys.len() as u64
+    }
+
     /// Reports that a block is on the tier now, or is not any more.
     fn report_tier(&mut self, key: &BlockKey, record: Option<&Record>) {
         let Some(behind) = &mut self.behind else { return };
@@ -301,6 +329,15 @@ impl Engine {
             .flat_map(|(at, store)| store.pool.dirty().into_iter().map(move |(used, slot)| (used, at, slot)))
             .collect();
         dirty.sort_unstable();
+        // What is written last would push out what was written first, if there is not room for all.
+        let mut room = behind.tier.capacity().limit;
+        let fits = |(_, at, _): &&(u32, usize, SlotRef)| {
+            let bytes = self.stores.get(*at).map_or(0, |store| store.layout().block_bytes() as u64);
+            room = room.saturating_sub(bytes);
+            room > 0
+        };
+        let fit = dirty.iter().rev().take_while(fits).count().max(1).min(dirty.len());
+        dirty.drain(..dirty.len() - fit);
         behind.leaving = Some(dirty.into_iter().map(|(_, at, slot)| (at, slot)).collect());
         behind.busy = false;
         self.leave_on();

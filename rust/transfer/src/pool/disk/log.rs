@@ -385,6 +385,16 @@ impl Log {
         self.index.iter().map(|found| found.record)
     }
 
+    /// Places that blocks have had: below this one.
+    pub fn places(&self) -> u32 {
+        self.index.places()
+    }
+
+    /// The block in a place, if it can be read.
+    pub fn place(&self, place: u32) -> Option<Record> {
+        self.index.place(place).map(|found| found.record)
+    }
+
     /// See [`super::super::tier::Tier::flush`].
     pub fn flush(&mut self, op: OpId) {
         if self.health() != Health::Good {

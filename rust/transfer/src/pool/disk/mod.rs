@@ -159,6 +159,16 @@ impl Tier for Ssd {
         Box::new(self.devices.iter().flat_map(Log::records))
     }
 
+    /// The devices in turn, so that the place of a block stays while they grow.
+    fn page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
+        let devices = self.devices.len() as u64;
+        let (from, until) = (u64::from(from), u64::from(from) + u64::from(count));
+        let end = self.devices.iter().map(Log::places).max().map_or(0, |places| u64::from(places) * devices);
+        let at = |place: u64| self.devices[(place % devices) as usize].place((place / devices) as u32);
+        let records = (from..until.min(end)).filter_map(at).collect();
+        (records, u32::try_from(until).ok().filter(|_| until < end))
+    }
+
     fn flush(&mut self, op: OpId) {
         self.flushing.insert(op, Flushing { left: self.devices.len(), worst: Fate::Done });
         self.devices.iter_mut().for_each(|device| device.flush(op));
