@@ -40,8 +40,7 @@ impl Daemon {
     ) -> PyResult<Self> {
         let session_key = self::session_key(session_key.bytes()).map_err(exception)?;
         let transport = transport.parse().map_err(exception)?;
-        let config =
-            Config { node, dram_bytes, listen, advertise: None, transport, socket, conductor, session_key, tls };
+        let config = Config { listen, transport, socket, conductor, session_key, tls, ..Config::new(node, dram_bytes) };
         let daemon = py.detach(|| daemon::Daemon::start(&config)).map_err(exception)?;
         let address = NodeAddress(daemon.address().clone());
         Ok(Self { living: Living::new(daemon), address })

@@ -10,11 +10,16 @@
 //! The actor never blocks on any of them: what cannot be sent at once is dropped with its link, or (copies) waits in a
 //! bounded backlog. Readers block on the channel while the actor is busy: back-pressure.
 
+mod asked;
+mod health;
+
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -25,6 +30,7 @@ use crate::client::{ClientEvent, PoolClient};
 use crate::config::Config;
 use crate::engine::{Engine, Input, Output, Settings};
 use crate::error::Error;
+use crate::http;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
@@ -35,7 +41,7 @@ use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended, Event, Session};
 use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
-use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
+use crate::types::{ClientId, Incarnation, Layout, Nanos, NodeAddress, NodeId};
 use crate::wire;
 
 /// Happenings that may wait for the actor.
@@ -74,8 +80,8 @@ pub(crate) enum Happening {
     Order(DaemonOrder),
     /// The transport has completions.
     Completions,
-    /// Somebody in this process wants the counters.
-    Counters(SyncSender<Vec<(String, u64)>>),
+    /// Somebody in this process asks something, between two inputs.
+    Ask(Question),
     /// The end.
     Stop,
 }
@@ -88,6 +94,9 @@ pub(crate) enum Port {
     Inside(Arc<Mailbox<ClientEvent>>),
 }
 
+/// What is asked of the actor, on its own thread. It must be quick, and must not wait.
+pub(crate) struct Question(Box<dyn FnOnce(&mut Actor) + Send>);
+
 /// A running daemon. Dropping it stops it.
 pub struct Daemon {
     shared: Arc<Shared>,
@@ -95,6 +104,7 @@ pub struct Daemon {
     threads: Arc<Threads>,
     accepting: Link,
     socket: Option<PathBuf>,
+    http: Option<SocketAddr>,
     ended: Arc<Wake>,
 }
 
@@ -106,6 +116,13 @@ struct Shared {
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
     doors: Doors,
+    /// When it began, in [`now`]'s time.
+    began: Nanos,
+    /// True while connections are accepted.
+    listening: AtomicBool,
+    /// Where the conductor is, and where this daemon's metrics are.
+    conductor: Option<String>,
+    http: Option<String>,
 }
 
 impl Daemon {
@@ -125,6 +142,7 @@ impl Daemon {
         if let Some(path) = &config.socket {
             listeners.push(Listener::unix(path)?);
         }
+        let http = config.http.as_deref().map(Listener::tcp).transpose()?;
         let me = NodeAddress { node: config.node.clone(), address, incarnation: new_incarnation() };
         let (happenings, inbox) = sync_channel(HAPPENINGS);
         let notify = happenings.clone();
@@ -146,6 +164,10 @@ impl Daemon {
             happenings,
             threads: threads.clone(),
             doors,
+            began: now(),
+            listening: AtomicBool::new(!listeners.is_empty()),
+            conductor: config.conductor.clone(),
+            http: http.as_ref().map(|(_, bound)| bound.to_string()),
         });
         let transports_shown = match config.transport {
             Via::Auto => kinds.to_vec(),
@@ -169,13 +191,22 @@ impl Daemon {
             threads: threads.clone(),
             accepting: accepting.clone(),
             socket: config.socket.clone(),
+            http: http.as_ref().map(|(_, bound)| *bound),
             ended,
         };
         if !listeners.is_empty() {
             let (at, until) = (shared.clone(), accepting.clone());
             threads.spawn("accept", &accepting, move || {
+                let _down = NotListening(at.clone());
                 accept_all(&listeners, &until, |stream| accepted(&at, stream));
             })?;
+        }
+        if let Some((listener, bound)) = http {
+            if !bound.ip().is_loopback() {
+                tracing::warn!("metrics and health at {bound} are open to whoever reaches it");
+            }
+            let at = shared.clone();
+            http::serve(listener, &accepting, &threads, move |path| health::answer(&at, path))?;
         }
         if let Some(conductor) = config.conductor.clone() {
             let (link, at) = (Link::new()?, shared);
@@ -188,6 +219,11 @@ impl Daemon {
     /// Where it listens, and its life.
     pub fn address(&self) -> &NodeAddress {
         &self.shared.me
+    }
+
+    /// Where metrics and health are served, if they are.
+    pub fn http(&self) -> Option<SocketAddr> {
+        self.http
     }
 
     /// Readable once the engine has ended, by `stop` or by a failure.
@@ -213,10 +249,15 @@ impl Daemon {
 
     /// All counters by Prometheus sample name.
     pub fn counters(&self) -> Result<Vec<(String, u64)>, Error> {
-        let (answer, waiting) = sync_channel(1);
-        let stopped = || Error::retry("the daemon has stopped");
-        self.shared.happenings.send(Happening::Counters(answer)).map_err(|_| stopped())?;
-        waiting.recv().map_err(|_| stopped())
+        self.shared.ask(asked::PATIENCE, |actor| actor.engine.counters())
+    }
+
+    /// Takes on nothing new from now on; see [`Engine::drain`]. What is returned becomes readable when nothing is held.
+    ///
+    /// # Errors
+    /// Retry: the daemon has stopped, or is too busy to be told.
+    pub fn drain(&self) -> Result<Arc<Wake>, Error> {
+        self.shared.drain(true)
     }
 
     /// Ends all links and threads; returns when they are gone. Idempotent.
@@ -246,6 +287,15 @@ impl Drop for EndActor {
         self.accepting.close("the daemon has stopped");
         self.threads.close("the daemon has stopped");
         self.ended.set();
+    }
+}
+
+/// However the accepting thread ends, nobody is told that connections are accepted.
+struct NotListening(Arc<Shared>);
+
+impl Drop for NotListening {
+    fn drop(&mut self) {
+        self.0.listening.store(false, Ordering::Relaxed);
     }
 }
 
@@ -326,6 +376,7 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             drop(connection);
             shared.tell(Happening::LocalGone { client: number });
         }
+        Purpose::Admin if local => asked::serve(shared, connection, link),
         _ => connection.refuse("this is a daemon: peers come by TCP, local workers by its unix socket"),
     }
     Ok(())
@@ -458,6 +509,8 @@ struct Actor {
     dialling: HashSet<NodeAddress>,
     conductor: Option<Link>,
     inputs: VecDeque<Input>,
+    /// To be set when nothing is held.
+    awaiting_quiet: Vec<Weak<Wake>>,
 }
 
 struct Peer {
@@ -486,6 +539,7 @@ impl Actor {
             dialling: HashSet::new(),
             conductor: None,
             inputs: VecDeque::new(),
+            awaiting_quiet: Vec::new(),
         }
     }
 
@@ -510,6 +564,7 @@ impl Actor {
                 ticked = now();
                 self.feed(Input::Tick);
             }
+            self.tell_quiet();
         }
     }
 
@@ -555,10 +610,7 @@ impl Actor {
             Happening::Order(order) => self.feed(Input::Order(order)),
             // The transport is looked at after every batch.
             Happening::Completions => {}
-            Happening::Counters(answer) => {
-                // The asker may have given up waiting.
-                let _ = answer.try_send(self.engine.counters());
-            }
+            Happening::Ask(Question(question)) => question(self),
             Happening::Stop => unreachable!("run() ends on it"),
         }
     }

@@ -38,15 +38,10 @@ const HEAD: BlockKey = BlockKey([0; 16]);
 
 fn config(node: &str) -> Config {
     Config {
-        node: node.into(),
-        dram_bytes: 256 << 10,
         listen: Some("127.0.0.1:0".into()),
-        advertise: None,
         transport: Via::Only(Kind::Tcp),
-        socket: None,
-        conductor: None,
         session_key: Some(KEY),
-        tls: false,
+        ..Config::new(node, 256 << 10)
     }
 }
 

@@ -35,12 +35,22 @@ pub fn record(number: u32) -> Record {
     Record { place, owner, layout: LAYOUTS[usize::from(number.is_multiple_of(3))] }
 }
 
+/// Bytes of a block, which a failing test does not print.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Bytes(pub Vec<u8>);
+
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes with CRC {:08x}", self.0.len(), checksum(&self.0))
+    }
+}
+
 /// The bytes of a version of a block.
-pub fn content(record: &Record, version: u32) -> Vec<u8> {
+pub fn content(record: &Record, version: u32) -> Bytes {
     let mut random = Random(u64::from(number(&record.place.key)) << 32 | u64::from(version));
     let words = record.layout.block_bytes().div_ceil(8);
     let bytes: Vec<u8> = (0..words).flat_map(|_| random.bits().to_le_bytes()).collect();
-    bytes[..record.layout.block_bytes()].to_vec()
+    Bytes(bytes[..record.layout.block_bytes()].to_vec())
 }
 
 /// An empty directory of its own under `base`, removed in the end.
@@ -82,6 +92,8 @@ pub struct Desk {
     pub fates: BTreeMap<OpId, Fate>,
     /// What it let go of, in order.
     pub dropped: Vec<BlockKey>,
+    /// All that it told since somebody last took it.
+    pub told: Vec<TierEvent>,
     reads: BTreeMap<OpId, (usize, SlotRef)>,
 }
 
@@ -96,6 +108,7 @@ impl Desk {
             open: BTreeSet::new(),
             fates: BTreeMap::new(),
             dropped: Vec::new(),
+            told: Vec::new(),
             reads: BTreeMap::new(),
         }
     }
@@ -143,8 +156,7 @@ impl Desk {
     }
 
     pub fn write(&mut self, record: Record, version: u32) -> OpId {
-        let bytes = content(&record, version);
-        let block = self.sealed(&record, &bytes);
+        let block = self.sealed(&record, &content(&record, version).0);
         let op = self.op();
         self.tier.write(op, record, block);
         op
@@ -152,7 +164,7 @@ impl Desk {
 
     /// As [`Desk::write`], with a strip's checksum that is not that of its bytes: rot in DRAM.
     pub fn write_rotten(&mut self, record: Record) -> OpId {
-        let block = self.sealed(&record, &content(&record, 0));
+        let block = self.sealed(&record, &content(&record, 0).0);
         let which = LAYOUTS.iter().position(|&known| known == record.layout).expect("a layout of the tests");
         self.arenas[which].corrupt_for_test(block.slot().slot, 1);
         let op = self.op();
@@ -170,14 +182,14 @@ impl Desk {
     }
 
     /// What a read that has ended brought: the bytes if it is `Done`.
-    pub fn read_result(&mut self, op: OpId) -> Result<Vec<u8>, Fate> {
+    pub fn read_result(&mut self, op: OpId) -> Result<Bytes, Fate> {
         let (which, slot) = self.reads.remove(&op).expect("a read");
         let (arena, fate) = (&self.arenas[which], self.fates[&op]);
         assert!(arena.quiet(slot.slot), "its hold is gone when it has ended");
         assert_eq!(arena.arrived_all(slot), fate == Fate::Done);
         let result = if fate == Fate::Done {
             assert!(arena.seal(slot) && arena.intact(slot), "checksums are set, and right");
-            Ok(arena.begin_read(slot).expect("sealed").bytes().to_vec())
+            Ok(Bytes(arena.begin_read(slot).expect("sealed").bytes().to_vec()))
         } else {
             Err(fate)
         };
@@ -194,6 +206,7 @@ impl Desk {
     /// Looks once, without waiting.
     pub fn poll(&mut self) {
         for event in self.tier.poll() {
+            self.told.push(event);
             match event {
                 TierEvent::Ended { op, fate } => {
                     assert!(self.open.remove(&op), "operation {op} ended twice, or was never begun: {fate:?}");
@@ -237,7 +250,7 @@ impl Desk {
         self.wait(op)
     }
 
-    pub fn get(&mut self, record: &Record) -> Result<Vec<u8>, Fate> {
+    pub fn get(&mut self, record: &Record) -> Result<Bytes, Fate> {
         let op = self.read(record);
         self.wait(op);
         self.read_result(op)

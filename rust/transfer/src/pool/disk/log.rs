@@ -747,7 +747,9 @@ impl Log {
 
     /// Sees to it that a spare segment is there. True if something else may be possible now.
     fn make_room(&mut self) -> bool {
-        let wanted = self.spare.is_none() && (!self.closing || (self.head.is_none() && !self.queue.is_empty()));
+        // Nothing is dropped before something is written; and at the end only what is needed.
+        let writing = (self.head.is_some() && !self.closing) || (self.head.is_none() && !self.queue.is_empty());
+        let wanted = self.spare.is_none() && writing;
         let busy = |doing: &Doing| matches!(doing, Doing::Prepare { .. } | Doing::Remove { .. });
         if !wanted || !self.may_write() || self.jobs.values().any(busy) {
             return false;

@@ -11,12 +11,15 @@ use rustc_hash::FxHashMap;
 
 use super::super::tier::Whose;
 use super::format::{
-    Entry, Life, PAGE, Says, batch_header_pages, decode_batch, decode_life, decode_table, decode_trailer,
+    Entry, Life, PAGE, Says, batch_header_pages, block_pages, decode_batch, decode_life, decode_table, decode_trailer,
+    digest, footer_pages,
 };
 use super::index::Location;
 use super::io::{FileId, Medium, Pages, Workers};
 use super::log::{Log, Segment, Stage};
 use crate::error::Error;
+use crate::memory::checksum;
+use crate::types::Layout;
 
 /// One segment as it lies there.
 struct Scanned {
@@ -74,7 +77,7 @@ fn chain(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> (Vec<Entr
 fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
     let pages = (bytes / PAGE as u64) as u32;
     // An empty file is one whose making was cut short.
-    if pages < 2 || !bytes.is_multiple_of(PAGE as u64) {
+    if pages < 2 {
         return Ok(Seen::Nothing);
     }
     let Ok(life) = decode_life(read(medium, file, 0, 1)?.bytes()) else { return Ok(Seen::Nothing) };
@@ -89,6 +92,16 @@ fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
         }
     };
     Ok(Seen::Segment(Scanned { life, bytes, entries, end, footer }))
+}
+
+/// True if all bytes of an entry's block are as they were written.
+fn is_whole(medium: &dyn Medium, file: FileId, entry: &Entry) -> bool {
+    let Says::Block(record, expected) = entry.says else { return true };
+    let Layout { strip_bytes, .. } = record.layout;
+    read(medium, file, entry.page, block_pages(record.layout)).is_ok_and(|pages| {
+        let strips = pages.bytes()[..record.layout.block_bytes()].chunks_exact(strip_bytes as usize);
+        digest(strips.map(checksum)) == expected
+    })
 }
 
 /// When something was said: the segment's number, and the page.
@@ -135,9 +148,17 @@ impl Log {
         let mut cleared = Cleared::default();
         for (number, (file, scanned)) in by_number {
             log.next_number = number + 1;
-            log.apply(file, number, &scanned.entries, &mut cleared);
+            for entry in &scanned.entries {
+                // A block that was moved, but perhaps not all of it: then the old copy is still what it was.
+                if !scanned.footer && log.has_another(entry) && !is_whole(&*medium, file, entry) {
+                    continue;
+                }
+                log.apply(file, number, entry, &mut cleared);
+            }
             let mut segment = Segment::vacant(scanned.life, scanned.bytes);
-            if scanned.footer {
+            let whole = scanned.end + footer_pages(scanned.entries.len());
+            if scanned.footer || whole > (scanned.bytes / PAGE as u64) as u32 {
+                // Only a file that somebody cut has no room for its footer: the next start looks through it again.
                 segment.stage = Stage::Sealed;
             } else {
                 // It gets its footer as soon as there is time, and the torn rest is cut off.
@@ -159,22 +180,25 @@ impl Log {
         self.segments.insert(file, segment);
     }
 
-    fn apply(&mut self, file: FileId, number: u64, entries: &[Entry], cleared: &mut Cleared) {
-        for entry in entries {
-            let when = (number, entry.page);
-            match entry.says {
-                Says::Block(record, digest) => self.index.insert(record, Location { file, page: entry.page }, digest),
-                Says::Removed(key) => {
-                    self.index.remove(&key);
-                }
-                Says::Cleared(Whose::Namespace(namespace)) => {
-                    cleared.namespaces.insert(namespace, when);
-                }
-                Says::Cleared(Whose::Tenant(tenant)) => {
-                    cleared.tenants.insert(tenant, when);
-                }
-                Says::ClearedAll => cleared.all = when,
+    /// True if an older copy of this block is known.
+    fn has_another(&self, entry: &Entry) -> bool {
+        matches!(entry.says, Says::Block(record, _) if self.index.number(&record.place.key).is_some())
+    }
+
+    fn apply(&mut self, file: FileId, number: u64, entry: &Entry, cleared: &mut Cleared) {
+        let when = (number, entry.page);
+        match entry.says {
+            Says::Block(record, digest) => self.index.insert(record, Location { file, page: entry.page }, digest),
+            Says::Removed(key) => {
+                self.index.remove(&key);
             }
+            Says::Cleared(Whose::Namespace(namespace)) => {
+                cleared.namespaces.insert(namespace, when);
+            }
+            Says::Cleared(Whose::Tenant(tenant)) => {
+                cleared.tenants.insert(tenant, when);
+            }
+            Says::ClearedAll => cleared.all = when,
         }
     }
 
