@@ -254,7 +254,7 @@ def main() -> None:
 
             matplotlib.use("Agg")
         except ImportError:
-            parser.error("--plot needs matplotlib: pip install 'pyengine-llm[plot]' has it")
+            parser.error("--plot needs matplotlib: install pyengine-llm[bench]")
 
     all_findings = []
     for name, file in TRACES.items():
