@@ -17,6 +17,7 @@
 
 pub mod disk;
 mod ended;
+mod index;
 pub mod model;
 pub mod null;
 pub mod policy;
@@ -27,13 +28,16 @@ pub mod twin;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
+use rustc_hash::FxHashSet;
+
 use crate::memory::Arena;
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
 use crate::types::{BlockKey, ClientId, Nanos, Owner, SlotRef, Tag};
 
 pub use ended::Remembered;
+use index::Index;
 use policy::{Evict, Gone};
-use room::{Kin, Room};
+use room::{Kin, Role, Room};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -213,7 +217,10 @@ struct Slot {
     owner: Owner,
     /// Published, and on another medium too.
     clean: bool,
+    /// Published, and nobody refers to it.
+    idle: bool,
     /// Whether it may go.
+    role: Role,
     kin: Kin,
 }
 
@@ -231,6 +238,8 @@ impl Slot {
             used: 0,
             owner,
             clean: false,
+            idle: false,
+            role: Role::default(),
             kin: Kin::default(),
         }
     }
@@ -289,7 +298,7 @@ pub struct Pool<M: Lives> {
     limit: u32,
     /// Turns so far, and the time of the last one, coarse.
     turn: (u64, u32),
-    index: HashMap<BlockKey, u32>,
+    index: Index,
     room: Room,
     quarantine: BTreeSet<u32>,
     held: HashMap<Holder, Held>,
@@ -319,7 +328,7 @@ impl<M: Lives> Pool<M> {
             absent: Vec::new(),
             limit: slots,
             turn: (0, 0),
-            index: HashMap::new(),
+            index: Index::default(),
             room: Room::new(policy),
             quarantine: BTreeSet::new(),
             held: HashMap::new(),
@@ -349,7 +358,7 @@ impl<M: Lives> Pool<M> {
         }
         let taken = self.granted.contains_key(&holder.tag) && holder.client.is_some();
         let granted = self.held.get(&holder).is_some_and(|held| held.grant.is_some());
-        let distinct: HashSet<_> = wish.keys.iter().collect();
+        let distinct: FxHashSet<_> = wish.keys.iter().collect();
         let overflow = u32::try_from(wish.keys.len()).ok().and_then(|n| wish.position.checked_add(n)).is_none();
         if taken || granted || distinct.len() != wish.keys.len() || overflow {
             return Granting::Refused(Refusal::Protocol);
@@ -358,7 +367,7 @@ impl<M: Lives> Pool<M> {
             return Granting::Refused(Refusal::TooLarge);
         }
         // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
-        let present = wish.keys.iter().filter(|key| self.index.contains_key(key)).count();
+        let present = wish.keys.iter().filter(|key| self.at(key).is_some()).count();
         let next = match mode {
             GrantMode::Staging => self.waiting.front().is_none_or(|first| first.mode != GrantMode::Staging),
             GrantMode::Wait | GrantMode::Now => self.waiting.is_empty(),
@@ -416,10 +425,10 @@ impl<M: Lives> Pool<M> {
         since: u64,
         more: More<'_, M>,
     ) -> Option<Vec<GrantedSlot>> {
-        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
+        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.at(key)).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
-        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].kin.idle).count();
+        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].idle).count();
         // What takes no room may be had even when there is none.
         let takes_room = need + kept > 0;
         let enough = |pool: &Self| !takes_room || need + spare(mode) <= pool.free.len() + pool.room.idle() - kept;
@@ -483,8 +492,8 @@ impl<M: Lives> Pool<M> {
 
     /// As `lookup`; asks for more slots rather than find less.
     pub fn lookup_with(&mut self, holder: Holder, keys: &[BlockKey], more: More<'_, M>) -> Vec<SlotRef> {
-        let published = keys.iter().map_while(|key| self.index.get(key).copied());
-        let takes: HashSet<u32> = published.filter(|&slot| self.slots[slot as usize].kin.idle).collect();
+        let published = keys.iter().map_while(|key| self.at(key));
+        let takes: FxHashSet<u32> = published.filter(|&slot| self.slots[slot as usize].idle).collect();
         let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.room.idle());
         if !takes.is_empty() && wanted > 0 {
             more(self, Lack { wanted, needed: 1, since: self.turn.0 });
@@ -492,18 +501,18 @@ impl<M: Lives> Pool<M> {
         let mut available = self.free.len() + self.room.idle();
         // Pinning once more what is pinned takes no room.
         let may_pin = |slot: &u32| {
-            let takes = usize::from(self.slots[*slot as usize].kin.idle);
+            let takes = usize::from(self.slots[*slot as usize].idle);
             let may = takes == 0 || available > 1;
             available -= if may { takes } else { 0 };
             may
         };
-        let published = keys.iter().map_while(|key| self.index.get(key).copied());
+        let published = keys.iter().map_while(|key| self.at(key));
         let found: Vec<u32> = published.take_while(may_pin).collect();
         self.tally.hits += found.len() as u64;
         self.tally.misses += (keys.len() - found.len()) as u64;
         if !found.is_empty() {
             let mut held = self.held.remove(&holder).unwrap_or_default();
-            let mut known: HashSet<u32> = held.looked.iter().copied().collect();
+            let mut known: FxHashSet<u32> = held.looked.iter().copied().collect();
             for &slot in &found {
                 if known.insert(slot) {
                     held.looked.push(slot);
@@ -534,17 +543,17 @@ impl<M: Lives> Pool<M> {
         if let Some(writer) = by {
             self.forget_writer(writer, slot);
         }
-        let record = &mut self.slots[slot as usize];
+        let record = &self.slots[slot as usize];
         if record.state != State::Reserved {
             return Ok(());
         }
         if !self.memory.seal(record.life) {
             return Err(Refusal::Corrupt);
         }
-        let place = record.place.filter(|place| publish && !self.index.contains_key(&place.key));
-        record.state = State::Committed { published: place.is_some() };
+        let place = record.place.filter(|place| publish && self.at(&place.key).is_none());
+        self.slots[slot as usize].state = State::Committed { published: place.is_some() };
         if let Some(place) = place {
-            self.index.insert(place.key, slot);
+            self.index.insert(&self.slots, slot);
             self.join(slot, place);
             self.mark(place.key);
             self.change(Change::Stored(place));
@@ -556,7 +565,7 @@ impl<M: Lives> Pool<M> {
     /// slot, or the key is not published.
     pub fn adopt(&mut self, holder: Holder, index: u32) -> Option<SlotRef> {
         let own = self.granted_index(holder, index)?;
-        let slot = *self.index.get(&self.slots[own as usize].place?.key)?;
+        let slot = self.at(&self.slots[own as usize].place?.key)?;
         if slot != own {
             self.pin(slot);
             self.hit(slot);
@@ -654,8 +663,8 @@ impl<M: Lives> Pool<M> {
 
     /// Drops a block that nobody holds.
     pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
-        let Some(&slot) = self.index.get(key) else { return Dropped::Missing };
-        if !self.slots[slot as usize].kin.idle {
+        let Some(slot) = self.at(key) else { return Dropped::Missing };
+        if !self.slots[slot as usize].idle {
             return Dropped::Held;
         }
         self.unpublish_slot(slot, Gone::Removed);
@@ -724,7 +733,7 @@ impl<M: Lives> Pool<M> {
         record.state = State::Committed { published: false };
         record.clean = false;
         let place = record.place.expect("a published block has a place");
-        self.index.remove(&place.key);
+        self.index.remove(&self.slots, slot);
         self.leave(slot, place, gone);
         self.mark(place.key);
         self.change(Change::Removed(place.key));
@@ -824,7 +833,7 @@ impl<M: Lives> Pool<M> {
 
     /// A block that is published here is, or is not any more, on another medium.
     pub fn set_clean(&mut self, key: &BlockKey, clean: bool) {
-        if let Some(&slot) = self.index.get(key) {
+        if let Some(slot) = self.at(key) {
             self.slots[slot as usize].clean = clean;
         }
     }
@@ -843,13 +852,13 @@ impl<M: Lives> Pool<M> {
         for slot in self.coldest(limit) {
             // A prefix goes from its tail at one stretch, as far as nobody uses it.
             let mut next = Some(slot);
-            while let Some(slot) = next.filter(|&slot| looked < limit && self.slots[slot as usize].kin.idle) {
+            while let Some(slot) = next.filter(|&slot| looked < limit && self.slots[slot as usize].idle) {
                 looked += 1;
                 if self.is_dirty(slot) {
                     victims.push(self.slots[slot as usize].life);
                 }
                 let place = self.slots[slot as usize].place.filter(|place| place.position > 0);
-                next = place.and_then(|place| self.index.get(&place.parent).copied());
+                next = place.and_then(|place| self.at(&place.parent));
                 next = next.filter(|&parent| {
                     let other = self.slots[parent as usize].place;
                     place.zip(other).is_some_and(|(place, other)| other.position + 1 == place.position)
@@ -865,7 +874,7 @@ impl<M: Lives> Pool<M> {
     pub fn dirty(&self) -> Vec<(u32, SlotRef)> {
         let dirty = (0..self.slots()).filter(|&slot| self.is_dirty(slot)).map(|slot| &self.slots[slot as usize]);
         // What somebody holds is in use now.
-        dirty.map(|record| (if record.kin.idle { record.used } else { u32::MAX }, record.life)).collect()
+        dirty.map(|record| (if record.idle { record.used } else { u32::MAX }, record.life)).collect()
     }
 
     fn is_dirty(&self, slot: u32) -> bool {
@@ -885,9 +894,13 @@ impl<M: Lives> Pool<M> {
         self.slots[slot as usize].reads
     }
 
+    fn at(&self, key: &BlockKey) -> Option<u32> {
+        self.index.get(&self.slots, key)
+    }
+
     /// The slot of a published block. Pins nothing.
     pub fn find(&self, key: &BlockKey) -> Option<SlotRef> {
-        self.index.get(key).map(|&slot| self.slots[slot as usize].life)
+        self.at(key).map(|slot| self.slots[slot as usize].life)
     }
 
     /// True if the tag has ended and is still remembered.
@@ -939,7 +952,7 @@ impl<M: Lives> Pool<M> {
         let published = |slot: &&Slot| slot.state == State::Committed { published: true };
         let slots = self.slots.iter().skip(from as usize).take(count as usize).filter(published);
         slots.filter_map(|slot| {
-            Some(Published { slot: slot.life, place: slot.place?, owner: slot.owner, held: !slot.kin.idle })
+            Some(Published { slot: slot.life, place: slot.place?, owner: slot.owner, held: !slot.idle })
         })
     }
 
@@ -972,7 +985,7 @@ impl<M: Lives> Pool<M> {
                 State::Reserved => sum.reserved += 1,
                 State::Quarantine => sum.quarantine += 1,
                 State::Absent => {}
-                State::Committed { .. } if record.kin.idle => sum.cached += 1,
+                State::Committed { .. } if record.idle => sum.cached += 1,
                 State::Committed { .. } => sum.pinned += 1,
             }
         }
@@ -1055,7 +1068,7 @@ impl<M: Lives> Pool<M> {
                 State::Reserved => assert!(slot.pins == 1 && slot.reads == 0, "slot {number} is reserved once"),
                 State::Committed { published: true } => {
                     let place = slot.place.expect("a published block has a place");
-                    assert_eq!(self.index.get(&place.key), Some(&number), "the index does not lead to slot {number}");
+                    assert_eq!(self.at(&place.key), Some(number), "the index does not lead to slot {number}");
                     published += 1;
                     xor.iter_mut().zip(place.key.0).for_each(|(sum, byte)| *sum ^= byte);
                 }
