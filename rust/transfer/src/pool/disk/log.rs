@@ -35,7 +35,7 @@ const QUEUE_BYTES: u64 = 64 << 20;
 /// Removals that may wait: 25 MB of them. They only do while nothing can be written.
 const QUEUE_REMOVALS: usize = 1 << 18;
 /// Batches under way: enough to keep a disk busy, and half of the threads are left for reads.
-const BATCHES: usize = 4;
+const BATCHES: usize = 8;
 /// Pages of blocks in a batch: 1 MiB, above which no disk gets faster.
 const BATCH_PAGES: u32 = 256;
 /// Blocks in a batch: as many as one page of header names.
