@@ -32,8 +32,8 @@ use log::Log;
 
 /// What a directory takes beside its segments: the pages of `format` and `lock`.
 pub const OVERHEAD: u64 = 2 * PAGE as u64;
-/// Threads of a device: so many requests it has before it at once. Beyond 8 of 64 KiB no disk that we know gets faster.
-const THREADS: usize = 8;
+/// Threads of a device: so many requests it has before it at once. They sleep in the kernel nearly all the time.
+const THREADS: usize = 16;
 /// The least that a device can be given: eight segments of 64 KiB.
 const LEAST: u64 = (8 << 16) + OVERHEAD;
 
