@@ -252,7 +252,9 @@ def test_a_prefix_comes_from_wherever_it_is(
         assert request.cached == tiers.total()
         counters = cluster.workers["both"].counters
         assert {tier: counters[f"cached_{tier}"] for tier in TIERS if counters[f"cached_{tier}"]} == dict(tiers)
-        assert pool.tenants == {7}
+        # No grant is asked for if nothing is to be fetched and no block is computed whole.
+        assert pool.tenants <= {7}
+        assert pool.tenants or not plan
         cluster.workers["both"].step()
         assert not pool.held, "tags were not ended"
 
