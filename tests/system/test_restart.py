@@ -25,8 +25,6 @@ from tests.system.conftest import PATIENCE, complete, fake_server, prompt, text,
 BLOCK = 16
 LONG = prompt(1000)
 BLOCKS = (len(LONG) - 1) // BLOCK
-#: Until daemons keep blocks on SSD.
-pending = pytest.mark.xfail(strict=True, reason="transferd knows no --ssd-dir yet")
 
 
 def kept(state_dir: Path, directory: Path, *flags: str) -> Server:
@@ -48,7 +46,6 @@ SHAPES = {
 }
 
 
-@pending
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_a_restart_the_prefix_comes_from_ssd(shape: str, state_dir: Path, tmp_path: Path) -> None:
     """Twice: what has come from SSD once is still there for the next life."""
@@ -84,7 +81,6 @@ def counted(server: Server, expected: dict[str, int]) -> None:
     until(lambda: tiers() == expected, f"the counters say {expected}")
 
 
-@pending
 def test_a_node_reads_from_the_ssd_of_another(state_dir: Path, tmp_path: Path) -> None:
     """Node 0, where the prefill worker sits, has lost its disk; node 1, to which the KV was handed off, has not."""
     with kept(state_dir, tmp_path / "kv", *SHAPES["apart"]) as server:
@@ -96,7 +92,6 @@ def test_a_node_reads_from_the_ssd_of_another(state_dir: Path, tmp_path: Path) -
         assert ask(server) == {"cached_tokens": cached, "cached_tokens_by_tier": {"peer_ssd": cached}}
 
 
-@pending
 def test_killed_daemons_find_again_what_was_written(state_dir: Path, tmp_path: Path) -> None:
     """Whatever had reached the disk is found, and the rest is computed."""
     with kept(state_dir, tmp_path / "kv", *SHAPES["apart"]) as server:
@@ -106,7 +101,6 @@ def test_killed_daemons_find_again_what_was_written(state_dir: Path, tmp_path: P
         ask(server)
 
 
-@pending
 def test_an_llm_finds_what_the_last_one_kept(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     for cached in ({}, {"ssd": BLOCKS * BLOCK}):
@@ -118,7 +112,6 @@ def test_an_llm_finds_what_the_last_one_kept(tmp_path: Path) -> None:
             assert answer.cached_by_tier == cached
 
 
-@pending
 def test_the_demonstration(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.restart", "--fake", "--state-dir", str(tmp_path / "state")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE, check=False)
