@@ -56,7 +56,7 @@ impl<M: Lives> Pool<M> {
                 State::Reserved => assert!(slot.pins == 1 && slot.reads == 0, "slot {number} is reserved once"),
                 State::Committed { published: true } => {
                     let place = slot.place().expect("a published block has a place");
-                    assert_eq!(self.slot_of(&place.key), Some(number), "the index does not lead to slot {number}");
+                    assert_eq!(self.at(&place.key), Some(number), "the index does not lead to slot {number}");
                     published += 1;
                     xor.iter_mut().zip(place.key.0).for_each(|(sum, byte)| *sum ^= byte);
                 }

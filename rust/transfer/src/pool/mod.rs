@@ -18,6 +18,7 @@
 mod check;
 pub mod disk;
 mod ended;
+mod index;
 pub mod model;
 pub mod null;
 pub mod policy;
@@ -30,14 +31,17 @@ pub mod twin;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
+use rustc_hash::FxHashSet;
+
 use crate::memory::Arena;
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
 use crate::types::{BlockKey, ClientId, Owner, SlotRef, Tag};
 
 pub use ended::Remembered;
+use index::Index;
 use policy::{Evict, Gone};
 use room::Room;
-use slot::{Index, Owners, Slot, State};
+use slot::{Owners, Slot, State};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -302,7 +306,7 @@ impl<M: Lives> Pool<M> {
         }
         let taken = self.granted.contains_key(&holder.tag) && holder.client.is_some();
         let granted = self.held.get(&holder).is_some_and(|held| held.grant.is_some());
-        let distinct: HashSet<_> = wish.keys.iter().collect();
+        let distinct: FxHashSet<_> = wish.keys.iter().collect();
         let overflow = u32::try_from(wish.keys.len()).ok().and_then(|n| wish.position.checked_add(n)).is_none();
         if taken || granted || distinct.len() != wish.keys.len() || overflow {
             return Granting::Refused(Refusal::Protocol);
@@ -311,7 +315,7 @@ impl<M: Lives> Pool<M> {
             return Granting::Refused(Refusal::TooLarge);
         }
         // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
-        let present = wish.keys.iter().filter(|key| self.slot_of(key).is_some()).count();
+        let present = wish.keys.iter().filter(|key| self.at(key).is_some()).count();
         let next = match mode {
             GrantMode::Staging => self.waiting.front().is_none_or(|first| first.mode != GrantMode::Staging),
             GrantMode::Wait | GrantMode::Now => self.waiting.is_empty(),
@@ -369,7 +373,7 @@ impl<M: Lives> Pool<M> {
         since: u64,
         more: More<'_, M>,
     ) -> Option<Vec<GrantedSlot>> {
-        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.slot_of(key)).collect();
+        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.at(key)).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
         let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].idle).count();
@@ -436,8 +440,8 @@ impl<M: Lives> Pool<M> {
 
     /// As `lookup`; asks for more slots rather than find less.
     pub fn lookup_with(&mut self, holder: Holder, keys: &[BlockKey], more: More<'_, M>) -> Vec<SlotRef> {
-        let published = keys.iter().map_while(|key| self.slot_of(key));
-        let takes: HashSet<u32> = published.filter(|&slot| self.slots[slot as usize].idle).collect();
+        let published = keys.iter().map_while(|key| self.at(key));
+        let takes: FxHashSet<u32> = published.filter(|&slot| self.slots[slot as usize].idle).collect();
         let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.room.idle());
         if !takes.is_empty() && wanted > 0 {
             more(self, Lack { wanted, needed: 1, since: self.turn.0 });
@@ -450,13 +454,13 @@ impl<M: Lives> Pool<M> {
             available -= if may { takes } else { 0 };
             may
         };
-        let published = keys.iter().map_while(|key| self.slot_of(key));
+        let published = keys.iter().map_while(|key| self.at(key));
         let found: Vec<u32> = published.take_while(may_pin).collect();
         self.tally.hits += found.len() as u64;
         self.tally.misses += (keys.len() - found.len()) as u64;
         if !found.is_empty() {
             let mut held = self.held.remove(&holder).unwrap_or_default();
-            let mut known: HashSet<u32> = held.looked.iter().copied().collect();
+            let mut known: FxHashSet<u32> = held.looked.iter().copied().collect();
             for &slot in &found {
                 if known.insert(slot) {
                     held.looked.push(slot);
@@ -494,11 +498,11 @@ impl<M: Lives> Pool<M> {
             return Err(Refusal::Corrupt);
         }
         let place = self.slots[slot as usize].place();
-        let place = place.filter(|place| publish && self.slot_of(&place.key).is_none());
+        let place = place.filter(|place| publish && self.at(&place.key).is_none());
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: place.is_some() };
         if let Some(place) = place {
-            self.index.insert(slot, &self.slots);
+            self.index.insert(&self.slots, slot);
             self.join(slot, place);
             self.mark(place.key);
             self.change(Change::Stored(place));
@@ -510,7 +514,7 @@ impl<M: Lives> Pool<M> {
     /// slot, or the key is not published.
     pub fn adopt(&mut self, holder: Holder, index: u32) -> Option<SlotRef> {
         let own = self.granted_index(holder, index)?;
-        let slot = self.slot_of(&self.slots[own as usize].place()?.key)?;
+        let slot = self.at(&self.slots[own as usize].place()?.key)?;
         if slot != own {
             self.pin(slot);
             self.hit(slot);
@@ -609,7 +613,7 @@ impl<M: Lives> Pool<M> {
 
     /// Drops a block that nobody holds.
     pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
-        let Some(slot) = self.slot_of(key) else { return Dropped::Missing };
+        let Some(slot) = self.at(key) else { return Dropped::Missing };
         if !self.slots[slot as usize].idle {
             return Dropped::Held;
         }
@@ -680,7 +684,7 @@ impl<M: Lives> Pool<M> {
         record.state = State::Committed { published: false };
         record.clean = false;
         let place = record.place().expect("a published block has a place");
-        self.index.remove(&place.key, &self.slots);
+        self.index.remove(&self.slots, slot);
         self.leave(slot, place, gone);
         self.mark(place.key);
         self.change(Change::Removed(place.key));
@@ -706,9 +710,13 @@ impl<M: Lives> Pool<M> {
         self.slots[slot as usize].reads.into()
     }
 
+    fn at(&self, key: &BlockKey) -> Option<u32> {
+        self.index.get(&self.slots, key)
+    }
+
     /// The slot of a published block. Pins nothing.
     pub fn find(&self, key: &BlockKey) -> Option<SlotRef> {
-        self.slot_of(key).map(|slot| self.life(slot))
+        self.at(key).map(|slot| self.life(slot))
     }
 
     /// True if the tag has ended and is still remembered.
@@ -825,10 +833,6 @@ impl<M: Lives> Pool<M> {
 
     fn life(&self, slot: u32) -> SlotRef {
         SlotRef { slot, generation: self.slots[slot as usize].generation }
-    }
-
-    fn slot_of(&self, key: &BlockKey) -> Option<u32> {
-        self.index.get(key, &self.slots)
     }
 
     fn is(&self, slot: u32, state: State) -> bool {

@@ -13,7 +13,9 @@
 //! any order. Only a block one position further counts as a child, so that made-up keys cannot form a circle, in which
 //! nobody would go first.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
+
+use rustc_hash::FxHashMap;
 
 use super::policy::{Evict, Gone};
 use super::{Lives, Place, Pool};
@@ -36,10 +38,10 @@ pub(super) enum Role {
     Stem,
 }
 
-/// What is noted of a slot to know what its block may do.
+/// What is noted of a published block's family.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Kin {
-    /// Of a published block. Its parent's slot at the last look: it may be another's by now.
+    /// Its parent's slot at the last look: it may be another's by now.
     parent: u32,
     children: Children,
 }
@@ -51,14 +53,14 @@ pub(super) struct Room {
     /// In the order in which they are taken; few, as each has a child in use.
     stems: BTreeSet<u32>,
     /// Children of blocks that are not here, by the parent's key and the children's position.
-    orphans: HashMap<(BlockKey, u32), Children>,
+    orphans: FxHashMap<(BlockKey, u32), Children>,
     /// Slots of idle blocks: what could be had.
     idle: usize,
 }
 
 impl Room {
     pub(super) fn new(policy: Box<dyn Evict>) -> Self {
-        Self { policy, stems: BTreeSet::new(), orphans: HashMap::new(), idle: 0 }
+        Self { policy, stems: BTreeSet::new(), orphans: FxHashMap::default(), idle: 0 }
     }
 
     /// How many blocks could go.
@@ -85,11 +87,10 @@ impl<M: Lives> Pool<M> {
     pub(super) fn leave(&mut self, slot: u32, place: Place, gone: Gone) {
         self.wake(slot);
         self.room.policy.remove(slot, gone);
-        let kin = std::mem::take(&mut self.slots[slot as usize].kin);
-        if kin.children.all > 0 {
-            self.room.orphans.insert((place.key, place.position + 1), kin.children);
+        let children = std::mem::take(&mut self.slots[slot as usize].kin.children);
+        if children.all > 0 {
+            self.room.orphans.insert((place.key, place.position + 1), children);
         }
-        self.slots[slot as usize].kin.parent = kin.parent;
         self.tell_parent(slot, |children| children.all -= 1);
     }
 
@@ -140,7 +141,7 @@ impl<M: Lives> Pool<M> {
         let parent = if is_parent(kin.parent) {
             Some(kin.parent)
         } else {
-            self.slot_of(&place.parent).filter(|&number| is_parent(number))
+            self.at(&place.parent).filter(|&number| is_parent(number))
         };
         if let Some(parent) = parent {
             self.slots[slot as usize].kin.parent = parent;
@@ -186,7 +187,7 @@ impl<M: Lives> Pool<M> {
 
     /// Asserts the laws of this file.
     pub(super) fn check_room(&self) {
-        let mut families: HashMap<(BlockKey, u32), Children> = HashMap::new();
+        let mut families: FxHashMap<(BlockKey, u32), Children> = FxHashMap::default();
         for (slot, place) in self.slots.iter().filter_map(|slot| Some((slot, slot.place()?))) {
             if slot.is_published() && place.position > 0 {
                 let children = families.entry((place.parent, place.position)).or_default();

@@ -91,7 +91,7 @@ impl<M: Lives> Pool<M> {
 
     /// A block that is published here is, or is not any more, on another medium.
     pub fn set_clean(&mut self, key: &BlockKey, clean: bool) {
-        if let Some(slot) = self.slot_of(key) {
+        if let Some(slot) = self.at(key) {
             self.slots[slot as usize].clean = clean;
         }
     }
@@ -116,7 +116,7 @@ impl<M: Lives> Pool<M> {
                     victims.push(self.life(slot));
                 }
                 let place = self.slots[slot as usize].place().filter(|place| place.position > 0);
-                next = place.and_then(|place| self.slot_of(&place.parent));
+                next = place.and_then(|place| self.at(&place.parent));
                 next = next.filter(|&parent| {
                     let other = self.slots[parent as usize].place();
                     place.zip(other).is_some_and(|(place, other)| other.position + 1 == place.position)

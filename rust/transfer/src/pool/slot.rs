@@ -1,9 +1,6 @@
 //! What a pool keeps of one slot, and of whom its blocks are: a few bytes each, as a node may have millions.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
-
-use hashbrown::HashTable;
 
 use super::Place;
 use super::room::{Kin, Role};
@@ -99,36 +96,6 @@ impl Slot {
 
     pub fn is_published(&self) -> bool {
         self.state == State::Committed { published: true }
-    }
-}
-
-/// The slot of every published key. The keys are in the slots, so that an entry is a number.
-#[derive(Debug, Default)]
-pub(super) struct Index {
-    table: HashTable<u32>,
-    hashing: RandomState,
-}
-
-impl Index {
-    pub fn get(&self, key: &BlockKey, slots: &[Slot]) -> Option<u32> {
-        self.table.find(self.hashing.hash_one(key), |&slot| slots[slot as usize].key == *key).copied()
-    }
-
-    /// The slot of a key that is not in it.
-    pub fn insert(&mut self, slot: u32, slots: &[Slot]) {
-        let hash = |slot: &u32| self.hashing.hash_one(slots[*slot as usize].key);
-        self.table.insert_unique(hash(&slot), slot, hash);
-    }
-
-    pub fn remove(&mut self, key: &BlockKey, slots: &[Slot]) {
-        let hash = self.hashing.hash_one(key);
-        if let Ok(found) = self.table.find_entry(hash, |&slot| slots[slot as usize].key == *key) {
-            found.remove();
-        }
-    }
-
-    pub fn len(&self) -> usize {
-        self.table.len()
     }
 }
 
