@@ -7,7 +7,7 @@ use std::hash::BuildHasher;
 use hashbrown::HashTable;
 use rustc_hash::FxBuildHasher;
 
-use super::Slot;
+use super::slot::Slot;
 use crate::types::BlockKey;
 
 /// The published blocks. Every method is given the pool's slots.
@@ -19,8 +19,8 @@ fn hash(key: &BlockKey) -> u64 {
     FxBuildHasher.hash_one(key)
 }
 
-fn key(slots: &[Slot], slot: u32) -> Option<&BlockKey> {
-    slots[slot as usize].place.as_ref().map(|place| &place.key)
+fn key(slots: &[Slot], slot: u32) -> Option<BlockKey> {
+    slots[slot as usize].place().map(|place| place.key)
 }
 
 impl Index {
@@ -31,18 +31,18 @@ impl Index {
 
     /// The slot of a block.
     pub(super) fn get(&self, slots: &[Slot], wanted: &BlockKey) -> Option<u32> {
-        self.0.find(hash(wanted), |&slot| key(slots, slot) == Some(wanted)).copied()
+        self.0.find(hash(wanted), |&slot| key(slots, slot) == Some(*wanted)).copied()
     }
 
     /// The slot, whose place has the key, has that block now. No other has it.
     pub(super) fn insert(&mut self, slots: &[Slot], slot: u32) {
-        let hash_of = |&slot: &u32| key(slots, slot).map_or(0, hash);
+        let hash_of = |&slot: &u32| key(slots, slot).map_or(0, |key| hash(&key));
         self.0.insert_unique(hash_of(&slot), slot, hash_of);
     }
 
     /// The slot, whose place still has the key, has that block no more.
     pub(super) fn remove(&mut self, slots: &[Slot], slot: u32) {
-        let hash = key(slots, slot).map_or(0, hash);
+        let hash = key(slots, slot).map_or(0, |key| hash(&key));
         if let Ok(entry) = self.0.find_entry(hash, |&other| other == slot) {
             entry.remove();
         }

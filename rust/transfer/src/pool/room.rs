@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 use rustc_hash::FxHashMap;
 
 use super::policy::{Evict, Gone};
-use super::{Lives, Place, Pool, Slot, State};
+use super::{Lives, Place, Pool};
 use crate::types::BlockKey;
 
 /// Of a block's children, how many there are, and how many of those are idle.
@@ -129,12 +129,13 @@ impl<M: Lives> Pool<M> {
     }
 
     fn tell_parent(&mut self, slot: u32, change: impl Fn(&mut Children)) {
-        let Slot { place: Some(place), kin, .. } = self.slots[slot as usize] else { return };
+        let kin = self.slots[slot as usize].kin;
+        let Some(place) = self.slots[slot as usize].place() else { return };
         let Some(position) = place.position.checked_sub(1) else { return };
         let is_parent = |number: u32| {
             self.slots.get(number as usize).is_some_and(|record| {
-                record.state == State::Committed { published: true }
-                    && record.place.is_some_and(|other| other.key == place.parent && other.position == position)
+                let place_of = record.place().filter(|_| record.is_published());
+                place_of.is_some_and(|other| other.key == place.parent && other.position == position)
             })
         };
         let parent = if is_parent(kin.parent) {
@@ -187,8 +188,8 @@ impl<M: Lives> Pool<M> {
     /// Asserts the laws of this file.
     pub(super) fn check_room(&self) {
         let mut families: FxHashMap<(BlockKey, u32), Children> = FxHashMap::default();
-        for (slot, place) in self.slots.iter().filter_map(|slot| Some((slot, slot.place?))) {
-            if slot.state == (State::Committed { published: true }) && place.position > 0 {
+        for (slot, place) in self.slots.iter().filter_map(|slot| Some((slot, slot.place()?))) {
+            if slot.is_published() && place.position > 0 {
                 let children = families.entry((place.parent, place.position)).or_default();
                 children.all += 1;
                 children.idle += u32::from(slot.idle);
@@ -196,11 +197,11 @@ impl<M: Lives> Pool<M> {
         }
         let (mut idle, mut candidates, mut stems) = (0, 0, 0);
         for (number, slot) in (0..).zip(&self.slots) {
-            let published = slot.state == State::Committed { published: true };
+            let published = slot.is_published();
             let unused = published && slot.pins == 0 && slot.reads == 0 && slot.writers == 0;
             assert_eq!(slot.idle, unused, "idle and slot {number}: {slot:?}");
             let next =
-                slot.place.filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));
+                slot.place().filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));
             let children = next.and_then(|family| families.remove(&family)).unwrap_or_default();
             if published {
                 assert_eq!(slot.kin.children, children, "children of slot {number}: {slot:?}");
