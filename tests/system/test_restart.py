@@ -122,6 +122,25 @@ def test_an_llm_finds_what_the_last_one_kept(tmp_path: Path) -> None:
 
 
 @pending
+def test_prompts_beyond_what_dram_holds_are_answered_right_from_both(tmp_path: Path) -> None:
+    """Forty prompts of 37 blocks, a pool of a thousand, a restart; then one by one, and all at once."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [prompt(600, i) for i in range(40)]
+    answers = [fake_tokens(ids, 4) for ids in prompts]
+    sizes: dict[str, Any] = {"dram_bytes": 8 << 20, "pages": 80, "ssd_dir": tmp_path / "kv", "ssd_bytes": "64MiB"}
+    with LLM("fake", backend="fake", state_dir=tmp_path, **sizes) as llm:
+        assert [llm.generate(ids, sampling)[0].token_ids for ids in prompts] == answers
+    with LLM("fake", backend="fake", state_dir=tmp_path, **sizes) as llm:
+        # What was in DRAM was written at the end, at least.
+        assert llm._daemon.counters()['pyengine_pool_blocks{node="llm",tier="ssd",state="stored"}'] > 900
+        completions = [llm.generate(ids, sampling)[0] for ids in prompts]
+        assert [completion.token_ids for completion in completions] == answers
+        assert sum(completion.cached_by_tier.get("ssd", 0) for completion in completions) > 0
+        together = llm.generate(prompts * 2, sampling)
+        assert [completion.token_ids for completion in together] == answers * 2
+
+
+@pending
 def test_the_demonstration(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.restart", "--fake", "--state-dir", str(tmp_path / "state")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * PATIENCE, check=False)
