@@ -66,6 +66,8 @@ def test_after_a_restart_the_prefix_comes_from_ssd(shape: str, state_dir: Path, 
             counted(server, {"ssd": cached})
             # Now it is in the worker's pages, or in DRAM.
             assert "ssd" not in ask(server)["cached_tokens_by_tier"]
+            # Both sides count and digest blocks on two media alike.
+            assert server.metric("pyengine_conductor_dumps_total", cause="drift") == 0
             server.stop(number=signal.SIGTERM)
     folders = [tmp_path / "kv", *(path for path in (tmp_path / "kv").rglob("*") if path.is_dir())]
     assert not [folder for folder in folders if folder.stat().st_mode & 0o077], "others may enter"
