@@ -66,7 +66,11 @@ def test_after_a_restart_the_prefix_comes_from_ssd(shape: str, state_dir: Path, 
             counted(server, {"ssd": cached})
             # Now it is in the worker's pages, or in DRAM.
             assert "ssd" not in ask(server)["cached_tokens_by_tier"]
-            # Both sides count and digest blocks on two media alike.
+            # A heartbeat that counts these blocks has come: both sides digest blocks on two media alike.
+            until(
+                lambda: server.metric("pyengine_pool_blocks", node="node-0", tier="dram", state="cached") >= BLOCKS,
+                "the daemon counts what it has in DRAM again",
+            )
             assert server.metric("pyengine_conductor_dumps_total", cause="drift") == 0
             server.stop(number=signal.SIGTERM)
     folders = [tmp_path / "kv", *(path for path in (tmp_path / "kv").rglob("*") if path.is_dir())]
