@@ -60,6 +60,12 @@ def test_after_a_restart_the_prefix_comes_from_ssd(shape: str, state_dir: Path, 
             counted(server, {"ssd": cached})
             # Now it is in the worker's pages, or in DRAM.
             assert "ssd" not in ask(server)["cached_tokens_by_tier"]
+            # A heartbeat that counts these blocks has come: both sides digest blocks on two media alike.
+            until(
+                lambda: server.metric("pyengine_pool_blocks", node="node-0", tier="dram", state="cached") >= BLOCKS,
+                "the daemon counts what it has in DRAM again",
+            )
+            assert server.metric("pyengine_conductor_dumps_total", cause="drift") == 0
             server.stop(number=signal.SIGTERM)
     folders = [tmp_path / "kv", *(path for path in (tmp_path / "kv").rglob("*") if path.is_dir())]
     assert not [folder for folder in folders if folder.stat().st_mode & 0o077], "others may enter"
@@ -110,6 +116,24 @@ def test_an_llm_finds_what_the_last_one_kept(tmp_path: Path) -> None:
             (answer,) = llm.generate(LONG, sampling)
             assert answer.token_ids == fake_tokens(LONG, 20)
             assert answer.cached_by_tier == cached
+
+
+def test_prompts_beyond_what_dram_holds_are_answered_right_from_both(tmp_path: Path) -> None:
+    """Forty prompts of 37 blocks, a pool of a thousand, a restart; then one by one, and all at once."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [prompt(600, i) for i in range(40)]
+    answers = [fake_tokens(ids, 4) for ids in prompts]
+    sizes: dict[str, Any] = {"dram_bytes": 8 << 20, "pages": 80, "ssd_dir": tmp_path / "kv", "ssd_bytes": "64MiB"}
+    with LLM("fake", backend="fake", state_dir=tmp_path, **sizes) as llm:
+        assert [llm.generate(ids, sampling)[0].token_ids for ids in prompts] == answers
+    with LLM("fake", backend="fake", state_dir=tmp_path, **sizes) as llm:
+        # What was in DRAM was written at the end, at least.
+        assert llm._daemon.counters()['pyengine_pool_blocks{node="llm",tier="ssd",state="stored"}'] > 900
+        completions = [llm.generate(ids, sampling)[0] for ids in prompts]
+        assert [completion.token_ids for completion in completions] == answers
+        assert sum(completion.cached_by_tier.get("ssd", 0) for completion in completions) > 0
+        together = llm.generate(prompts * 2, sampling)
+        assert [completion.token_ids for completion in together] == answers * 2
 
 
 def test_the_demonstration(tmp_path: Path) -> None:
