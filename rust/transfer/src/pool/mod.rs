@@ -519,7 +519,9 @@ impl<M: Lives> Pool<M> {
             self.pin(slot);
             self.hit(slot);
             let grant = self.held.get_mut(&holder).and_then(|held| held.grant.as_mut());
-            grant.and_then(|slots| Some(*slots.get_mut(index as usize)? = slot));
+            if let Some(place) = grant.and_then(|slots| slots.get_mut(index as usize)) {
+                *place = slot;
+            }
             self.unpin(own);
         }
         Some(self.life(slot))
