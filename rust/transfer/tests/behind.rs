@@ -248,6 +248,25 @@ fn what_leaves_the_arena_is_on_the_disk() {
     stage.expect_idle();
 }
 
+// Goal: nothing is dropped where the disk has time, however many slots a grant takes. Method: grants of three of eight slots.
+#[test]
+fn as_much_is_written_ahead_as_grants_take() {
+    let mut stage = Stage::new();
+    for first in (1..=40).step_by(3) {
+        let numbers = [first, first + 1, first + 2];
+        let tag = stage.tag();
+        let slots = stage.granted(A, tag, &numbers);
+        for (slot, number) in slots.iter().zip(numbers) {
+            stage.arena(A).store(slot.slot, 0, &block(number)).expect("in range");
+        }
+        stage.ask(A, LocalRequest::Commit { tag, indices: vec![0, 1, 2] });
+        stage.end(A, tag);
+        stage.run(SECOND);
+    }
+    assert!(stage.counter("a", "pyengine_pool_demotions_total", "") >= 42 - SLOTS);
+    assert_eq!(stage.counter("a", "pyengine_pool_dropped_total", ""), 0);
+}
+
 // Goal: several clients that want one block get it by one read or one copy, each in a slot that it holds; if the one for
 // whom it is fetched leaves, the next goes on. Method: two clients of one node and one block, by disk and by peer.
 #[test]

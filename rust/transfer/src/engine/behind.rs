@@ -21,9 +21,9 @@ use super::{Engine, Output, SECOND};
 
 /// Writes under way: beyond, they wait for the next look. The tier bounds their bytes itself.
 const WRITES: usize = 256;
-/// Part of a store's slots that are to be empty or on the tier before they are needed...
+/// Part of a store's slots that are to be empty or on the tier before they are needed, unless grants take more at once...
 const CLEAN_SHARE: usize = 16;
-/// ... but no more than this: 256 blocks of 2 MiB are what a disk of 1 GB/s writes in half a second.
+/// ... but no more than half of them, and this: 256 blocks of 2 MiB are what a disk of 1 GB/s writes in half a second.
 const CLEAN_LIMIT: usize = 256;
 
 /// A write under way.
@@ -280,7 +280,8 @@ impl Engine {
         }
         for at in 0..self.stores.iter().count() {
             let (unused, Some(store)) = (self.stores.unused(at), self.stores.get(at)) else { return };
-            let share = (store.pool.size() as usize / CLEAN_SHARE).clamp(1, CLEAN_LIMIT);
+            let size = store.pool.size() as usize;
+            let share = store.pool.demand().max(size / CLEAN_SHARE).clamp(1, CLEAN_LIMIT).min(size / 2);
             let ahead = share.saturating_sub(store.pool.empty().saturating_add(unused));
             for slot in store.pool.dirty_victims(ahead) {
                 if !self.write_tier(at, slot) {

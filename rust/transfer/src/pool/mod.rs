@@ -258,6 +258,8 @@ pub struct Pool<M: Lives> {
     writers: HashMap<Holder, HashSet<u32>>,
     ended: Remembered<Tag>,
     changes: Vec<Change>,
+    /// Slots that a grant took lately, see `demand`.
+    demand: usize,
     /// Slots of published blocks that were found since the last call of `take_hits`, if anybody asks.
     hits: Option<Vec<u32>>,
     xor: [u8; 16],
@@ -279,6 +281,7 @@ impl<M: Lives> Pool<M> {
             owners: Owners::default(),
             room: Room::new(policy),
             quarantine: BTreeSet::new(),
+            demand: 0,
             held: HashMap::new(),
             granted: HashMap::new(),
             waiting: VecDeque::new(),
@@ -393,6 +396,9 @@ impl<M: Lives> Pool<M> {
         if !self.make_room(need) {
             present.iter().rev().flatten().for_each(|&slot| self.unpin(slot));
             return None;
+        }
+        if need > 0 {
+            self.demand = need.max(self.demand - self.demand / DEMAND_SHARE);
         }
         let mut slots = Vec::with_capacity(wish.slots());
         for index in 0..wish.slots() {
@@ -841,3 +847,5 @@ impl<M: Lives> Pool<M> {
         self.slots[slot as usize].state == state
     }
 }
+/// One in so many slots of the demand is forgotten with each smaller grant: large ones are remembered for some dozens.
+const DEMAND_SHARE: usize = 8;

@@ -103,6 +103,11 @@ impl<M: Lives> Pool<M> {
         record.place().filter(|_| published).map(|place| (place, self.owners.get(record.owner)))
     }
 
+    /// How many slots the next grant may take at once, as the largest ones did lately.
+    pub fn demand(&self) -> usize {
+        self.demand
+    }
+
     /// Of so many blocks that are about to be evicted, those that are on no other medium.
     pub fn dirty_victims(&self, limit: usize) -> Vec<SlotRef> {
         let mut victims = Vec::new();
