@@ -31,7 +31,7 @@ struct Bench {
 fn open(directory: &PathBuf, limit: u64) -> (Ssd, mpsc::Receiver<()>) {
     let (ring, rung) = mpsc::channel();
     let notify = move || {
-        // The receiver goes last.
+        // The tier may outlive the receiver for a moment.
         let _ = ring.send(());
     };
     let ssd = Ssd::open(std::slice::from_ref(directory), limit, notify).unwrap_or_else(|error| {

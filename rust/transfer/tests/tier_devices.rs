@@ -325,6 +325,8 @@ fn a_disk_that_is_full() {
 struct Stuck {
     disk: MemoryDisk,
     stuck: Mutex<bool>,
+    /// Only reads hang.
+    reads_only: bool,
     freed: Condvar,
 }
 
@@ -334,7 +336,10 @@ impl Stuck {
         self.freed.notify_all();
     }
 
-    fn pass(&self) {
+    fn pass(&self, reads: bool) {
+        if self.reads_only && !reads {
+            return;
+        }
         let stuck = self.stuck.lock().expect("no test panics in it");
         drop(self.freed.wait_while(stuck, |stuck| *stuck).expect("no test panics in it"));
     }
@@ -345,23 +350,23 @@ impl Medium for Stuck {
         self.disk.list()
     }
     fn allocate(&self, file: FileId, bytes: u64) -> io::Result<()> {
-        self.pass();
+        self.pass(false);
         self.disk.allocate(file, bytes)
     }
     fn remove(&self, file: FileId) -> io::Result<()> {
-        self.pass();
+        self.pass(false);
         self.disk.remove(file)
     }
     fn read(&self, file: FileId, offset: u64, into: &mut [u8]) -> io::Result<()> {
-        self.pass();
+        self.pass(true);
         self.disk.read(file, offset, into)
     }
     fn write(&self, file: FileId, offset: u64, parts: &mut [IoSlice<'_>]) -> io::Result<()> {
-        self.pass();
+        self.pass(false);
         self.disk.write(file, offset, parts)
     }
     fn sync(&self, file: FileId) -> io::Result<()> {
-        self.pass();
+        self.pass(false);
         self.disk.sync(file)
     }
     fn store(&self) -> u64 {
@@ -375,7 +380,12 @@ impl Medium for Stuck {
 // Goal: a device that does not answer holds nobody up but what it has, and is used again when it answers. Method: one that hangs.
 #[test]
 fn a_disk_that_hangs() {
-    let medium = Arc::new(Stuck { disk: MemoryDisk::default(), stuck: Mutex::new(false), freed: Condvar::new() });
+    let medium = Arc::new(Stuck {
+        disk: MemoryDisk::default(),
+        stuck: Mutex::new(false),
+        reads_only: false,
+        freed: Condvar::new(),
+    });
     let (ring, rung) = bell();
     let ssd = Ssd::over(vec![medium.clone()], LIMIT, 2, 1, ring).expect("it opens");
     let mut desk = Desk::new(Box::new(ssd), rung);
@@ -393,6 +403,41 @@ fn a_disk_that_hangs() {
     }
     look_until(&mut desk, |desk| health(desk) == Health::Good);
     assert_eq!(desk.put(record(10), 0), Fate::Done);
+}
+
+// Goal: a block that is being read is not let go of, however much is written. Method: reads of the oldest blocks hang until their
+// neighbour was let go of.
+#[test]
+fn what_is_read_is_not_let_go_of() {
+    let stuck = Mutex::new(false);
+    let medium = Arc::new(Stuck { disk: MemoryDisk::default(), stuck, reads_only: true, freed: Condvar::new() });
+    let (ring, rung) = bell();
+    let ssd = Ssd::over(vec![medium.clone()], LIMIT, 4, 1, ring).expect("it opens");
+    let mut desk = Desk::new(Box::new(ssd), rung);
+    for block in (0..3).map(record) {
+        assert_eq!(desk.put(block, 0), Fate::Done);
+    }
+    medium.set(true);
+    let reads: Vec<_> = (0..2).map(|number| (number, desk.read(&record(number)))).collect();
+    // Until their neighbour has gone, which lay in the same segment.
+    let (until, mut number) = (Instant::now() + PATIENCE, 10);
+    while !desk.dropped.contains(&key(2)) && Instant::now() < until {
+        if desk.tier.capacity().waiting == 0 {
+            desk.write(record(number), 0);
+            number += 1;
+        }
+        desk.poll();
+    }
+    let gone = |desk: &Desk, number| desk.dropped.contains(&key(number)) || desk.tier.find(&key(number)).is_none();
+    let letgo = [gone(&desk, 0), gone(&desk, 1), gone(&desk, 2)];
+    medium.set(false);
+    assert_eq!(letgo, [false, false, true]);
+    for (number, op) in reads {
+        desk.wait(op);
+        assert_eq!(desk.read_result(op), Ok(content(&record(number), 0)));
+    }
+    desk.wait_all();
+    assert_eq!(desk.put(record(5), 0), Fate::Done);
 }
 
 // -- what else is promised -------------------------------------------------------------------------------------------------

@@ -335,10 +335,17 @@ impl Workers {
         drop(desk);
         drop(dropped);
         self.shared.work.notify_all();
-        let silent = self.silent();
+        let until = Instant::now() + SILENCE;
+        let mut desk = self.shared.desk();
+        while !desk.running.is_empty() && Instant::now() < until {
+            let left = until.saturating_duration_since(Instant::now());
+            desk = self.shared.news.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let hangs = !desk.running.is_empty();
+        drop(desk);
         for thread in self.threads.drain(..) {
-            if !silent || thread.is_finished() {
-                // It ends when its job does. A panic in it has been printed.
+            if !hangs || thread.is_finished() {
+                // It has nothing more to do. A panic in it has been printed.
                 let _ = thread.join();
             }
         }

@@ -28,9 +28,7 @@ pub(super) struct Reclaim {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Durability {
-    /// Nothing has moved.
-    Nothing,
-    /// Something has, and a crash could lose it.
+    /// Something may have moved, perhaps for an earlier try that was given up, and a crash could lose it.
     Needed,
     Asked,
     Reached,
@@ -96,7 +94,7 @@ impl Log {
                 return true;
             }
             Durability::Asked => return false,
-            Durability::Nothing | Durability::Reached => {}
+            Durability::Reached => {}
         }
         for key in self.index.keys_in(file) {
             self.drop_unread(&key);
@@ -130,7 +128,7 @@ impl Log {
         }
         self.reclaims += 1;
         let number = self.reclaims;
-        let durability = Durability::Nothing;
+        let durability = Durability::Needed;
         self.reclaim = Some(Reclaim { number, file, to_move, moving: 0, durability, given_up: false });
         true
     }

@@ -27,6 +27,8 @@ struct Disk {
     operations: u64,
     /// All operations from this one on fail.
     stops_at: Option<u64>,
+    /// This one alone fails.
+    fails_at: Option<u64>,
     reads_fail: bool,
     writes_fail: bool,
     /// Bytes it has room for.
@@ -44,7 +46,7 @@ impl Disk {
     fn step(&mut self, writes: bool) -> io::Result<()> {
         let number = self.operations;
         self.operations += 1;
-        let stopped = self.stops_at.is_some_and(|at| number >= at);
+        let stopped = self.stops_at.is_some_and(|at| number >= at) || self.fails_at == Some(number);
         if stopped || if writes { self.writes_fail } else { self.reads_fail } {
             return Err(io::Error::other(format!("operation {number} fails on purpose")));
         }
@@ -65,6 +67,12 @@ impl MemoryDisk {
     pub fn stop_after(&self, operations: Option<u64>) {
         let mut disk = self.disk();
         disk.stops_at = operations.map(|count| disk.operations + count);
+    }
+
+    /// One operation fails after so many more; `None`: none does.
+    pub fn fail_once_after(&self, operations: Option<u64>) {
+        let mut disk = self.disk();
+        disk.fails_at = operations.map(|count| disk.operations + count);
     }
 
     /// Operations so far.
