@@ -6,6 +6,7 @@ mod buffers;
 mod daemon;
 mod errors;
 mod keys;
+mod objects;
 mod pool;
 mod report;
 mod transfer;
@@ -22,6 +23,8 @@ mod _native {
     use super::errors::{BugError, GiveUpError, RetryError, TransferError};
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
+    #[pymodule_export]
+    use super::objects::{ObjectPool, View};
     #[pymodule_export]
     use super::pool::{
         Arrived, Complete, Counters, Disconnected, Fetched, Granted, Located, Opened, PoolClient, Pushed, Refused,

@@ -28,8 +28,13 @@ use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
+use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
+use crate::objects::catalog::Catalog;
+use crate::objects::messages::ObjectEvent;
+use crate::objects::pool::Pool;
+use crate::objects::reader::{Answer, Reader};
 use crate::paths::{self, Doors, Notify};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended, Event, Session};
@@ -106,6 +111,7 @@ struct Shared {
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
     doors: Doors,
+    catalog: Arc<Catalog>,
 }
 
 impl Daemon {
@@ -139,19 +145,21 @@ impl Daemon {
         let lanes = LaneSettings { tls: config.tls, ..LaneSettings::default() };
         let (transports, doors) = paths::open(kinds, config.key(), &me, &lanes, bell)?;
         let threads = Arc::new(Threads::default());
-        let shared = Arc::new(Shared {
-            key: config.key(),
-            tls: config.tls,
-            me: me.clone(),
-            happenings,
-            threads: threads.clone(),
-            doors,
-        });
         let transports_shown = match config.transport {
             Via::Auto => kinds.to_vec(),
             Via::Only(kind) => vec![kind],
         };
-        let engine = Engine::new(me, Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) });
+        let settings = Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) };
+        let engine = Engine::new(me.clone(), settings);
+        let shared = Arc::new(Shared {
+            key: config.key(),
+            tls: config.tls,
+            me,
+            happenings,
+            threads: threads.clone(),
+            doors,
+            catalog: engine.catalog().clone(),
+        });
         let mover = Mover::new(transports, mover::Settings::default());
         let actor = Actor::new(shared.clone(), engine, mover, config);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
@@ -209,6 +217,24 @@ impl Daemon {
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
         PoolClient::inside(self.shared.happenings.clone(), client, mailbox, layout, namespace)
+    }
+
+    /// The pool of objects, for this process.
+    ///
+    /// `object_key`: names become keys by it (`derive_key` with `object`).
+    ///
+    /// # Errors
+    /// Retry: the daemon has stopped.
+    pub fn objects(&self, object_key: Key) -> Result<Pool, Error> {
+        let mailbox = Arc::new(Mailbox::new(crate::client::EVENT_LIMIT)?);
+        let client = self.threads.number();
+        let port = Port::Inside(mailbox.clone());
+        self.shared
+            .happenings
+            .send(Happening::Attach { client, port })
+            .map_err(|_| Error::retry("the daemon has stopped"))?;
+        let (happenings, catalog) = (self.shared.happenings.clone(), self.shared.catalog.clone());
+        Ok(Pool::inside(happenings, client, mailbox, catalog, object_key))
     }
 
     /// All counters by Prometheus sample name.
@@ -317,8 +343,16 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             connection.welcome();
             connection.unwatch();
             shared.tell(Happening::Attach { client: number, port: Port::Socket(link.clone()) });
+            let mut reader = Reader::new(shared.catalog.clone());
             let ended = connection.drive(|payload, _| {
-                let request = wire::decode(&payload)?;
+                let request = match wire::decode(&payload)? {
+                    LocalRequest::Objects(request) => match reader.answer(request) {
+                        Answer::Pass(request) => LocalRequest::Objects(request),
+                        Answer::Tell(event, arena) => return say(link, event, arena),
+                        Answer::Done => return Ok(()),
+                    },
+                    request => request,
+                };
                 shared.tell(Happening::Local { client: number, request });
                 Ok(())
             });
@@ -327,6 +361,19 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             shared.tell(Happening::LocalGone { client: number });
         }
         _ => connection.refuse("this is a daemon: peers come by TCP, local workers by its unix socket"),
+    }
+    Ok(())
+}
+
+fn say(link: &Link, event: ObjectEvent, arena: Option<Arc<Arena>>) -> Result<(), Ended> {
+    let payload = wire::encode(&LocalEvent::Objects(event));
+    let sent = match arena {
+        Some(arena) => link.send_with_arena(payload, arena),
+        None => link.send(payload),
+    };
+    if sent.is_err() {
+        tracing::warn!("a client of objects does not take its answers: asked to let go");
+        link.cut();
     }
     Ok(())
 }

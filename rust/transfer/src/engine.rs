@@ -19,6 +19,7 @@
 mod copies;
 mod fetch;
 mod grants;
+mod objects;
 mod push;
 mod stores;
 
@@ -26,8 +27,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
+use crate::objects::classes::Class;
 use crate::pool::policy::{self, Policy};
 use crate::pool::{Change, Holder, Remembered, Wish};
 use crate::stats::{Snapshot, Stats};
@@ -35,10 +38,12 @@ use crate::transport::{Copy, CopyId};
 use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, Tag};
 
 pub use copies::Copied;
+pub use objects::NAMESPACE as OBJECTS;
 
 use copies::Job;
 use fetch::{Fetch, Replication, Serving};
 use grants::{Opener, Visit};
+use objects::Objects;
 use push::{Open, Opened};
 use stores::Stores;
 
@@ -163,6 +168,7 @@ pub struct Engine {
     now: Nanos,
     out: Vec<Output>,
     stores: Stores,
+    objects: Objects,
     clients: BTreeMap<ClientId, Client>,
     links: BTreeMap<NodeId, Link>,
     /// Who writes, or waits for, grants of this pool.
@@ -188,12 +194,14 @@ impl Engine {
     pub fn new(node: NodeAddress, settings: Settings) -> Self {
         let ended_opens = Remembered::new(settings.ended_tags);
         let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
+        let objects = Objects::new(settings.dram_bytes);
         Self {
             node,
             settings,
             now: 0,
             out: Vec::new(),
             stores,
+            objects,
             clients: BTreeMap::new(),
             links: BTreeMap::new(),
             visits: BTreeMap::new(),
@@ -217,6 +225,7 @@ impl Engine {
     pub fn handle(&mut self, input: Input, now: Nanos, out: &mut Vec<Output>) {
         self.now = now;
         self.stores.turn(now);
+        self.notice_reads();
         match input {
             Input::Local { client, request } => self.local(client, request),
             Input::LocalGone { client } => {
@@ -225,6 +234,7 @@ impl Engine {
                     self.end(client, tag);
                 }
                 self.clients.remove(&client);
+                self.object_client_gone(client);
             }
             Input::PeerUp { peer } => self.peer_up(peer),
             Input::PeerDown { peer } => self.peer_down(&peer),
@@ -292,6 +302,7 @@ impl Engine {
             LocalRequest::Attach { ticket, layout, namespace } => {
                 return self.attach(client, ticket, layout, namespace);
             }
+            LocalRequest::Objects(request) => return self.object_request(client, request),
             LocalRequest::Counters { ticket } => {
                 let values = self.counters();
                 return self.tell(client, LocalEvent::Counters { ticket, values });
@@ -338,6 +349,7 @@ impl Engine {
             LocalRequest::Attach { .. }
             | LocalRequest::End { .. }
             | LocalRequest::Counters { .. }
+            | LocalRequest::Objects(_)
             | LocalRequest::Prefetch { .. } => {}
         }
     }
@@ -348,21 +360,37 @@ impl Engine {
             let reason = "this client has attached with another layout: use a connection for each".to_owned();
             return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
         }
-        let (store, never) = match self.stores.attach(layout, self.now) {
-            Ok(attached) => attached,
+        if Class::of(layout).is_some() {
+            let reason = "blocks of this layout are objects: cut yours into more strips".to_owned();
+            return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
+        }
+        let store = match self.store_of(layout) {
+            Ok(store) => store,
             Err(error) => {
                 return self.tell(client, LocalEvent::AttachRefused { ticket, reason: error.message });
             }
         };
+        let Some(arena) = self.stores.get(store).map(|store| store.arena.clone()) else { return };
+        let (slots, arena_bytes, node) = (arena.slots(), arena.bytes(), self.node.clone());
+        self.clients.entry(client).or_insert_with(|| Client { store, namespace, tags: BTreeSet::new() });
+        self.tell(client, LocalEvent::Attached { ticket, slots, layout, arena_bytes, node });
+    }
+
+    /// Number of the store of a layout, which is made if it is new.
+    fn store_of(&mut self, layout: Layout) -> Result<usize, Error> {
+        if let Some(store) = self.stores.of(layout) {
+            return Ok(store);
+        }
+        let (at, never) = self.stores.attach(layout, self.now)?;
         for Holder { client, tag } in never {
             if let Some(client) = client {
                 self.refuse(client, tag, Refusal::TooLarge);
             }
         }
-        let Some(arena) = self.stores.get(store).map(|store| store.arena.clone()) else { return };
-        let (slots, arena_bytes, node) = (arena.slots(), arena.bytes(), self.node.clone());
-        self.clients.entry(client).or_insert_with(|| Client { store, namespace, tags: BTreeSet::new() });
-        self.tell(client, LocalEvent::Attached { ticket, slots, layout, arena_bytes, node });
+        if let Some(store) = self.stores.get(at).filter(|store| store.objects) {
+            self.objects.catalog.add_arena(store.region, store.arena.clone());
+        }
+        Ok(at)
     }
 
     /// Number of the store of a client's layout.
@@ -508,7 +536,8 @@ impl Engine {
 
     fn dump(&mut self) {
         let sequence = self.next_sequence();
-        let published = self.stores.iter().flat_map(|store| store.pool.published());
+        let stores = self.stores.iter().filter(|store| !store.objects);
+        let published = stores.flat_map(|store| store.pool.published());
         let blocks: Vec<_> = published.map(|place| (place.key, place.parent, place.position, Medium::Dram)).collect();
         let parts = blocks.len().div_ceil(DUMP_PART).max(1);
         let mut rest = blocks.as_slice();
@@ -525,6 +554,7 @@ impl Engine {
         for (holder, slots) in self.stores.advance() {
             self.granted(holder, slots);
         }
+        self.note_objects();
         let changes: Vec<Change> = self.stores.iter_mut().flat_map(|store| store.pool.take_changes()).collect();
         for change in changes {
             let sequence = self.next_sequence;
@@ -555,6 +585,7 @@ impl Engine {
         all.extend(
             self.clients.iter().filter(|(_, known)| !known.tags.is_empty()).map(|client| format!("owed {client:?}")),
         );
+        all.extend(self.objects.unfinished());
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.fetches.iter().map(|fetch| format!("fetch {fetch:?}")));
@@ -605,6 +636,7 @@ impl Engine {
             assert!(self.links.contains_key(&fetch.from.node), "a fetch from nowhere");
         }
         self.stores.check();
+        self.check_objects();
         for (at, store) in self.stores.iter().enumerate() {
             for slot in 0..store.pool.slots() {
                 let expected = reads.remove(&(at, slot)).unwrap_or(0);

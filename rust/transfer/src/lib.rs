@@ -18,6 +18,7 @@ pub mod mailbox;
 pub mod memory;
 pub mod messages;
 pub mod mover;
+pub mod objects;
 pub mod paths;
 pub mod pool;
 pub mod random;
