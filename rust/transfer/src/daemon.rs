@@ -32,7 +32,6 @@ use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
 use crate::objects::catalog::Catalog;
-use crate::objects::messages::ObjectEvent;
 use crate::objects::pool::Pool;
 use crate::objects::reader::{Answer, Reader};
 use crate::paths::{self, Doors, Notify};
@@ -344,17 +343,21 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             connection.unwatch();
             shared.tell(Happening::Attach { client: number, port: Port::Socket(link.clone()) });
             let mut reader = Reader::new(shared.catalog.clone());
-            let ended = connection.drive(|payload, _| {
+            let ended = connection.converse(|payload, _| {
                 let request = match wire::decode(&payload)? {
                     LocalRequest::Objects(request) => match reader.answer(request) {
                         Answer::Pass(request) => LocalRequest::Objects(request),
-                        Answer::Tell(event, arena) => return say(link, event, arena),
-                        Answer::Done => return Ok(()),
+                        Answer::Tell(event, None) => return Ok(Some(wire::encode(&LocalEvent::Objects(event)))),
+                        Answer::Tell(event, Some(arena)) => {
+                            say(link, &LocalEvent::Objects(event), arena);
+                            return Ok(None);
+                        }
+                        Answer::Done => return Ok(None),
                     },
                     request => request,
                 };
                 shared.tell(Happening::Local { client: number, request });
-                Ok(())
+                Ok(None)
             });
             tracing::debug!("local client {number}: {ended}");
             drop(connection);
@@ -365,17 +368,12 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     Ok(())
 }
 
-fn say(link: &Link, event: ObjectEvent, arena: Option<Arc<Arena>>) -> Result<(), Ended> {
-    let payload = wire::encode(&LocalEvent::Objects(event));
-    let sent = match arena {
-        Some(arena) => link.send_with_arena(payload, arena),
-        None => link.send(payload),
-    };
-    if sent.is_err() {
+/// Descriptors travel beside what is queued.
+fn say(link: &Link, event: &LocalEvent, arena: Arc<Arena>) {
+    if link.send_with_arena(wire::encode(event), arena).is_err() {
         tracing::warn!("a client of objects does not take its answers: asked to let go");
         link.cut();
     }
-    Ok(())
 }
 
 /// Answers an engine as one that has registered nothing: enough for `transferd ping`, which wants to know that this daemon

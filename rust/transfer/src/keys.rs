@@ -62,8 +62,15 @@ pub fn block_keys(
 /// Key of an object's first block, made from its name under the *object-key key* (`derive_key` with `object`), so that no
 /// name can be found whose key is that of KV.
 pub fn object_key(name: &[u8], object_key: &Key) -> BlockKey {
-    let mut hasher = blake3::Hasher::new_keyed(object_key);
-    cut(hasher.update(&[0]).update(name).finalize())
+    // In one piece: for a short name a hasher is most of the work.
+    let mut short = [0; 64];
+    match short.get_mut(1..=name.len()) {
+        Some(space) => {
+            space.copy_from_slice(name);
+            cut(blake3::keyed_hash(object_key, &short[..=name.len()]))
+        }
+        None => cut(blake3::Hasher::new_keyed(object_key).update(&[0]).update(name).finalize()),
+    }
 }
 
 /// Keys of the `count` blocks after the first of a value that was put under `head`, and for which `nonce` was drawn.

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 
 use rustc_hash::FxHashMap;
 
-use super::classes::Trailer;
+use super::classes::{Trailer, tail};
 use super::messages::{At, Cursor, Listed, ObjectStats};
 use crate::memory::{Arena, ReadHold};
 use crate::types::{BlockKey, Medium, RegionId, SlotRef};
@@ -136,9 +136,10 @@ impl Catalog {
                 at.after = Some(key);
                 looked += 1;
                 let Some(hold) = self.peek(&key) else { continue };
-                let Some(trailer) = Trailer::read(hold.arena(), hold.slot()) else { continue };
+                let mut space = tail();
+                let Some(trailer) = Trailer::read(hold.arena(), hold.slot(), &mut space) else { continue };
                 if trailer.name.starts_with(prefix) {
-                    listed.push(Listed { name: trailer.name, bytes: trailer.value });
+                    listed.push(Listed { name: trailer.name.to_vec(), bytes: trailer.value });
                 }
             }
             at = Cursor { shard: at.shard + 1, after: None };

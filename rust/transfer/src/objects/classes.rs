@@ -86,8 +86,8 @@ impl Class {
 }
 
 /// What stands behind the value in a block of an object.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Trailer {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Trailer<'a> {
     /// Bytes of the whole value.
     pub value: u64,
     /// Drawn for this put.
@@ -95,10 +95,10 @@ pub struct Trailer {
     /// Which block of the value.
     pub index: u32,
     /// Empty in all blocks but the head.
-    pub name: Vec<u8>,
+    pub name: &'a [u8],
 }
 
-impl Trailer {
+impl<'a> Trailer<'a> {
     /// How many blocks the value takes.
     pub fn blocks(&self) -> u32 {
         blocks(self.value)
@@ -113,7 +113,7 @@ impl Trailer {
     /// The end of a block.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.name.len() + FOOTER);
-        bytes.extend(&self.name);
+        bytes.extend(self.name);
         bytes.extend(MAGIC);
         bytes.extend(self.value.to_le_bytes());
         bytes.extend(self.nonce);
@@ -125,42 +125,54 @@ impl Trailer {
     }
 
     /// Reads the end of a block of `block` bytes; `tail` is as much of it as is at hand. `None`: it is none, or damaged.
-    pub fn decode(tail: &[u8], block: usize) -> Option<Self> {
+    pub fn decode(tail: &'a [u8], block: usize) -> Option<Self> {
         let (head, footer) = tail.split_at(tail.len().checked_sub(FOOTER)?);
         let word = |at: usize| Some(u32::from_le_bytes(footer.get(at..at + 4)?.try_into().ok()?));
         if footer[..8] != MAGIC || word(32)? != VERSION {
             return None;
         }
         let length = word(40)? as usize;
-        let name = head.get(head.len().checked_sub(length)?..)?;
-        let mut sum = crc::Crc::new();
-        sum.update(name);
-        sum.update(&footer[..FOOTER - 4]);
+        let from = head.len().checked_sub(length)?;
         let found = Self {
             value: u64::from_le_bytes(footer[8..16].try_into().ok()?),
             nonce: footer[16..32].try_into().ok()?,
             index: word(36)?,
-            name: name.to_vec(),
+            name: &head[from..],
         };
         let named = if found.index == 0 { (1..=NAME_LIMIT).contains(&length) } else { length == 0 };
         let fits = found.part() + length + FOOTER <= block && found.value <= VALUE_LIMIT;
         let whole = found.index < found.blocks() && (found.value <= CHUNK || block == largest());
-        (sum.sum() == word(44)? && named && fits && whole).then_some(found)
+        let intact = checksum(&tail[from..tail.len() - 4]) == word(44)?;
+        (intact && named && fits && whole).then_some(found)
     }
 
-    /// Reads the end of the block that lies in this slot, whose reader holds it.
-    pub fn read(arena: &Arena, slot: SlotRef) -> Option<Self> {
+    /// Reads the end of the block that lies in this slot, whose reader holds it, into `space`.
+    pub fn read(arena: &Arena, slot: SlotRef, space: &'a mut Tail) -> Option<Self> {
         let block = arena.layout().block_bytes();
-        let mut footer = [0; FOOTER];
-        arena.peek(slot.slot, block - FOOTER, &mut footer).ok()?;
-        let length = u32::from_le_bytes(footer[40..44].try_into().ok()?) as usize;
-        if length > NAME_LIMIT.min(block - FOOTER) {
-            return None;
+        let read = |tail: &mut [u8]| arena.peek(slot.slot, block - tail.len(), tail).ok();
+        // Most names are short: then this is all.
+        let first = space.len() - FIRST_LOOK;
+        read(&mut space[first..])?;
+        let length = &space[space.len() - 8..space.len() - 4];
+        let length = u32::from_le_bytes(length.try_into().ok()?) as usize;
+        if length + FOOTER > FIRST_LOOK {
+            let from = space.len().checked_sub(length + FOOTER)?;
+            read(&mut space[from..])?;
+            return Self::decode(&space[from..], block);
         }
-        let mut tail = vec![0; length + FOOTER];
-        arena.peek(slot.slot, block - tail.len(), &mut tail).ok()?;
-        Self::decode(&tail, block)
+        Self::decode(&space[first..], block)
     }
+}
+
+/// Space for the end of a block.
+pub type Tail = [u8; NAME_LIMIT + FOOTER];
+
+/// Bytes of a block's end that are looked at first.
+const FIRST_LOOK: usize = 128;
+
+/// An empty space.
+pub fn tail() -> Tail {
+    [0; NAME_LIMIT + FOOTER]
 }
 
 fn largest() -> usize {
@@ -177,7 +189,7 @@ pub fn blocks(value: u64) -> u32 {
 ///
 /// # Errors
 /// Bug: the slot is not of the class for it.
-pub fn write(arena: &Arena, slot: SlotRef, part: &[u8], trailer: &Trailer) -> Result<(), Error> {
+pub fn write(arena: &Arena, slot: SlotRef, part: &[u8], trailer: &Trailer<'_>) -> Result<(), Error> {
     let Layout { strips, strip_bytes } = arena.layout();
     let (strip, block) = (strip_bytes as usize, arena.layout().block_bytes());
     let end = trailer.encode();
@@ -249,17 +261,11 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn trailer() -> impl Strategy<Value = Trailer> {
-        let name = prop::collection::vec(any::<u8>(), 1..=NAME_LIMIT);
-        (0..3 * CHUNK, any::<[u8; 16]>(), name).prop_map(|(value, nonce, name)| Trailer {
-            value,
-            nonce,
-            index: 0,
-            name,
-        })
+    fn fields() -> impl Strategy<Value = (u64, [u8; 16], Vec<u8>)> {
+        (0..3 * CHUNK, any::<[u8; 16]>(), prop::collection::vec(any::<u8>(), 1..=NAME_LIMIT))
     }
 
-    fn block_of(trailer: &Trailer) -> usize {
+    fn block_of(trailer: &Trailer<'_>) -> usize {
         Class::fitting(trailer.value, trailer.name.len()).layout().block_bytes()
     }
 
@@ -286,9 +292,9 @@ mod tests {
             let slot = arena.issue(1);
             let bytes: Vec<u8> = (0..value as u64).map(|at| (at.wrapping_mul(seed | 1) >> 7) as u8).collect();
             let name: Vec<u8> = (0..name).map(|at| at as u8 ^ seed as u8).collect();
-            let trailer = Trailer { value: value as u64, nonce: [7; 16], index: 0, name };
+            let trailer = Trailer { value: value as u64, nonce: [7; 16], index: 0, name: &name };
             write(&arena, slot, &bytes, &trailer).expect("it fits");
-            prop_assert_eq!(Trailer::read(&arena, slot), Some(trailer));
+            prop_assert_eq!(Trailer::read(&arena, slot, &mut tail()), Some(trailer));
             let mut back = vec![1; value];
             prop_assert!(read(&arena, slot, &mut back).expect("in range") && verify(&arena, slot).expect("in range"));
             prop_assert_eq!(back, bytes);
@@ -297,7 +303,8 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_trailer_is_none(trailer in trailer(), at in any::<prop::sample::Index>(), bit in 0..8u8) {
+        fn a_damaged_trailer_is_none((value, nonce, name) in fields(), at in any::<prop::sample::Index>(), bit in 0..8u8) {
+            let trailer = Trailer { value, nonce, index: 0, name: &name };
             let mut bytes = trailer.encode();
             let block = block_of(&trailer);
             prop_assert_eq!(Trailer::decode(&bytes, block), Some(trailer));
@@ -317,7 +324,7 @@ mod tests {
             value in any::<u64>(), index in any::<u32>(), name in prop::collection::vec(any::<u8>(), 0..1100), class in 0..Class::COUNT
         ) {
             let block = Class(class).layout().block_bytes();
-            let made = Trailer { value, nonce: [0; 16], index, name };
+            let made = Trailer { value, nonce: [0; 16], index, name: &name };
             if let Some(found) = Trailer::decode(&made.encode(), block) {
                 prop_assert!(found.part() + found.name.len() + FOOTER <= block && found.index < found.blocks());
             }

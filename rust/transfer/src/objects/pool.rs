@@ -12,7 +12,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use super::catalog::Catalog;
-use super::classes::{self, CHUNK, Class, NAME_LIMIT, Trailer, VALUE_LIMIT};
+use super::classes::{self, CHUNK, Class, NAME_LIMIT, Trailer, VALUE_LIMIT, tail};
 use super::messages::{
     BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted,
 };
@@ -203,8 +203,7 @@ impl Pool {
                 Reserved::There => outcomes[item.at] = Ok(false),
                 Reserved::Refused(refusal) => outcomes[item.at] = Err(self.no_room(refusal, item.value.len())),
                 Reserved::Slot { region, slot } => {
-                    let trailer =
-                        Trailer { value: item.value.len() as u64, nonce: [0; 16], index: 0, name: item.name.to_vec() };
+                    let trailer = Trailer { value: item.value.len() as u64, nonce: [0; 16], index: 0, name: item.name };
                     let arena = self.road.arena(region)?;
                     classes::write(&arena, slot, item.value, &trailer)?;
                     written.push(item);
@@ -249,7 +248,7 @@ impl Pool {
                     Reserved::There => return Ok(false),
                     Reserved::Refused(refusal) => return Err(self.no_room(refusal, item.value.len())),
                 };
-                let name = if index == 0 { item.name.to_vec() } else { Vec::new() };
+                let name = if index == 0 { item.name } else { &[] };
                 let trailer = Trailer { value, nonce, index, name };
                 let from = index as usize * CHUNK as usize;
                 let part = &item.value[from..from + trailer.part()];
@@ -365,9 +364,9 @@ impl Pool {
     }
 
     /// What stands behind a head; `None`: it is damaged, or another one's.
-    fn look(&self, head: Pinned, name: &[u8]) -> Option<(Pinned, Trailer)> {
-        match Trailer::read(head.arena(), head.slot()) {
-            Some(trailer) if trailer.name == name => Some((head, trailer)),
+    fn look<'a>(&self, head: Pinned, name: &'a [u8]) -> Option<(Pinned, Trailer<'a>)> {
+        match Trailer::read(head.arena(), head.slot(), &mut tail()) {
+            Some(trailer) if trailer.name == name => Some((head, Trailer { name, ..trailer })),
             Some(_) => None,
             None => {
                 self.road.tell(ObjectRequest::Damaged { blocks: vec![head.at()] });
@@ -377,7 +376,7 @@ impl Pool {
     }
 
     /// Copies a whole value. False: a part is missing or damaged, and the object is gone.
-    fn read(&self, head: Pinned, key: BlockKey, trailer: &Trailer, into: &mut [u8]) -> Result<bool, Error> {
+    fn read(&self, head: Pinned, key: BlockKey, trailer: &Trailer<'_>, into: &mut [u8]) -> Result<bool, Error> {
         let mut parts = into.chunks_mut(CHUNK as usize);
         let first = parts.next().unwrap_or_default();
         let mut whole = classes::read(head.arena(), head.slot(), first)?;

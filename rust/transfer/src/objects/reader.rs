@@ -1,7 +1,8 @@
 //! The daemon's side of a client's reads: answered from the catalog by the thread that has the client's connection.
 
-use std::collections::HashMap;
 use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
 
 use super::catalog::{Catalog, Hold};
 use super::messages::{BATCH_LIMIT, LIST_LIMIT, ObjectEvent, ObjectRequest};
@@ -14,7 +15,7 @@ const PIN_LIMIT: usize = 1 << 17;
 #[derive(Debug)]
 pub struct Reader {
     catalog: Arc<Catalog>,
-    pins: HashMap<u64, Hold>,
+    pins: FxHashMap<u64, Hold>,
     next: u64,
 }
 
@@ -32,7 +33,7 @@ pub enum Answer {
 impl Reader {
     /// Nothing is pinned yet.
     pub fn new(catalog: Arc<Catalog>) -> Self {
-        Self { catalog, pins: HashMap::new(), next: 1 }
+        Self { catalog, pins: FxHashMap::default(), next: 1 }
     }
 
     /// Answers what can be answered here.

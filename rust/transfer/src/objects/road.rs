@@ -6,13 +6,14 @@
 //! While pins or slots of this client are used, its connection stands: its end is the daemon's proof that they are not. So
 //! a view keeps the connection, though the pool is closed, and a connection that has failed stays open until nobody uses it.
 
-use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
+
+use rustc_hash::FxHashMap;
 
 use super::catalog::{Catalog, Hold};
 use super::messages::{At, ObjectEvent, ObjectRequest};
@@ -137,7 +138,7 @@ pub struct Socket {
     unused: Mutex<Vec<u64>>,
     /// It should be told soon: nobody uses any of a batch.
     urgent: AtomicBool,
-    arenas: RwLock<HashMap<RegionId, Arc<Arena>>>,
+    arenas: RwLock<FxHashMap<RegionId, Arc<Arena>>>,
     next: AtomicU64,
 }
 
