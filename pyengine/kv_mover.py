@@ -3,9 +3,13 @@
 The worker's loop calls it; it never blocks. What it asks of the pool is answered by events, which `pump` turns into
 calls of the Batcher (`ready`, `first_token`) and into `Failure`s. One `Job` is kept per sequence:
 
-    both      lookup (and fetch from other nodes) --> ready --> load pages --> [compute, write through]
-    prefill   open(decode's grant) --> lookup, fetch --> ready --> load --> [compute chunk, stage, push]* --> note
+    both      seek --> ready --> load pages --> [compute, write through]
+    prefill   prefetch, open(decode's grant) --> seek --> ready --> load --> [compute chunk, stage, push]* --> note
     decode    grant --> complete(note) --> first token, ready --> load --> end(grant) --> [decode, write through]
+
+To seek is to pin what this node has of the prefix in DRAM (lookup), and if the plan names sources beyond that, this
+node's SSD among them, to grant slots for the rest and fetch it into them. A prefill part may not hold slots before
+decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which holds nothing.
 
 On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
 block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
@@ -16,7 +20,8 @@ on, and nodes that prefill for each other cannot wait for each other in a circle
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Run
 from typing import ParamSpec, Protocol
@@ -28,8 +33,8 @@ from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
 from pyengine.backend import U8, Backend
 from pyengine.scheduler.batcher import Batcher, Filled, Load, Sequence, SequenceId, State
-from pyengine.scheduler.messages import Note, Work
-from pyengine.scheduler.types import KEY_BYTES, KvSpec, Node, Source, cacheable_blocks
+from pyengine.scheduler.messages import LoadSample, Note, Work
+from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
 
 #: Blocks copied per call between pages and arena. It bounds the scratch buffer: 24 MiB for a small model.
 COPY_BLOCKS = 32
@@ -43,6 +48,12 @@ LOCAL_ATTEMPT = 2**32 - 1
 #: Longest wait for a decode worker's grant, seconds; what LLM and tests call "for ever" must fit a number of ms.
 LONGEST_WAIT = 86400.0
 
+#: Measured loads kept for the next heartbeat.
+LOADS = 256
+
+#: Where reused KV is found: in pages of this worker, in this node's pool, in that of another.
+TIERS = ("device", "dram", "ssd", "peer_dram", "peer_ssd")
+
 NO_PARENT = bytes(KEY_BYTES)
 
 Arguments = ParamSpec("Arguments")
@@ -54,10 +65,13 @@ class Pool(Protocol):
     @property
     def node(self) -> NodeAddress: ...
     def events(self) -> list[_native.PoolEvent]: ...
-    def grant(self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, mode: str) -> None: ...
+    def grant(
+        self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, mode: str, tenant: int = 0
+    ) -> None: ...
     def lookup(self, tag: Tag, keys: bytes) -> None: ...
     def commit(self, tag: Tag, indices: Run[int]) -> None: ...
     def fetch(self, tag: Tag, indices: Run[int], sources: Run[NodeAddress]) -> None: ...
+    def prefetch(self, keys: bytes, parent: bytes, position: int, sources: Run[NodeAddress]) -> None: ...
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None: ...
     def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
@@ -82,14 +96,43 @@ class Holding:
     tag: Tag
     slots: list[Slot] = dataclasses.field(default_factory=list)
     committed: list[bool] = dataclasses.field(default_factory=list)
+    #: The tier where each block was found.
+    tiers: list[str] = dataclasses.field(default_factory=list)
 
     def take(self, slots: list[Slot]) -> None:
         self.slots = slots
         self.committed = [slot.committed for slot in slots]
+        self.tiers = ["dram"] * len(slots)
+
+    def found(self, block: int, slot: Slot, tier: str) -> None:
+        """A fetch has brought the block, into this slot."""
+        self.slots[block], self.committed[block], self.tiers[block] = slot, True, tier
 
     def readable(self, block: int) -> Slot | None:
         """The slot of a block of the sequence, if it is held here and readable."""
         return self.slots[block] if block < len(self.slots) and self.committed[block] else None
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Who has a block that this node's DRAM lacks: nodes in order of preference. tier: where the first of them, or this
+    node's SSD, has it.
+    """
+
+    nodes: tuple[Node, ...]
+    tier: str
+
+
+NOBODY = Offer((), "")
+
+
+@dataclasses.dataclass
+class Fetch:
+    """Blocks asked for together: how many are still to come, and where the others were."""
+
+    nodes: tuple[Node, ...]
+    began: float
+    left: int
+    tiers: Counter[str | None] = dataclasses.field(default_factory=Counter)
 
 
 @dataclasses.dataclass
@@ -102,8 +145,12 @@ class Job:
     local: Holding | None = None
     #: Prefill: the decode worker's grant (slots only if it lies in this arena). Decode: the own grant.
     handoff: Holding | None = None
-    #: Indices whose fetch has no outcome yet.
-    fetching: set[int] = dataclasses.field(default_factory=set)
+    #: Blocks whose fetch has no outcome yet.
+    fetching: dict[int, Fetch] = dataclasses.field(default_factory=dict)
+    #: Blocks that were prefetched, and the tier where they were planned to be.
+    prefetched: dict[int, str] = dataclasses.field(default_factory=dict)
+    #: Blocks that the sequence took over when it first started, by the tier of the pools where they were found.
+    reused: Counter[str] = dataclasses.field(default_factory=Counter)
     #: True while `local` is a grant to fetch into, False while it is a lookup.
     reserving: bool = False
     #: Prefill: blocks on their way (or committed at the decode node before).
@@ -148,6 +195,7 @@ class KvMover:
 
     counters: cumulative counts by name, for the worker's heartbeat: blocks copied to and from the pool, blocks that
     found no room there, copies out of the pool that were not intact.
+    loads: measured fetches, for the heartbeat too; whoever sends them puts an empty list here.
     lost: why the pool can take no more requests, though it has not said goodbye yet; the next `pump` lets go of it.
     """
 
@@ -171,6 +219,7 @@ class KvMover:
         #: Prefill parts that are computed and copied out of their pages: the batcher may forget them.
         self.copied_out: deque[SequenceId] = deque()
         self.counters = {"checksum_failures": 0, "stored_blocks": 0, "loaded_blocks": 0, "uncached_blocks": 0}
+        self.loads: list[LoadSample] = []
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, U8] = {}
@@ -238,8 +287,9 @@ class KvMover:
         self._by_tag[job.handoff.tag] = job
         if work.part == "decode":
             private = len(sequence.tokens) % self.spec.block_tokens != 0
-            self._ask(self.pool.grant, job.handoff.tag, work.keys, private, NO_PARENT, 0, "wait")
+            self._ask(self.pool.grant, job.handoff.tag, work.keys, private, NO_PARENT, 0, "wait", work.tenant)
         else:
+            self._prefetch(job)
             within = min(work.deadline, LONGEST_WAIT)
             self._ask(self.pool.open, job.handoff.tag, address(work.decode_node), within)
 
@@ -275,15 +325,46 @@ class KvMover:
         return sequence is not None and sequence.state is State.HELD
 
     def _seek_prefix(self, job: Job) -> None:
-        """Pins what this node has of the prefix, and fetches what the plan's sources have beyond it."""
+        """Pins what this node has of the prefix, and has the rest of what the plan's sources offer fetched."""
         assert self.pool is not None, "callers check"
-        limit = self._prefix_limit(job)
-        wanted = min(max((source.last for source in self._sources(job)), default=0), limit)
+        wanted = len(self._offers(job))
         if wanted:
-            tag = self._reuse_tag(job, reserving=True)
-            self._ask(self.pool.grant, tag, job.work.keys[: wanted * KEY_BYTES], False, NO_PARENT, 0, "now")
+            tag, keys = self._reuse_tag(job, reserving=True), job.work.keys[: wanted * KEY_BYTES]
+            self._ask(self.pool.grant, tag, keys, False, NO_PARENT, 0, "now", job.work.tenant)
         else:
             self._lookup(job)
+
+    def _prefetch(self, job: Job) -> None:
+        """Has what the plan's sources offer brought into this node's DRAM, as far as there is room."""
+        assert self.pool is not None, "callers check"
+        offers, first = self._offers(job), 0
+        for last in range(1, len(offers) + 1):
+            if last < len(offers) and offers[last] == offers[first]:
+                continue
+            offer, keys = offers[first], job.work.keys
+            if offer != NOBODY:
+                parent = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else NO_PARENT
+                sources = [address(node) for node in offer.nodes]
+                self._ask(self.pool.prefetch, keys[first * KEY_BYTES : last * KEY_BYTES], parent, first, sources)
+                job.prefetched.update(dict.fromkeys(range(first, last), offer.tier))
+            first = last
+
+    def _offers(self, job: Job) -> list[Offer]:
+        """Who has each block of the prefix, by the plan; NOBODY for what lies in DRAM here; empty if all does."""
+        assert self.pool is not None, "callers check"
+        here = self.pool.node.node
+        sources = [source for source in job.work.sources if source.node.node != here or source.medium is Medium.SSD]
+        known = max(job.work.cached_blocks, *(source.last for source in sources)) if sources else 0
+        offers = [NOBODY] * min(known, self._prefix_limit(job))
+        for source in sources:
+            own = source.node.node == here
+            nodes, tier = ((), source.medium.value) if own else ((source.node,), f"peer_{source.medium.value}")
+            for block in range(source.first, min(source.last, len(offers))):
+                offer = offers[block]
+                others = tuple(node for node in nodes if node not in offer.nodes)
+                # Whatever is preferred among peers, this node's own SSD is read first.
+                offers[block] = Offer(offer.nodes + others, tier if own else offer.tier or tier)
+        return offers
 
     def _lookup(self, job: Job) -> None:
         assert self.pool is not None, "callers check"
@@ -302,10 +383,6 @@ class KvMover:
 
     def _prefix_limit(self, job: Job) -> int:
         return min(cacheable_blocks(len(job.sequence.tokens), self.spec.block_tokens), len(job.sequence.keys))
-
-    def _sources(self, job: Job) -> list[Source]:
-        assert self.pool is not None, "callers check"
-        return [source for source in job.work.sources if source.node.node != self.pool.node.node]
 
     def _local_tag(self) -> Tag:
         """A tag that never leaves this worker."""
@@ -355,9 +432,9 @@ class KvMover:
                 case _native.Complete(tag, note):
                     if job := self._by_tag.get(tag):
                         self._complete(job, note)
-                case _native.Fetched(tag, index, refusal, _, _):
+                case _native.Fetched(tag, index, _, slot, tier):
                     if job := self._by_tag.get(tag):
-                        self._fetched(job, index, refusal)
+                        self._fetched(job, index, slot, tier)
                 case _native.Pushed(tag, indices, note):
                     if job := self._by_tag.get(tag):
                         self._pushed(job, indices, note)
@@ -376,12 +453,16 @@ class KvMover:
         assert job.local is not None, "a grant of this job is its local one or its hand-off"
         job.local.take(slots)
         assert self.pool is not None, "the event came from it"
-        for source in self._sources(job):
-            limit = min(source.last, self._prefix_limit(job), len(slots))
-            wanted = [i for i in range(source.first, limit) if job.find(i) is None and i not in job.fetching]
-            if wanted:
-                job.fetching.update(wanted)
-                self._ask(self.pool.fetch, tag, wanted, [address(source.node)])
+        wanted: dict[tuple[Node, ...], list[int]] = {}
+        for block, offer in enumerate(self._offers(job)[: len(slots)]):
+            if slots[block].committed:
+                job.local.tiers[block] = job.prefetched.get(block, "dram")
+            elif job.find(block) is None:
+                # Nobody offers it if it was in DRAM here when the plan was made: the SSD may have it since.
+                wanted.setdefault(offer.nodes, []).append(block)
+        for nodes, blocks in wanted.items():
+            job.fetching.update(dict.fromkeys(blocks, Fetch(nodes, time.monotonic(), len(blocks))))
+            self._ask(self.pool.fetch, tag, blocks, [address(node) for node in nodes])
         if not job.fetching:
             self._ready(job)
 
@@ -394,12 +475,30 @@ class KvMover:
         job.delivered = {index for index, done in enumerate(committed) if done}
         self._seek_prefix(job)
 
-    def _fetched(self, job: Job, index: int, refusal: str | None) -> None:
-        job.fetching.discard(index)
-        if refusal is None and job.local is not None:
-            job.local.committed[index] = True
+    def _fetched(self, job: Job, index: int, slot: Slot | None, tier: str | None) -> None:
+        if slot is not None and tier is not None and job.local is not None:
+            job.local.found(index, slot, tier)
+        fetch = job.fetching.pop(index, None)
+        if fetch is not None:
+            fetch.tiers[tier] += 1
+            fetch.left -= 1
+            if not fetch.left:
+                self._measure(fetch)
         if not job.fetching:
             self._ready(job)
+
+    def _measure(self, fetch: Fetch) -> None:
+        """A fetch is over. It tells something of a source if all came from there."""
+        assert self.pool is not None, "the event came from it"
+        (tier, blocks), *more = fetch.tiers.items()
+        source = None
+        if tier == "ssd":
+            source = self.pool.node.node
+        elif tier == "peer_dram" and len(fetch.nodes) == 1:
+            source = fetch.nodes[0].node
+        if source is not None and not more and len(self.loads) < LOADS:
+            size, seconds = blocks * self.spec.block_bytes, time.monotonic() - fetch.began
+            self.loads.append(LoadSample(source=source, size=size, seconds=seconds))
 
     def _complete(self, job: Job, note: bytes) -> None:
         """Decode: all KV of the prompt is here. `Complete` is the authority: a late `Arrived` adds nothing."""
@@ -468,6 +567,10 @@ class KvMover:
             if verified < len(pages):
                 break
         self.counters["loaded_blocks"] += good
+        if not job.sequence.started:
+            for block in range(load.first_block, load.first_block + good):
+                if (found := job.find(block)) is not None:
+                    job.reused[found[0].tiers[block]] += 1
         tokens = (load.first_block + good) * self.spec.block_tokens
         if job.work.part == "decode" and not job.adopted:
             tokens = min(tokens, job.sequence.prompt_tokens)  # the last block may be the partial one
@@ -486,6 +589,13 @@ class KvMover:
                 self._ask(self.pool.corrupt, holding.tag, first_block + row)
                 return row
         return len(strips)
+
+    def cached_by_tier(self, sequence: Sequence) -> dict[str, int]:
+        """Where the tokens were found that the sequence reused when it first started; in all, `sequence.cached`."""
+        reused = self.jobs[sequence.id].reused
+        tokens = {tier: blocks * self.spec.block_tokens for tier, blocks in reused.items()}
+        device = sequence.cached - sum(tokens.values())
+        return {"device": device, **tokens} if device else tokens
 
     def _in_pages(self, job: Job) -> None:
         """The blocks are in pages: whoever held them only for that lets go; prefill hands on what decode lacks."""
@@ -537,7 +647,7 @@ class KvMover:
             self._by_tag[tag] = job
             key = job.work.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
             parent = job.work.keys[(index - 1) * KEY_BYTES : index * KEY_BYTES] if index else NO_PARENT
-            self._ask(self.pool.grant, tag, key, not key, parent, index, "staging")
+            self._ask(self.pool.grant, tag, key, not key, parent, index, "staging", job.work.tenant)
 
     def _store_staged(self, job: Job, granted: list[tuple[Tag, Slot]]) -> None:
         """Slots for staged blocks have come: fills those that are not cached here, and pushes all."""
@@ -607,7 +717,8 @@ class KvMover:
         self._write_through[tag] = self._read_blocks(sequence, [block.index for block in filled])
         keys = b"".join(block.key for block in filled)
         parent = filled[0].parent if filled[0].index else NO_PARENT
-        self._ask(self.pool.grant, tag, keys, False, parent, filled[0].index, "now")
+        tenant = self.jobs[sequence.id].work.tenant
+        self._ask(self.pool.grant, tag, keys, False, parent, filled[0].index, "now", tenant)
 
     def _store_through(self, tag: Tag, strips: U8, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"

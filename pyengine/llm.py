@@ -6,27 +6,31 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from pyengine import _native, env
 from pyengine.backends import load_backend
-from pyengine.config import WorkerConfig, default_pool_bytes
+from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams
+from pyengine.scheduler.types import KEY_BYTES, FinishReason, Medium, Node, Role, SamplingParams, Source
+from pyengine.secret import claim_ssd, read_secret, secret_file
 from pyengine.text import Detokenizer, Tokenizer
 from pyengine.worker.core import Worker
 
 Prompt = str | Sequence[int]
 
 NEVER = float("inf")
+#: Name of the node that is this process, and of its folder on SSD.
+NODE = "llm"
 
 
 class Completion(msgspec.Struct, frozen=True):
     """What one prompt led to. finish_reason: "stop" (end token or stop string) or "length".
 
-    cached_tokens: prompt tokens whose KV was reused.
+    cached_tokens: prompt tokens whose KV was reused. cached_by_tier: where that was found ("device", "dram", "ssd").
     """
 
     text: str
@@ -34,6 +38,7 @@ class Completion(msgspec.Struct, frozen=True):
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    cached_by_tier: dict[str, int]
 
 
 class LLM:
@@ -44,12 +49,14 @@ class LLM:
         backend: "torch" or "fake".
         dram_bytes: host memory for reusable KV; kv_bytes: device memory for the pages of running requests; pages:
             their number instead.
-        state_dir: where converted checkpoints are kept (default: see pyengine/env.py).
+        ssd_dir, ssd_bytes: where KV is kept that the next LLM of the same model and state_dir finds again, and how much
+            (bytes, or "10GiB"). Default: nowhere.
+        state_dir: where converted checkpoints and the secret of what is on SSD are kept (default: see pyengine/env.py).
         threads: of the backend; None: its own choice.
         max_tokens_per_step, max_sequences: see pyengine.config.WorkerConfig.
 
     Raises:
-        ValueError: no such model, or it cannot be served; the text says what to do.
+        ValueError: no such model, or it cannot be served, or nothing can be kept in ssd_dir; the text says what to do.
     """
 
     def __init__(
@@ -58,6 +65,8 @@ class LLM:
         *,
         backend: str = "torch",
         dram_bytes: int | None = None,
+        ssd_dir: Path | str | None = None,
+        ssd_bytes: int | str = 0,
         kv_bytes: int | None = None,
         pages: int = 0,
         state_dir: Path | None = None,
@@ -65,14 +74,22 @@ class LLM:
         max_tokens_per_step: int = 512,
         max_sequences: int = 32,
     ) -> None:
-        cache = (state_dir or env.read().state_dir) / "models"
-        self._backend = load_backend(backend, model, cache=cache, threads=threads)
+        state_dir = state_dir or env.read().state_dir
+        self._ssd = str(Path(ssd_dir).absolute() / NODE) if ssd_dir is not None else None
+        self._hash_key = secrets.token_bytes(32)
+        size = parse_size(ssd_bytes)
+        check_ssd(self._ssd or "", size)
+        if ssd_dir is not None:
+            secret = secret_file(state_dir)
+            claim_ssd(Path(ssd_dir).absolute(), secret)
+            self._hash_key = _native.derive_key(read_secret(secret), "hash")
+        self._backend = load_backend(backend, model, cache=state_dir / "models", threads=threads)
         self._tokenizer = Tokenizer.load(self._backend.tokenizer)
         spec = self._backend.namespace.kv
         config = WorkerConfig(
             worker="llm",
             role=Role.BOTH,
-            node="llm",
+            node=NODE,
             daemon_socket="",
             conductor="",
             work_endpoint="",
@@ -87,15 +104,18 @@ class LLM:
         )
         count = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(count)
-        self._hash_key = secrets.token_bytes(32)
         self._pages = count
         self._max_tokens = max_tokens_per_step
         self._max_sequences = max_sequences
+        keeps: dict[str, Any] = {"ssd_dirs": [self._ssd], "ssd_bytes": size} if self._ssd else {}
         self._daemon = _native.Daemon(
-            node="llm", dram_bytes=dram_bytes or default_pool_bytes(), session_key=secrets.token_bytes(32)
+            node=NODE,
+            dram_bytes=dram_bytes or default_pool_bytes(),
+            session_key=secrets.token_bytes(32),
+            **keeps,
         )
         self._worker, self._pool = self._new_worker()
-        self._node = Node("llm", "", self._daemon.address.incarnation)
+        self._node = Node(NODE, "", self._daemon.address.incarnation)
         self._root = _native.root_key(self._worker.namespace, b"", b"", self._hash_key)
         self._requests = 0
         self._interrupted = False
@@ -114,7 +134,7 @@ class LLM:
             incarnation=incarnation,
         )
         spec = self._backend.namespace.kv
-        pool = self._daemon.attach(incarnation, spec.strips, spec.strip_bytes)
+        pool = self._daemon.attach(incarnation, spec.strips, spec.strip_bytes, self._backend.namespace.owner())
         worker.attach(pool)
         return worker, pool
 
@@ -202,6 +222,9 @@ class LLM:
         self._requests += 1
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(62)
         tokens = np.asarray(ids, np.uint32)
+        keys = _native.block_keys(tokens, self._worker.block_tokens, self._root, self._hash_key)
+        # No conductor knows what lies on SSD: whatever is missing in DRAM is looked for there.
+        ssd = Source(self._node, 0, len(keys) // KEY_BYTES, Medium.SSD)
         work = Work(
             request=self._requests,
             attempt=1,
@@ -209,11 +232,12 @@ class LLM:
             token_ids=tokens.tobytes(),
             generated=0,
             root=self._root,
-            keys=_native.block_keys(tokens, self._worker.block_tokens, self._root, self._hash_key),
+            keys=keys,
             sampling=msgspec.structs.replace(sampling, seed=seed),
             namespace=self._worker.namespace,
             decode_node=self._node,
             decode_incarnation=0,
+            sources=(ssd,) if self._ssd else (),
             deadline=NEVER,
         )
         self._worker.accept(work)
@@ -228,7 +252,7 @@ class LLM:
                         if running[message.request].take(message):
                             self._worker.abort(Abort(request=message.request, attempt=1))
                     case PrefillReport() if message.request in running:
-                        running[message.request].cached = message.cached
+                        running[message.request].report = message
                     case Failed() if message.kind == "too_large":
                         return ValueError(message.reason)
                     case Failed():
@@ -244,7 +268,7 @@ class _Request:
     def __init__(self, number: int, prompt_tokens: int, text: Detokenizer) -> None:
         self.number = number
         self.prompt_tokens = prompt_tokens
-        self.cached = 0
+        self.report: PrefillReport | None = None
         self.ids: list[int] = []
         self.finish: FinishReason | None = None
         self._text = text
@@ -266,7 +290,8 @@ class _Request:
 
     def completion(self) -> Completion:
         assert self.finish is not None, "generate returns when all have finished"
-        return Completion("".join(self._parts), self.ids, self.finish.value, self.prompt_tokens, self.cached)
+        cached, tiers = (self.report.cached, self.report.tiers) if self.report else (0, {})
+        return Completion("".join(self._parts), self.ids, self.finish.value, self.prompt_tokens, cached, tiers)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,11 +1,13 @@
 """The cluster secret: made once, kept with mode 0600 in the state directory, never sent anywhere.
 
 Processes get the path and derive their keys themselves (`_native.derive_key`): "session" to connect, "hash" for block
-keys.
+keys. So what a node keeps on SSD can be found again only under the secret it was made with: a directory for it carries
+that secret's mark.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import stat
@@ -14,6 +16,8 @@ from pathlib import Path
 from pyengine.config import ConfigError
 
 SECRET_BYTES = 32
+#: In a directory for KV on SSD: digest of the secret under which it was made.
+MARK = "secret-mark"
 
 
 def secret_file(state_dir: Path) -> Path:
@@ -48,6 +52,34 @@ def _make(path: Path) -> None:
             pass
         finally:
             draft.unlink()
+
+
+def claim_ssd(directory: Path, secret: Path) -> None:
+    """Makes the directory (0700) for KV that is made under this secret, if it is not there yet.
+
+    Raises ConfigError if it cannot be used, is open to others, or holds KV made under another secret.
+    """
+    mark = hashlib.blake2b(read_secret(secret), digest_size=16, person=b"pyengine-ssd").hexdigest()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise ConfigError(f"others may enter the SSD directory {directory}: it holds KV, so chmod 700 it first")
+        try:
+            with open(directory / MARK, "x") as file:
+                file.write(mark + "\n")
+        except FileExistsError:
+            pass
+        known = (directory / MARK).read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep KV in {directory}: {error.strerror}; name a directory that can be written (--ssd-dir)"
+        ) from error
+    if known != mark:
+        raise ConfigError(
+            f"the SSD directory {directory} holds KV made under another secret than {secret}, with which none of it is"
+            " found: use the state directory it was made with (--state-dir), or empty it"
+        )
 
 
 def read_secret(path: Path) -> bytes:

@@ -144,8 +144,10 @@ class Work(Message, frozen=True):
     token_ids: uint32 LE bytes: the prompt, behind it the `generated` tokens the gateway holds from earlier attempts.
     keys: 16 bytes per full block of token_ids. root: key[-1] of the chain. sampling.seed is set.
     Token numbering continues: the first new token has index `generated`; max_tokens counts from the request's start.
+    tenant: for whom, in 64 bits; 0: nobody in particular.
     deadline: seconds from receipt after which the attempt is worthless; the grant is waited for at most as long.
-    decode_incarnation: the decode worker's, part of the hand-off's tag. sources: as in Plan.
+    decode_incarnation: the decode worker's, part of the hand-off's tag.
+    sources, cached_blocks: as in Plan.
     """
 
     request: int
@@ -160,6 +162,8 @@ class Work(Message, frozen=True):
     decode_node: Node
     decode_incarnation: int
     sources: tuple[Source, ...] = ()
+    cached_blocks: int = 0
+    tenant: int = 0
     deadline: float = 60.0
 
 

@@ -87,6 +87,10 @@ class Namespace(msgspec.Struct, frozen=True):
         """32 bytes that name this namespace in block keys."""
         return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=32).digest()
 
+    def owner(self) -> int:
+        """The same in 64 bits: as pools know whose blocks they keep."""
+        return int.from_bytes(self.digest()[:8], "little")
+
     def difference(self, other: Namespace) -> str | None:
         """Name of the first field that differs, or None."""
         for field in self.__struct_fields__:

@@ -399,8 +399,10 @@ def test_refused_clients_and_daemons(tmp_path: Path) -> None:
         PoolClient.connect(str(socket), bytes(32), 1, STRIPS, STRIP_BYTES)
     with pytest.raises(BugError, match="32 bytes"):
         PoolClient.connect(str(socket), b"short", 1, STRIPS, STRIP_BYTES)
-    with pytest.raises(GiveUpError, match="strip_bytes"):
-        daemon.attach(2, STRIPS, STRIP_BYTES * 2)
+    with pytest.raises(GiveUpError, match="impossible"):
+        daemon.attach(2, 0, STRIP_BYTES)
+    with pytest.raises(GiveUpError, match="--dram-bytes"):
+        daemon.attach(2, STRIPS, 1 << 20)
     with pytest.raises(GiveUpError, match="another daemon"):
         start("b", socket=socket)
     with pytest.raises(GiveUpError, match="in use"):

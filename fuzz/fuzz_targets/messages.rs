@@ -7,6 +7,7 @@ use std::fmt::Debug;
 use libfuzzer_sys::fuzz_target;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use transfer::admin::{AdminReply, AdminRequest};
 use transfer::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use transfer::transport::rdma::control::Message as RdmaMessage;
 use transfer::wire::{decode, encode};
@@ -19,7 +20,7 @@ fn round_trip<T: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8])
 
 fuzz_target!(|data: &[u8]| {
     let [kind, bytes @ ..] = data else { return };
-    match kind % 8 {
+    match kind % 10 {
         0 => round_trip::<LocalRequest>(bytes),
         1 => round_trip::<LocalEvent>(bytes),
         2 => round_trip::<PeerMessage>(bytes),
@@ -27,6 +28,8 @@ fuzz_target!(|data: &[u8]| {
         4 => round_trip::<DaemonOrder>(bytes),
         5 => round_trip::<EngineMessage>(bytes),
         6 => round_trip::<RdmaMessage>(bytes),
-        _ => round_trip::<Purpose>(bytes),
+        7 => round_trip::<Purpose>(bytes),
+        8 => round_trip::<AdminRequest>(bytes),
+        _ => round_trip::<AdminReply>(bytes),
     }
 });

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -199,10 +200,14 @@ class Exchange:
 
     @property
     def usage(self) -> Usage:
+        tiers: Counter[str] = Counter()
+        for generation in self._generations:
+            tiers.update(generation.request.tiers)
         return Usage(
             prompt=sum(len(generation.request.prompt) for generation in self._generations),
             completion=sum(generation.emitted for generation in self._generations),
             cached=sum(generation.request.cached or 0 for generation in self._generations),
+            tiers=dict(tiers),
         )
 
     async def next(self) -> list[Piece]:

@@ -289,18 +289,25 @@ def sampling(
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one HTTP request, over all its choices. cached: of the prompt, as the prefill worker counted them."""
+    """Tokens of one HTTP request, over all its choices. cached: of the prompt, as the prefill worker counted them.
+
+    tiers: where it found them (see PrefillReport); our extension of OpenAI's API.
+    """
 
     prompt: int
     completion: int
     cached: int
+    tiers: dict[str, int] = {}
 
     def json(self) -> dict[str, Any]:
+        details: dict[str, Any] = {"cached_tokens": self.cached}
+        if self.tiers:
+            details["cached_tokens_by_tier"] = self.tiers
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": details,
         }
 
 

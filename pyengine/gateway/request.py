@@ -12,6 +12,7 @@ by the shell after each call.
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -110,6 +111,7 @@ class Request:
         self.finish: FinishReason | None = None
         self.error: RequestError | None = None
         self.cached: int | None = None
+        self.tiers: dict[str, int] = {}
         self.wake_at = deadline
         self.failures = 0
         self.model = model
@@ -203,6 +205,8 @@ class Request:
                     decode_node=plan.decode.node,
                     decode_incarnation=plan.decode.incarnation,
                     sources=plan.sources,
+                    cached_blocks=plan.cached_blocks,
+                    tenant=tenant_number(self._tenant),
                     deadline=max(self._deadline - now, 0.0),
                 ),
             )
@@ -254,6 +258,7 @@ class Request:
         """What the first prefill that succeeded had reused; later attempts reuse what earlier ones computed."""
         if message.attempt == self.attempt and self.cached is None:
             self.cached = min(message.cached, len(self.prompt))
+            self.tiers = message.tiers
 
     def on_failed(self, message: messages.Failed, now: float) -> list[Action]:
         if self.state is not State.RUNNING or message.attempt != self.attempt or self.plan is None:
@@ -369,3 +374,8 @@ class Request:
         self.plan = None
         self._early.clear()
         return actions
+
+
+def tenant_number(tenant: str) -> int:
+    """A tenant as pools know it; 0 for nobody in particular."""
+    return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=8).digest(), "little") if tenant else 0

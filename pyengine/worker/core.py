@@ -18,7 +18,7 @@ import numpy as np
 
 from pyengine import _native
 from pyengine.backend import Backend, Slice
-from pyengine.kv_mover import LOCAL_ATTEMPT, KvMover, Pool
+from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
 from pyengine.scheduler.messages import Abort, Failed, Message, Note, PrefillReport, StepSample, Tokens, Work
@@ -98,7 +98,8 @@ class Worker:
         self.progress = 0
         self.busy = False
         self.load = Load(0, 0, 0)
-        self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "cached": 0, "preempted": 0, "steps": 0}
+        self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
+        self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
         self._hopeless = 0
         self._sequences: dict[SequenceId, Sequence] = {}
@@ -176,6 +177,10 @@ class Worker:
             return "an incarnation is out of range"
         if not all(0 <= source.first <= source.last for source in work.sources):
             return "a source has no range of blocks"
+        if not 0 <= work.tenant < 2**64:
+            return "its tenant is out of range"
+        if work.cached_blocks < 0:
+            return f"{work.cached_blocks} of its blocks are cached"
         if not work.deadline >= 0.0:
             return f"{work.deadline} is no number of seconds"
         if not work.token_ids or len(work.token_ids) % 4:
@@ -325,13 +330,16 @@ class Worker:
         sequence = self._sequences[outcome.id]
         self.counters["recomputed"] += outcome.recomputed
         if outcome.prefilled and work.part != "decode":
-            self.counters["cached"] += sequence.cached
+            tiers = self.mover.cached_by_tier(sequence)
+            for tier, tokens in tiers.items():
+                self.counters[f"cached_{tier}"] += tokens
             self._out.append(
                 PrefillReport(
                     request=work.request,
                     attempt=work.attempt,
                     cached=sequence.cached,
                     computed=sequence.prompt_tokens - sequence.cached,
+                    tiers=tiers,
                 )
             )
         if outcome.token is not None:

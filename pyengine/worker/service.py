@@ -7,6 +7,7 @@ import secrets
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pyengine._native import PoolClient
 from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
+from pyengine.kv_mover import TIERS
 from pyengine.scheduler.messages import Abort, Work, WorkerAlive
 from pyengine.scheduler.types import Node, WorkerInfo
 from pyengine.secret import read_secret
@@ -25,8 +27,11 @@ from pyengine.worker.links import WorkerLinks
 
 logger = logging.getLogger(__name__)
 
-#: Seconds a starting worker waits for its daemon.
-DAEMON_PATIENCE = 10.0
+#: Seconds a starting worker waits for its daemon, which after a crash reads its whole SSD first: ten minutes at 2 GB/s
+#: are more than a terabyte.
+DAEMON_PATIENCE = 600.0
+#: Seconds after which it says that it does.
+DAEMON_LATE = 10.0
 #: Seconds between attempts to reach a daemon that died.
 RECONNECT_EVERY = 0.2
 #: Milliseconds the idle loop sleeps at most; every event wakes it before.
@@ -73,7 +78,7 @@ class WorkerService:
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(pages)
         self._incarnation = secrets.randbits(63)
-        self._pool: PoolClient | None = self._dial(DAEMON_PATIENCE)
+        self._pool: PoolClient | None = self._await_daemon()
         self._worker = Worker(
             config.worker,
             self._backend,
@@ -168,6 +173,16 @@ class WorkerService:
                 self._refused = error
                 return
 
+    def _await_daemon(self) -> PoolClient:
+        until = time.monotonic() + DAEMON_PATIENCE
+        while True:
+            try:
+                return self._dial(DAEMON_LATE)
+            except _native.RetryError as error:
+                if time.monotonic() > until:
+                    raise
+                logger.warning("waiting for the daemon of %s: %s", self._config.node, error)
+
     def _dial(self, timeout: float) -> PoolClient:
         spec = self._backend.namespace.kv
         return PoolClient.connect(
@@ -176,13 +191,15 @@ class WorkerService:
             self._incarnation,
             spec.strips,
             spec.strip_bytes,
-            timeout=timeout,
+            self._backend.namespace.owner(),
+            timeout,
         )
 
     def _alive(self) -> WorkerAlive:
         """The heartbeat; runs on the links' thread and only reads plain counters."""
         worker, batcher = self._worker, self._worker.batcher
         samples, worker.samples = worker.samples, []
+        loads, worker.mover.loads = worker.mover.loads, []
         return WorkerAlive(
             worker=self._config.worker,
             progress=worker.progress,
@@ -192,6 +209,7 @@ class WorkerService:
             free_pages=batcher.pool.free,
             samples=tuple(samples),
             counters=sample_names(self._config.worker, worker),
+            loads=tuple(loads),
         )
 
 
@@ -223,7 +241,7 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
         f'pyengine_worker_tokens_total{{{label},phase="prefill"}}': counters["prefill"],
         f'pyengine_worker_tokens_total{{{label},phase="decode"}}': counters["decode"],
         f"pyengine_recomputed_tokens_total{{{label}}}": counters["recomputed"],
-        f"pyengine_cached_tokens_total{{{label}}}": counters["cached"],
+        **{f'pyengine_cached_tokens_total{{{label},tier="{tier}"}}': counters[f"cached_{tier}"] for tier in TIERS},
         f"pyengine_worker_steps_total{{{label}}}": counters["steps"],
         f"vllm:num_preemptions_total{{{label}}}": counters["preempted"],
         f'pyengine_worker_blocks_total{{{label},event="stored"}}': moved["stored_blocks"],

@@ -178,8 +178,9 @@ def whole_answer(worker: FakeWorker, identity: bytes, work: Work) -> None:
     last = work.sampling.max_tokens
     first = work.generated
     if work.part != "decode":
+        cached = prompt // 16 * 16
         report = PrefillReport(
-            request=work.request, attempt=work.attempt, cached=prompt // 16 * 16, computed=prompt % 16
+            request=work.request, attempt=work.attempt, cached=cached, computed=prompt % 16, tiers={"ssd": cached}
         )
         ends = first + 1 == last
         worker.send(identity, report, tokens(work, first, 1, FinishReason.LENGTH if ends else None))

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pyengine import env
@@ -23,7 +24,7 @@ from pyengine.config import (
     parse_size,
 )
 from pyengine.scheduler.types import Role
-from pyengine.secret import read_secret, secret_file
+from pyengine.secret import MARK, claim_ssd, read_secret, secret_file
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,11 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"slo_ttft": float("nan")}, "seconds"),
         ({"slo_ttft": float("inf")}, "seconds"),
         ({"dram_bytes": 1 << 60}, "ask for less"),
+        ({"ssd_bytes": 1 << 30}, "--ssd-dir"),
+        ({"ssd_dir": "kv"}, "--ssd-bytes"),
+        ({"ssd_dir": "kv", "ssd_bytes": 1 << 20}, "give more"),
+        ({"ssd_dir": "/dev/shm/kv", "ssd_bytes": 1 << 30}, "no disk"),
+        ({"ssd_dir": "/proc", "ssd_bytes": 1 << 30}, "no disk"),
     ],
 )
 def test_impossible_settings(settings: dict[str, object], says: str) -> None:
@@ -134,6 +140,9 @@ def test_daemon_config_is_toml() -> None:
     )
     assert tomllib.loads(config.toml())["node"] == 'a"b\\'
     assert tomllib.loads(config.toml())["socket"] == "/tmp/ü"
+    assert not {"ssd_dirs", "ssd_bytes"} & tomllib.loads(config.toml()).keys()
+    keeps = tomllib.loads(msgspec.structs.replace(config, ssd_dirs=("/ssd/ü",), ssd_bytes=1 << 30).toml())
+    assert (keeps["ssd_dirs"], keeps["ssd_bytes"]) == (["/ssd/ü"], 1 << 30)
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,6 +171,25 @@ def test_secret_is_made_once_and_kept_private(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(ConfigError, match="too short"):
         read_secret(path)
+
+
+def test_an_ssd_directory_belongs_to_one_secret_and_is_private(tmp_path: Path) -> None:
+    secret, other = secret_file(tmp_path / "state"), secret_file(tmp_path / "other")
+    kept = tmp_path / "deep" / "kv"
+    claim_ssd(kept, secret)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    claim_ssd(kept, secret)
+    with pytest.raises(ConfigError, match=r"another secret.*--state-dir"):
+        claim_ssd(kept, other)
+    kept.chmod(0o750)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        claim_ssd(kept, secret)
+    file = tmp_path / "file"
+    file.touch()
+    for place in (file, file / "below"):
+        with pytest.raises(ConfigError, match="--ssd-dir"):
+            claim_ssd(place, secret)
+    assert secret.read_bytes().strip() not in (kept / MARK).read_bytes()
 
 
 def test_state_directory_that_cannot_be_used(tmp_path: Path) -> None:

@@ -91,7 +91,10 @@ async def test_whole_answer_and_usage(folder: Path, http: aiohttp.ClientSession)
             "prompt_tokens": prompt,
             "completion_tokens": len(ANSWER),
             "total_tokens": prompt + len(ANSWER),
-            "prompt_tokens_details": {"cached_tokens": prompt // 16 * 16},
+            "prompt_tokens_details": {
+                "cached_tokens": prompt // 16 * 16,
+                "cached_tokens_by_tier": {"ssd": prompt // 16 * 16},
+            },
         }
         (route,) = at.conductor.routes
         assert len(route.keys) == 16 * ((prompt - 1) // 16)

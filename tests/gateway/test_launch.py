@@ -245,7 +245,8 @@ def test_long_runtime_directory_is_replaced(tmp_path: Path) -> None:
 
 def test_parts_of_a_machine(tmp_path: Path) -> None:
     """Worker k sits on node k mod nodes, prefill workers first; every part finds the others."""
-    config = msgspec.structs.replace(ServeConfig(prefill=2, decode=1, nodes=2).derived(), state_dir="/state")
+    wish = ServeConfig(prefill=2, decode=1, nodes=2, ssd_dir="/ssd", ssd_bytes=1 << 30)
+    config = msgspec.structs.replace(wish.derived(), state_dir="/state")
     parts = plan_parts(config, tmp_path, tmp_path / "secret", 5, "127.0.0.1:7000")
     assert [made.name for made in parts] == [
         "conductor", "transferd-0", "transferd-1", "prefill-0", "prefill-1", "decode-0", "gateway"
@@ -258,5 +259,6 @@ def test_parts_of_a_machine(tmp_path: Path) -> None:
     daemon = tomllib.loads((tmp_path / "node-1.toml").read_text())
     assert daemon["socket"] == workers[1].daemon_socket
     assert daemon["conductor"] == "127.0.0.1:7000"
+    assert (daemon["ssd_dirs"], daemon["ssd_bytes"]) == (["/ssd/node-1"], 1 << 30)
     assert parts[0].arguments[parts[0].arguments.index("--daemons") + 1] == "127.0.0.1:7000"
     assert parts[-1].fds == (5,)

@@ -6,13 +6,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.gateway.request import FIRST_TOKEN_GRACE, MAX_FAILURES, ErrorKind, Request, State, ToConductor, ToWorker
+from pyengine.gateway.request import (
+    FIRST_TOKEN_GRACE,
+    MAX_FAILURES,
+    ErrorKind,
+    Request,
+    State,
+    ToConductor,
+    ToWorker,
+    tenant_number,
+)
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Rejected, Route, RouteEnded, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Node, Plan, Rejection, SamplingParams, WorkerRef
+from pyengine.scheduler.types import FinishReason, Medium, Node, Plan, Rejection, SamplingParams, Source, WorkerRef
 
 NODE = Node("node-0", "127.0.0.1:1", 1)
 PROMPT = list(range(40))
@@ -30,7 +40,7 @@ def plan(request: Request, prefill: str = "p", decode: str = "d") -> Plan:
     return Plan(request=request.id, attempt=request.attempt, prefill=ref(prefill), decode=ref(decode))
 
 
-def make(max_tokens: int = 8, patience: float = 5.0, deadline: float = 100.0) -> Request:
+def make(max_tokens: int = 8, patience: float = 5.0, deadline: float = 100.0, tenant: str = "") -> Request:
     return Request(
         7,
         PROMPT,
@@ -42,6 +52,7 @@ def make(max_tokens: int = 8, patience: float = 5.0, deadline: float = 100.0) ->
         key_of=lambda tokens: bytes(len(tokens) // 64 * 16),
         patience=patience,
         deadline=deadline,
+        tenant=tenant,
     )
 
 
@@ -95,6 +106,18 @@ def test_first_token_that_ends_the_request_frees_the_decode_worker() -> None:
     assert request.done
     assert [type(action.message) for action in actions] == [RouteEnded, Abort]
     assert [action.worker.worker for action in actions if isinstance(action, ToWorker)] == ["d"]
+
+
+def test_work_says_what_the_plan_knows_and_for_whom() -> None:
+    request = make(tenant="somebody")
+    request.start(0.0)
+    sources = (Source(NODE, 0, 2, Medium.SSD),)
+    works = request.on_planned(msgspec.structs.replace(plan(request), sources=sources, cached_blocks=2), 0.0)
+    for action in works:
+        assert isinstance(action.message, Work)
+        assert (action.message.sources, action.message.cached_blocks) == (sources, 2)
+        assert action.message.tenant == tenant_number("somebody") != tenant_number("")
+    assert tenant_number("") == 0
 
 
 def test_hand_off_that_ended_with_the_first_token_is_no_failure() -> None:

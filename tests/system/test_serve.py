@@ -96,7 +96,13 @@ def test_reuse_across_turns_and_nodes(state_dir: Path) -> None:
         turn = prompt(100) + answered[:-1] + prompt(20, 1)
         second = complete(server, turn, 8)
         expect(second, turn, 8)
-        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * (129 // 16)
+        details = second["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == sum(details["cached_tokens_by_tier"].values()) == 16 * (129 // 16)
+        until(
+            lambda: server.metric("pyengine_cached_tokens_total") == 2 * 16 * (99 // 16) + 16 * (129 // 16),
+            "the workers have counted them",
+        )
+        assert server.metric("pyengine_cached_tokens_total", tier="peer_dram") >= 16 * (99 // 16)
 
 
 def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path, tmp_path: Path) -> None:
@@ -328,6 +334,7 @@ def test_bad_requests_are_told_what_to_do(state_dir: Path) -> None:
         (("--model", "/no/such/path", "--backend", "torch"), "no such"),
         (("--backend", "jax"), "torch"),
         (("--transport", "tpc"), "tcp"),
+        (("--ssd-bytes", "1GiB"), "--ssd-dir"),
         (("--prefill", "1"), "--decode"),
         (("--dram-bytes", "900TiB"), "memory"),
         (("--host", "0.0.0.0", "--policy", "nonsense", "--backend", "fake", "--model", "fake"), "kvcache-centric"),

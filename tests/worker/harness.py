@@ -36,6 +36,7 @@ class Request(msgspec.Struct):
     finish: FinishReason | None = None
     failed: Failed | None = None
     cached: int | None = None
+    tiers: dict[str, int] = {}
 
     @property
     def over(self) -> bool:
@@ -105,7 +106,8 @@ class Cluster:
         """Gives a worker that has no pool a link to its node's daemon."""
         worker = self.workers[name]
         spec = worker.backend.namespace.kv
-        pool = self.daemons[self.node_of[name]].attach(worker.mover.incarnation, spec.strips, spec.strip_bytes)
+        owner = worker.backend.namespace.owner()
+        pool = self.daemons[self.node_of[name]].attach(worker.mover.incarnation, spec.strips, spec.strip_bytes, owner)
         worker.attach(wrap(pool) if wrap else pool)
         self._pools[name] = pool
 
@@ -209,7 +211,7 @@ class Cluster:
                 request.failed = message
                 self.abort(request)
             case PrefillReport():
-                request.cached = message.cached
+                request.cached, request.tiers = message.cached, message.tiers
 
     def until(self, condition: Callable[[], bool], *names: str) -> None:
         """Steps until the condition holds; sleeps on the pools' descriptors while nobody has anything to do."""

@@ -76,6 +76,8 @@ def kind_of(request: Request) -> str | None:
         {"decode_node": Node("a", "127.0.0.1:1", -1)},
         {"sources": (Source(Node("b", "127.0.0.1:1", -1), 0, 2),)},
         {"sources": (Source(Node("b", "127.0.0.1:1", 1), -2, 2),)},
+        {"cached_blocks": -1},
+        {"tenant": 2**64},
         {"deadline": float("nan")},
         {"deadline": -1.0},
     ],
@@ -345,11 +347,13 @@ def test_a_long_prompt_is_staged_a_bounded_number_of_blocks_at_a_time() -> None:
         held: ClassVar[set[Tag]] = set()
         most = 0
 
-        def grant(self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, mode: str) -> None:
+        def grant(
+            self, tag: Tag, keys: bytes, private: bool, parent: bytes, position: int, mode: str, tenant: int = 0
+        ) -> None:
             if mode == "staging":
                 self.held.add(tag)
                 Counting.most = max(Counting.most, len(self.held))
-            self.real.grant(tag, keys, private, parent, position, mode)
+            self.real.grant(tag, keys, private, parent, position, mode, tenant)
 
         def end(self, tag: Tag) -> None:
             self.held.discard(tag)

@@ -6,6 +6,7 @@ gateway.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from pyengine.scheduler.messages import (
 )
 from pyengine.scheduler.types import Role, SamplingParams
 from pyengine.secret import read_secret, secret_file
+from pyengine.worker import service as service_module
 from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
 from pyengine.worker.service import WorkerService
 
@@ -132,6 +134,32 @@ def running(tmp_path: Path) -> Iterator[Running]:
     made = Running(tmp_path)
     yield made
     made.close()
+
+
+def test_a_worker_waits_for_a_daemon_that_starts_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash, a daemon reads its SSD before it lets anybody in."""
+    monkeypatch.setattr(service_module, "DAEMON_LATE", 0.1)
+    made: list[_native.Daemon] = []
+
+    class Late(Running):
+        def start_daemon(self) -> _native.Daemon:
+            """Not before the worker has said that it waits."""
+
+            class Starter(logging.Handler):
+                def emit(starter, record: logging.LogRecord) -> None:
+                    if not made and "waiting for the daemon" in record.getMessage():
+                        made.append(super(Late, self).start_daemon())
+
+            logging.getLogger("pyengine").addHandler(starter := Starter())
+            self.starter = starter
+            return made  # type: ignore[return-value]
+
+    running = Late(tmp_path)
+    logging.getLogger("pyengine").removeHandler(running.starter)
+    (running.daemon,) = made
+    running.send("prefill", 1)
+    assert running.failed().kind == "wrong_role"
+    running.close()
 
 
 def test_a_daemon_that_comes_back_with_another_secret_ends_the_worker(running: Running) -> None:

@@ -19,7 +19,7 @@ from pyengine import _native
 from pyengine.backend import U8
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.kv_mover import Pool
-from pyengine.scheduler.types import FinishReason, SamplingParams, cacheable_blocks
+from pyengine.scheduler.types import FinishReason, SamplingParams, Source, cacheable_blocks
 from tests.worker.harness import Cluster, Request
 
 BLOCK = 16
@@ -164,6 +164,17 @@ def test_prompt_on_another_node_fetches_the_prefix() -> None:
 def test_source_that_lost_its_blocks_costs_a_recompute() -> None:
     with two_nodes() as cluster:
         request = cluster.submit(prompt(100), "prefill", "decode", sources=cluster.source("b", 6))
+        cluster.run(request)
+        assert request.ids == fake_tokens(prompt(100), 8)
+        assert request.cached == 0
+        cluster.settle()
+
+
+def test_blocks_that_were_here_when_the_plan_was_made_cost_a_recompute() -> None:
+    """Nobody is named for them, as they were in this node's DRAM; now they are nowhere."""
+    with two_nodes() as cluster:
+        sources = (Source(cluster.node("b"), 3, 6),)
+        request = cluster.submit(prompt(100), "prefill", "decode", sources=sources, changes={"cached_blocks": 6})
         cluster.run(request)
         assert request.ids == fake_tokens(prompt(100), 8)
         assert request.cached == 0

@@ -27,7 +27,7 @@ impl Daemon {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python gives them by name")]
     #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None,
-                        transport = "auto", tls = false))]
+                        transport = "auto", tls = false, ssd_dirs = Vec::new(), ssd_bytes = 0))]
     fn new(
         py: Python<'_>,
         node: String,
@@ -38,11 +38,13 @@ impl Daemon {
         conductor: Option<String>,
         transport: &str,
         tls: bool,
+        ssd_dirs: Vec<PathBuf>,
+        ssd_bytes: u64,
     ) -> PyResult<Self> {
         let session_key = self::session_key(session_key.bytes()).map_err(exception)?;
         let transport = transport.parse().map_err(exception)?;
-        let config =
-            Config { node, dram_bytes, listen, advertise: None, transport, socket, conductor, session_key, tls };
+        let default = Config::new(node, dram_bytes);
+        let config = Config { listen, transport, socket, conductor, session_key, tls, ssd_dirs, ssd_bytes, ..default };
         let daemon = py.detach(|| daemon::Daemon::start(&config)).map_err(exception)?;
         let address = NodeAddress(daemon.address().clone());
         Ok(Self { living: Living::new(daemon), address })

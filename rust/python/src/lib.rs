@@ -6,6 +6,7 @@ mod buffers;
 mod daemon;
 mod errors;
 mod keys;
+mod model;
 mod objects;
 mod pool;
 mod report;
@@ -23,6 +24,8 @@ mod _native {
     use super::errors::{BugError, GiveUpError, RetryError, TransferError};
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
+    #[pymodule_export]
+    use super::model::CacheModel;
     #[pymodule_export]
     use super::objects::{ObjectPool, View};
     #[pymodule_export]
@@ -45,6 +48,7 @@ mod _native {
         module.add("KEY_BYTES", size_of::<::transfer::types::BlockKey>())?;
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;
         module.add("NOTIFICATION_LIMIT", ::transfer::messages::NOTIFICATION_LIMIT)?;
+        module.add("EVICTION_POLICIES", pyo3::types::PyTuple::new(module.py(), super::model::policies())?)?;
         let events = "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Disconnected";
         module.add("PoolEvent", union(module, events)?)?;
         let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated DaemonGone";

@@ -18,6 +18,14 @@ pub const NODE_LIMIT: usize = 64;
 const SECRET_MINIMUM: usize = 16;
 /// Longest secret file that is read.
 const SECRET_LIMIT: u64 = 4096;
+/// Least bytes of each directory on SSD: four of the smallest segments of 4 MiB. One is being filled and one reclaimed; only
+/// the others keep something.
+const SSD_MINIMUM: u64 = 16 << 20;
+/// How long a stop waits for what is held, if nothing else is said: Kubernetes kills 30 s after its SIGTERM, and behind the
+/// wait what lies in DRAM only is written to SSD (3 s at most) and the links are closed.
+pub const DRAIN_SECONDS: u64 = 25;
+/// Longest wait that can be asked for: a day.
+const DRAIN_LIMIT: u64 = 86_400;
 
 /// Settings of one daemon.
 #[derive(Clone, Debug)]
@@ -41,9 +49,37 @@ pub struct Config {
     /// What travels by TCP is encrypted (TLS 1.3), to the conductor and between nodes; both sides must want it. Local
     /// workers and shm do not leave the host; rdma cannot be encrypted and is not used then.
     pub tls: bool,
+    /// `host:port` for metrics and health checks over plain HTTP; port 0: any. None: no HTTP. Whoever reaches it may read
+    /// counters and states, and nothing else.
+    pub http: Option<String>,
+    /// Directories that keep blocks, one for each device, made if they are missing. None: nothing survives.
+    pub ssd_dirs: Vec<PathBuf>,
+    /// Bytes that these directories may take together.
+    pub ssd_bytes: u64,
+    /// How long a stop on a signal waits until nothing is held.
+    pub drain_seconds: u64,
 }
 
 impl Config {
+    /// A daemon that nobody can reach, with the default of everything else.
+    pub fn new(node: impl Into<String>, dram_bytes: u64) -> Self {
+        Self {
+            node: node.into(),
+            dram_bytes,
+            listen: None,
+            advertise: None,
+            transport: Via::Auto,
+            socket: None,
+            conductor: None,
+            session_key: None,
+            tls: false,
+            http: None,
+            ssd_dirs: Vec::new(),
+            ssd_bytes: 0,
+            drain_seconds: DRAIN_SECONDS,
+        }
+    }
+
     /// The key of the sessions; without a secret a well-known one, so that the protocol stays the same.
     pub fn key(&self) -> Key {
         self.session_key.unwrap_or_else(open_key)
@@ -99,6 +135,55 @@ impl Config {
                     "the socket path {} has {length} bytes, at most {SOCKET_PATH_LIMIT} are possible: use a shorter directory",
                     socket.display()
                 )));
+            }
+        }
+        if let Some(http) = &self.http {
+            resolve(http)?;
+        }
+        if self.drain_seconds > DRAIN_LIMIT {
+            return Err(Error::give_up(format!(
+                "drain_seconds is {}, and at most a day ({DRAIN_LIMIT}) can be waited: lower it",
+                self.drain_seconds
+            )));
+        }
+        self.check_ssd()
+    }
+
+    fn check_ssd(&self) -> Result<(), Error> {
+        let count = self.ssd_dirs.len() as u64;
+        match (count, self.ssd_bytes) {
+            (0, 0) => return Ok(()),
+            (0, bytes) => {
+                return Err(Error::give_up(format!(
+                    "ssd_bytes is {bytes} and ssd_dirs is empty: say which directories may take them"
+                )));
+            }
+            (_, 0) => {
+                return Err(Error::give_up(
+                    "ssd_dirs is given and ssd_bytes is not: say how many bytes these directories may take together",
+                ));
+            }
+            (count, bytes) if bytes / count < SSD_MINIMUM => {
+                return Err(Error::give_up(format!(
+                    "ssd_bytes is {bytes}: give each of the {count} directories at least {SSD_MINIMUM}, or leave SSD out"
+                )));
+            }
+            _ => {}
+        }
+        for (index, directory) in self.ssd_dirs.iter().enumerate() {
+            let refuse = |why: &str| Err(Error::give_up(format!("ssd_dirs: {}: {why}", directory.display())));
+            if self.ssd_dirs[..index].contains(directory) {
+                return refuse("it is named twice: name each device once");
+            }
+            // What is missing will be made in the nearest directory above it that is there.
+            let there = directory.ancestors().find(|path| path.exists());
+            match there {
+                Some(path) if path.is_dir() => {}
+                Some(path) if path == directory => return refuse("it is no directory: name one, or remove the file"),
+                Some(path) => return refuse(&format!("{} is no directory", path.display())),
+                // A relative path, of which nothing is there: it is made where the daemon runs.
+                None if directory.is_relative() && !directory.as_os_str().is_empty() => {}
+                None => return refuse("it is no path"),
             }
         }
         Ok(())
@@ -211,17 +296,7 @@ mod tests {
     use super::*;
 
     fn config() -> Config {
-        Config {
-            node: "n0".into(),
-            dram_bytes: 1 << 20,
-            listen: Some("127.0.0.1:0".into()),
-            advertise: None,
-            transport: Via::Auto,
-            socket: None,
-            conductor: None,
-            session_key: None,
-            tls: false,
-        }
+        Config { listen: Some("127.0.0.1:0".into()), ..Config::new("n0", 1 << 20) }
     }
 
     fn refusal(change: impl FnOnce(&mut Config)) -> String {
@@ -242,6 +317,30 @@ mod tests {
         assert!(refusal(|c| c.conductor = Some("nonsense".into())).contains("host:port"));
         assert!(refusal(|c| (c.tls, c.transport) = (true, Via::Only(Kind::Rdma))).contains("not encrypted"));
         assert!(refusal(|c| c.socket = Some("x".repeat(200).into())).contains("shorter"));
+        assert!(refusal(|c| c.http = Some("nonsense".into())).contains("host:port"));
+        assert!(refusal(|c| c.drain_seconds = u64::MAX).contains("day"));
+    }
+
+    #[test]
+    fn impossible_disks_are_refused() {
+        let here = std::env::temp_dir();
+        let missing = here.join(format!("pyengine-missing-{}/deeper/still", std::process::id()));
+        let with = |dirs: &[&Path], bytes| {
+            let dirs: Vec<PathBuf> = dirs.iter().map(|&dir| dir.into()).collect();
+            Config { ssd_dirs: dirs, ssd_bytes: bytes, ..config() }.check()
+        };
+        with(&[&here, &missing], 32 << 20).expect("one is there, one can be made");
+        with(&[Path::new("here-and-relative")], 32 << 20).expect("it is made where the daemon runs");
+        assert!(!missing.exists(), "a check makes nothing");
+        let refusal = |dirs: &[&Path], bytes| with(dirs, bytes).expect_err("impossible").message;
+        assert!(refusal(&[], 32 << 20).contains("which directories"));
+        assert!(refusal(&[&here], 0).contains("how many bytes"));
+        assert!(refusal(&[&here], 1 << 20).contains("at least"));
+        assert!(refusal(&[&here, &missing], 31 << 20).contains("each of the 2"));
+        assert!(refusal(&[&here, &here], 1 << 30).contains("twice"));
+        assert!(refusal(&[Path::new("/proc/version")], 1 << 30).contains("no directory"));
+        assert!(refusal(&[Path::new("/proc/version/below")], 1 << 30).contains("/proc/version is no directory"));
+        assert!(refusal(&[Path::new("")], 1 << 30).contains("no path"));
     }
 
     #[test]

@@ -10,13 +10,18 @@
 //! The actor never blocks on any of them: what cannot be sent at once is dropped with its link, or (copies) waits in a
 //! bounded backlog. Readers block on the channel while the actor is busy: back-pressure.
 
+mod asked;
+mod health;
+
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
@@ -25,6 +30,7 @@ use crate::client::{ClientEvent, PoolClient};
 use crate::config::Config;
 use crate::engine::{Engine, Input, Output, Settings};
 use crate::error::Error;
+use crate::http;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
@@ -35,11 +41,13 @@ use crate::objects::catalog::Catalog;
 use crate::objects::pool::Pool;
 use crate::objects::reader::{Answer, Reader};
 use crate::paths::{self, Doors, Notify};
+use crate::pool::disk::Ssd;
+use crate::pool::tier::{Capacity, Tier};
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Ended, Event, Session};
 use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
-use crate::types::{ClientId, Incarnation, Layout, NodeAddress, NodeId};
+use crate::types::{ClientId, Incarnation, Layout, Nanos, NodeAddress, NodeId};
 use crate::wire;
 
 /// Happenings that may wait for the actor.
@@ -50,6 +58,9 @@ const BATCH: usize = 256;
 const TICK: Duration = Duration::from_millis(50);
 /// Between two attempts to reach the conductor: from, to.
 const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// How long a stop goes on writing to SSD what lies in DRAM only.
+const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 
 /// How long the conductor may be away before the log says so.
 const OUTAGE: Duration = Duration::from_secs(5);
@@ -78,8 +89,10 @@ pub(crate) enum Happening {
     Order(DaemonOrder),
     /// The transport has completions.
     Completions,
-    /// Somebody in this process wants the counters.
-    Counters(SyncSender<Vec<(String, u64)>>),
+    /// The SSDs have something to tell.
+    Tier,
+    /// Somebody in this process asks something, between two inputs.
+    Ask(Question),
     /// The end.
     Stop,
 }
@@ -92,6 +105,9 @@ pub(crate) enum Port {
     Inside(Arc<Mailbox<ClientEvent>>),
 }
 
+/// What is asked of the actor, on its own thread. It must be quick, and must not wait.
+pub(crate) struct Question(Box<dyn FnOnce(&mut Actor) + Send>);
+
 /// A running daemon. Dropping it stops it.
 pub struct Daemon {
     shared: Arc<Shared>,
@@ -99,6 +115,7 @@ pub struct Daemon {
     threads: Arc<Threads>,
     accepting: Link,
     socket: Option<PathBuf>,
+    http: Option<SocketAddr>,
     ended: Arc<Wake>,
 }
 
@@ -111,6 +128,13 @@ struct Shared {
     threads: Arc<Threads>,
     doors: Doors,
     catalog: Arc<Catalog>,
+    /// When it began, in [`now`]'s time.
+    began: Nanos,
+    /// True while connections are accepted.
+    listening: AtomicBool,
+    /// Where the conductor is, and where this daemon's metrics are.
+    conductor: Option<String>,
+    http: Option<String>,
 }
 
 impl Daemon {
@@ -130,6 +154,7 @@ impl Daemon {
         if let Some(path) = &config.socket {
             listeners.push(Listener::unix(path)?);
         }
+        let http = config.http.as_deref().map(Listener::tcp).transpose()?;
         let me = NodeAddress { node: config.node.clone(), address, incarnation: new_incarnation() };
         let (happenings, inbox) = sync_channel(HAPPENINGS);
         let notify = happenings.clone();
@@ -149,7 +174,11 @@ impl Daemon {
             Via::Only(kind) => vec![kind],
         };
         let settings = Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) };
-        let engine = Engine::new(me.clone(), settings);
+        let rung = Arc::new(AtomicBool::new(false));
+        let engine = match open_ssd(config, &rung, &happenings)? {
+            Some(ssd) => Engine::with_tier(me.clone(), settings, Box::new(ssd)),
+            None => Engine::new(me.clone(), settings),
+        };
         let shared = Arc::new(Shared {
             key: config.key(),
             tls: config.tls,
@@ -158,9 +187,13 @@ impl Daemon {
             threads: threads.clone(),
             doors,
             catalog: engine.catalog().clone(),
+            began: now(),
+            listening: AtomicBool::new(!listeners.is_empty()),
+            conductor: config.conductor.clone(),
+            http: http.as_ref().map(|(_, bound)| bound.to_string()),
         });
         let mover = Mover::new(transports, mover::Settings::default());
-        let actor = Actor::new(shared.clone(), engine, mover, config);
+        let actor = Actor::new(shared.clone(), engine, mover, config, rung);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
         let end = EndActor { threads: threads.clone(), accepting: accepting.clone(), ended: ended.clone() };
         let thread = std::thread::Builder::new()
@@ -176,13 +209,22 @@ impl Daemon {
             threads: threads.clone(),
             accepting: accepting.clone(),
             socket: config.socket.clone(),
+            http: http.as_ref().map(|(_, bound)| *bound),
             ended,
         };
         if !listeners.is_empty() {
             let (at, until) = (shared.clone(), accepting.clone());
             threads.spawn("accept", &accepting, move || {
+                let _down = NotListening(at.clone());
                 accept_all(&listeners, &until, |stream| accepted(&at, stream));
             })?;
+        }
+        if let Some((listener, bound)) = http {
+            if !bound.ip().is_loopback() {
+                tracing::warn!("metrics and health at {bound} are open to whoever reaches it");
+            }
+            let at = shared.clone();
+            http::serve(listener, &accepting, &threads, move |path| health::answer(&at, path))?;
         }
         if let Some(conductor) = config.conductor.clone() {
             let (link, at) = (Link::new()?, shared);
@@ -195,6 +237,11 @@ impl Daemon {
     /// Where it listens, and its life.
     pub fn address(&self) -> &NodeAddress {
         &self.shared.me
+    }
+
+    /// Where metrics and health are served, if they are.
+    pub fn http(&self) -> Option<SocketAddr> {
+        self.http
     }
 
     /// Readable once the engine has ended, by `stop` or by a failure.
@@ -238,10 +285,15 @@ impl Daemon {
 
     /// All counters by Prometheus sample name.
     pub fn counters(&self) -> Result<Vec<(String, u64)>, Error> {
-        let (answer, waiting) = sync_channel(1);
-        let stopped = || Error::retry("the daemon has stopped");
-        self.shared.happenings.send(Happening::Counters(answer)).map_err(|_| stopped())?;
-        waiting.recv().map_err(|_| stopped())
+        self.shared.ask(asked::PATIENCE, |actor| actor.engine.counters())
+    }
+
+    /// Takes on nothing new from now on; see [`Engine::drain`]. What is returned becomes readable when nothing is held.
+    ///
+    /// # Errors
+    /// Retry: the daemon has stopped, or is too busy to be told.
+    pub fn drain(&self) -> Result<Arc<Wake>, Error> {
+        self.shared.drain(true)
     }
 
     /// Ends all links and threads; returns when they are gone. Idempotent.
@@ -259,6 +311,24 @@ impl Daemon {
     }
 }
 
+/// The SSDs, if there are any, with all that they have kept.
+fn open_ssd(config: &Config, rung: &Arc<AtomicBool>, happenings: &SyncSender<Happening>) -> Result<Option<Ssd>, Error> {
+    if config.ssd_dirs.is_empty() {
+        return Ok(None);
+    }
+    let (rung, happenings) = (rung.clone(), happenings.clone());
+    let notify = move || {
+        // Once until it is looked at. If the channel is full the actor is awake, and looks anyway.
+        if !rung.swap(true, Ordering::AcqRel) {
+            drop(happenings.try_send(Happening::Tier));
+        }
+    };
+    let ssd = Ssd::open(&config.ssd_dirs, config.ssd_bytes, notify)?;
+    let Capacity { limit, used, blocks, .. } = ssd.capacity();
+    tracing::info!("SSD: {blocks} blocks are here, in {used} of {limit} bytes");
+    Ok(Some(ssd))
+}
+
 /// However the engine's thread ends, nobody is left talking to it: all links close.
 struct EndActor {
     threads: Arc<Threads>,
@@ -271,6 +341,15 @@ impl Drop for EndActor {
         self.accepting.close("the daemon has stopped");
         self.threads.close("the daemon has stopped");
         self.ended.set();
+    }
+}
+
+/// However the accepting thread ends, nobody is told that connections are accepted.
+struct NotListening(Arc<Shared>);
+
+impl Drop for NotListening {
+    fn drop(&mut self) {
+        self.0.listening.store(false, Ordering::Relaxed);
     }
 }
 
@@ -363,6 +442,7 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             drop(connection);
             shared.tell(Happening::LocalGone { client: number });
         }
+        Purpose::Admin if local => asked::serve(shared, connection, link),
         _ => connection.refuse("this is a daemon: peers come by TCP, local workers by its unix socket"),
     }
     Ok(())
@@ -496,6 +576,8 @@ struct Actor {
     shared: Arc<Shared>,
     engine: Engine,
     carrier: Carrier,
+    /// The SSDs have something to tell.
+    rung: Arc<AtomicBool>,
     via: Via,
     socket: String,
     clients: HashMap<ClientId, Port>,
@@ -503,6 +585,8 @@ struct Actor {
     dialling: HashSet<NodeAddress>,
     conductor: Option<Link>,
     inputs: VecDeque<Input>,
+    /// To be set when nothing is held.
+    awaiting_quiet: Vec<Weak<Wake>>,
 }
 
 struct Peer {
@@ -519,11 +603,12 @@ struct PeerSession {
 }
 
 impl Actor {
-    fn new(shared: Arc<Shared>, engine: Engine, mover: Mover, config: &Config) -> Self {
+    fn new(shared: Arc<Shared>, engine: Engine, mover: Mover, config: &Config, rung: Arc<AtomicBool>) -> Self {
         Self {
             shared,
             engine,
             carrier: Carrier::new(mover),
+            rung,
             via: config.transport,
             socket: config.socket.as_ref().map(|path| path.display().to_string()).unwrap_or_default(),
             clients: HashMap::new(),
@@ -531,6 +616,7 @@ impl Actor {
             dialling: HashSet::new(),
             conductor: None,
             inputs: VecDeque::new(),
+            awaiting_quiet: Vec::new(),
         }
     }
 
@@ -546,16 +632,42 @@ impl Actor {
             };
             for happening in first.into_iter().chain(inbox.try_iter().take(BATCH)) {
                 if matches!(happening, Happening::Stop) {
-                    return;
+                    return self.leave(inbox);
                 }
                 self.on(happening);
             }
             self.look_at_carrier();
+            self.look_at_tier();
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
             }
+            self.tell_quiet();
         }
+    }
+
+    fn look_at_tier(&mut self) {
+        if self.rung.swap(false, Ordering::AcqRel) {
+            self.feed(Input::Tier);
+        }
+    }
+
+    /// What lies in DRAM only goes to the SSDs, and they are closed; nobody is served any more.
+    fn leave(&mut self, inbox: &Receiver<Happening>) {
+        let until = Instant::now() + LEAVE_WITHIN;
+        let left = || until.saturating_duration_since(Instant::now());
+        self.feed(Input::Stop);
+        while !self.engine.has_left() && !left().is_zero() {
+            // Whatever comes: only what the SSDs tell is of interest now.
+            if let Err(RecvTimeoutError::Disconnected) = inbox.recv_timeout(left().min(TICK)) {
+                break;
+            }
+            self.look_at_tier();
+        }
+        if !self.engine.has_left() {
+            tracing::warn!("stopped before all that was in DRAM only was written to SSD");
+        }
+        self.engine.close(left());
     }
 
     fn on(&mut self, happening: Happening) {
@@ -600,10 +712,9 @@ impl Actor {
             Happening::Order(order) => self.feed(Input::Order(order)),
             // The transport is looked at after every batch.
             Happening::Completions => {}
-            Happening::Counters(answer) => {
-                // The asker may have given up waiting.
-                let _ = answer.try_send(self.engine.counters());
-            }
+            // As are the SSDs.
+            Happening::Tier => {}
+            Happening::Ask(Question(question)) => question(self),
             Happening::Stop => unreachable!("run() ends on it"),
         }
     }

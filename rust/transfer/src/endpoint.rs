@@ -174,15 +174,11 @@ impl Endpoint {
             None => format!("engine-{:016x}", u64::from_le_bytes(random()?)),
         };
         let config = Config {
-            node: node.clone(),
-            dram_bytes: 0,
             listen: settings.listen.clone(),
             advertise: settings.advertise.clone(),
-            socket: None,
-            transport: Via::Auto,
-            conductor: None,
             session_key: settings.key,
             tls: settings.tls,
+            ..Config::new(node.clone(), 0)
         };
         config.check()?;
         let mut address = String::new();

@@ -13,17 +13,22 @@
 //! <- End                     ----- End ----->
 //! ```
 //!
-//! A fetch (`fetch.rs`) is the same the other way round: the holder pushes into slots that the asker has reserved.
+//! A fetch (`fetch.rs`, `serve.rs`) is the same the other way round: the holder pushes into slots that the asker has
+//! reserved. `stores.rs` shares memory between layouts, `behind.rs` has the medium behind it.
 //! If both workers sit on one daemon, `Opened` carries the slots, and `Push` commits in place.
 
+mod admin;
+mod behind;
 mod copies;
 mod fetch;
 mod grants;
 mod objects;
 mod push;
+mod replicate;
+mod serve;
 mod stores;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -32,19 +37,24 @@ use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
 use crate::objects::classes::Class;
 use crate::pool::policy::{self, Policy};
+use crate::pool::tier::Tier;
 use crate::pool::{Change, Holder, Remembered, Wish};
 use crate::stats::{Snapshot, Stats};
 use crate::transport::{Copy, CopyId};
 use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, Tag};
 
+pub use admin::Stretch;
 pub use copies::Copied;
 pub use objects::NAMESPACE as OBJECTS;
 
+use behind::Behind;
 use copies::Job;
-use fetch::{Fetch, Replication, Serving};
+use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
 use objects::Objects;
 use push::{Open, Opened};
+use replicate::{Hint, Replication};
+use serve::Serving;
 use stores::Stores;
 
 /// What can happen to an engine.
@@ -65,6 +75,11 @@ pub enum Input {
     Completed(Vec<Copied>),
     /// The conductor ordered something.
     Order(DaemonOrder),
+    /// The medium behind the arena has something to do or to tell.
+    Tier,
+    /// The end is near: what is in the arena only is written to that medium. `Tier` goes on until [`Engine::has_left`] or
+    /// the shell loses its patience; then it calls [`Engine::close`].
+    Stop,
     /// Time has passed. The shell calls at least every 100 ms.
     Tick,
 }
@@ -176,7 +191,16 @@ pub struct Engine {
     /// Grants elsewhere (or here, by another client) that local clients write to.
     opens: BTreeMap<Tag, Open>,
     ended_opens: Remembered<Tag>,
+    /// Blocks on their way here.
+    flights: BTreeMap<Aim, Flight>,
+    /// Which flight has what a holder wants.
+    wants: BTreeMap<(Holder, u32), Aim>,
+    /// What is to be asked of peers, after this input.
+    asks: Vec<(NodeAddress, Aim)>,
     fetches: BTreeMap<Ticket, Fetch>,
+    /// Blocks that will be prefetched.
+    hints: VecDeque<Hint>,
+    behind: Option<Behind>,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
     /// By order; each holds slots, or waits for a fetch.
     replications: BTreeMap<u64, Replication>,
@@ -187,6 +211,8 @@ pub struct Engine {
     next_sequence: u64,
     next_heartbeat: Nanos,
     stats: Stats,
+    /// Takes on nothing new.
+    draining: bool,
 }
 
 impl Engine {
@@ -207,7 +233,12 @@ impl Engine {
             visits: BTreeMap::new(),
             opens: BTreeMap::new(),
             ended_opens,
+            flights: BTreeMap::new(),
+            wants: BTreeMap::new(),
+            asks: Vec::new(),
             fetches: BTreeMap::new(),
+            hints: VecDeque::new(),
+            behind: None,
             serving: BTreeMap::new(),
             replications: BTreeMap::new(),
             copies: BTreeMap::new(),
@@ -215,7 +246,16 @@ impl Engine {
             next_sequence: 0,
             next_heartbeat: 0,
             stats: Stats::default(),
+            draining: false,
         }
+    }
+
+    /// An engine with a medium behind its arenas. What is there already counts as reported: whoever keeps an index asks for
+    /// a dump when he sees the number of the next event.
+    pub fn with_tier(node: NodeAddress, settings: Settings, tier: Box<dyn Tier>) -> Self {
+        let behind = Behind::new(tier);
+        let next_sequence = behind.count();
+        Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) }
     }
 
     /// Reacts to one input at `now` (monotonic). Outputs are appended in the order in which they are to be carried out.
@@ -248,6 +288,8 @@ impl Engine {
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
             }
+            Input::Tier => self.tier(),
+            Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
         }
         self.settle();
@@ -282,12 +324,13 @@ impl Engine {
     /// Counters as Prometheus samples.
     pub fn counters(&self) -> Vec<(String, u64)> {
         let occupancy = self.stores.occupancy();
-        let mut snapshot = Snapshot { stats: self.stats, occupancy, ..Snapshot::default() };
+        let mut snapshot = Snapshot { stats: self.stats, occupancy, tier: self.tier_capacity(), ..Snapshot::default() };
         for store in self.stores.iter() {
             let (tally, grants) = (store.pool.tally(), store.pool.grants());
             snapshot.tally.hits += tally.hits;
             snapshot.tally.misses += tally.misses;
             snapshot.tally.evictions += tally.evictions;
+            snapshot.tally.dropped += tally.dropped;
             snapshot.grants.0 += grants.0;
             snapshot.grants.1 += grants.1;
             snapshot.fenced += store.arena.fenced();
@@ -321,8 +364,13 @@ impl Engine {
             | LocalRequest::Open { tag, .. }
             | LocalRequest::Push { tag, .. }
             | LocalRequest::Corrupt { tag, .. } => tag,
-            LocalRequest::Prefetch { .. } => return,
+            LocalRequest::Prefetch { keys, parent, position, from } => {
+                return self.prefetch(client, &keys, parent, position, &from);
+            }
         };
+        if self.turns_away(&request) {
+            return self.refuse(client, tag, Refusal::Full);
+        }
         let Some(known) = self.clients.get_mut(&client) else { return self.refuse(client, tag, Refusal::Protocol) };
         let (store, namespace, tags) = (known.store, known.namespace, &mut known.tags);
         if tags.len() >= self.settings.tags_per_client && !tags.contains(&tag) {
@@ -340,7 +388,7 @@ impl Engine {
             }
             LocalRequest::Lookup { keys, .. } => self.lookup(store, client, tag, &keys),
             LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
-            LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, from.into_iter().next()),
+            LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, &from),
             LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
             LocalRequest::Push { local, indices, first, note, .. } => {
                 self.push(client, local, tag, &indices, first, note);
@@ -364,7 +412,7 @@ impl Engine {
             let reason = "blocks of this layout are objects: cut yours into more strips".to_owned();
             return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
         }
-        let store = match self.store_of(layout) {
+        let store = match self.store_for(layout) {
             Ok(store) => store,
             Err(error) => {
                 return self.tell(client, LocalEvent::AttachRefused { ticket, reason: error.message });
@@ -376,8 +424,8 @@ impl Engine {
         self.tell(client, LocalEvent::Attached { ticket, slots, layout, arena_bytes, node });
     }
 
-    /// Number of the store of a layout, which is made if it is new.
-    fn store_of(&mut self, layout: Layout) -> Result<usize, Error> {
+    /// The store of a layout; makes it if it is new.
+    fn store_for(&mut self, layout: Layout) -> Result<usize, Error> {
         if let Some(store) = self.stores.of(layout) {
             return Ok(store);
         }
@@ -387,8 +435,11 @@ impl Engine {
                 self.refuse(client, tag, Refusal::TooLarge);
             }
         }
-        if let Some(store) = self.stores.get(at).filter(|store| store.objects) {
-            self.objects.catalog.add_arena(store.region, store.arena.clone());
+        match self.stores.get_mut(at) {
+            // They stay in DRAM, see `engine/objects.rs`.
+            Some(store) if store.objects => self.objects.catalog.add_arena(store.region, store.arena.clone()),
+            Some(store) if self.behind.is_some() => store.pool.watch_hits(),
+            _ => {}
         }
         Ok(at)
     }
@@ -471,6 +522,7 @@ impl Engine {
         }
         self.opens_lost(&peer.node);
         self.visitors_lost(&peer.node);
+        self.servings_lost(&peer.node);
         self.fetches_lost(&peer.node);
     }
 
@@ -525,20 +577,36 @@ impl Engine {
             self.fail_open(tag, Refusal::Deadline, true);
         }
         self.visits_late();
+        self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
-            let (count, xor) = self.stores.digest();
-            let xor = BlockKey(xor);
+            self.report_changes();
+            let ((here, mut xor), (behind, other)) = (self.stores.digest(), self.tier_digest());
+            xor.iter_mut().zip(other).for_each(|(sum, byte)| *sum ^= byte);
+            let (count, xor) = (here + behind, BlockKey(xor));
             let (next_sequence, counters) = (self.next_sequence(), self.counters());
             self.out.push(Output::Report(DaemonReport::Heartbeat { next_sequence, count, xor, counters }));
         }
     }
 
+    /// Looks at the medium behind the arena, and gives it more to do.
+    fn tier(&mut self) {
+        self.look_at_tier();
+        self.leave_on();
+        self.clean_ahead();
+    }
+
     fn dump(&mut self) {
+        // What it has done and not told yet would be in the dump, and be told once more.
+        self.look_at_tier();
+        self.report_changes();
         let sequence = self.next_sequence();
         let stores = self.stores.iter().filter(|store| !store.objects);
         let published = stores.flat_map(|store| store.pool.published());
-        let blocks: Vec<_> = published.map(|place| (place.key, place.parent, place.position, Medium::Dram)).collect();
+        let published = published.map(|place| (place, Medium::Dram));
+        let kept = self.tier_records().map(|record| (record.place, Medium::Ssd));
+        let all = published.chain(kept);
+        let blocks: Vec<_> = all.map(|(place, medium)| (place.key, place.parent, place.position, medium)).collect();
         let parts = blocks.len().div_ceil(DUMP_PART).max(1);
         let mut rest = blocks.as_slice();
         for part in 1..=parts {
@@ -554,6 +622,15 @@ impl Engine {
         for (holder, slots) in self.stores.advance() {
             self.granted(holder, slots);
         }
+        self.prefetch_on();
+        self.send_asks();
+        self.write_hits();
+        self.report_changes();
+        self.pump();
+    }
+
+    /// Tells the conductor what has become readable in the arena, and what is not any more.
+    fn report_changes(&mut self) {
         self.note_objects();
         let changes: Vec<Change> = self.stores.iter_mut().flat_map(|store| store.pool.take_changes()).collect();
         for change in changes {
@@ -570,7 +647,6 @@ impl Engine {
                 Change::Removed(key) => DaemonReport::Removed { sequence, key, medium: Medium::Dram },
             }));
         }
-        self.pump();
     }
 
     /// True if nothing is held, awaited or under way: all that is left is the cache.
@@ -588,6 +664,9 @@ impl Engine {
         all.extend(self.objects.unfinished());
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
+        all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
+        all.extend(self.hints.iter().map(|hint| format!("prefetch {hint:?}")));
+        all.extend(self.replications.iter().map(|replication| format!("replication {replication:?}")));
         all.extend(self.fetches.iter().map(|fetch| format!("fetch {fetch:?}")));
         all.extend(self.serving.iter().map(|serving| format!("serving {serving:?}")));
         all.extend(self.copies.values().chain(waiting).map(|copy| format!("copy {copy:?}")));
@@ -626,15 +705,10 @@ impl Engine {
             );
             open.check(*tag, queued().chain(self.copies.values()));
         }
-        for (key, serving) in &self.serving {
-            let jobs =
-                queued().chain(self.copies.values()).filter(|job| job.serves(key) && job.link == serving.link).count();
-            assert!(serving.left == jobs && jobs > 0, "{jobs} copies serve {key:?}, not {}", serving.left);
-        }
-        for fetch in self.fetches.values() {
-            fetch.check();
-            assert!(self.links.contains_key(&fetch.from.node), "a fetch from nowhere");
-        }
+        let jobs: Vec<&Job> = queued().chain(self.copies.values()).collect();
+        self.check_servings(jobs.iter().copied());
+        self.check_fetches();
+        self.check_tier();
         self.stores.check();
         self.check_objects();
         for (at, store) in self.stores.iter().enumerate() {

@@ -4,6 +4,7 @@
 //! [`engine`], then `session`, [`transport`] and [`pool`], then `wire` and [`memory`], then [`types`] and [`error`].
 //! Everything below the shells is sans-IO: bytes and time come in as arguments.
 
+pub mod admin;
 pub mod carrier;
 pub mod client;
 pub mod config;
@@ -11,12 +12,14 @@ pub mod daemon;
 pub mod endpoint;
 pub mod engine;
 pub mod error;
+pub mod http;
 pub mod keys;
 pub mod link;
 mod lives;
 pub mod mailbox;
 pub mod memory;
 pub mod messages;
+pub mod metrics;
 pub mod mover;
 pub mod objects;
 pub mod paths;

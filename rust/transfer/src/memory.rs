@@ -616,6 +616,18 @@ impl WriteHold {
         unsafe { std::slice::from_raw_parts_mut(self.arena.strip_pointer(self.slot.slot, strips.start), length) }
     }
 
+    /// All strips and the padding to whole pages behind them, which count as not arrived until their checksums are set.
+    ///
+    /// # Panics
+    /// If not all strips are held.
+    pub fn pages_mut(&mut self) -> &mut [u8] {
+        let strips = 0..self.arena.layout.strips;
+        assert!(self.strips == strips, "only strips {:?} of {strips:?} are held", self.strips);
+        let pointer = self.strips_mut(strips).as_mut_ptr();
+        // SAFETY: as for `strips_mut`; up to `stride` the padding belongs to the slot, and nobody else touches it.
+        unsafe { std::slice::from_raw_parts_mut(pointer, self.arena.stride as usize) }
+    }
+
     /// Stores a strip's checksum, which marks it as arrived. The caller has verified it on the bytes that lie there.
     pub fn set_checksum(&mut self, strip: u32, sum: u32) {
         assert!(self.strips.contains(&strip), "strip {strip} is outside {:?}", self.strips);
@@ -658,6 +670,13 @@ impl ReadHold {
         let pointer = self.arena.strip_pointer(self.slot.slot, 0);
         // SAFETY: in range; the slot is sealed, so nobody writes it, and it is not issued again while this hold is out.
         unsafe { std::slice::from_raw_parts(pointer, self.arena.layout.block_bytes()) }
+    }
+
+    /// All strips, and the padding to whole pages behind them.
+    pub fn pages(&self) -> &[u8] {
+        let pointer = self.arena.strip_pointer(self.slot.slot, 0);
+        // SAFETY: as for `bytes`; the padding up to `stride` belongs to the slot.
+        unsafe { std::slice::from_raw_parts(pointer, self.arena.stride as usize) }
     }
 
     /// The stored checksum of every strip, as their maker computed them (not verified here).

@@ -33,7 +33,7 @@ pub struct GrantedSlot {
 /// Why something was refused; each tells the caller what to do next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Refusal {
-    /// No room now (only for `GrantMode::Now`). Go on without, or wait.
+    /// No room now (only for `GrantMode::Now`), or the daemon drains and takes on nothing new. Go on without, or wait.
     Full,
     /// Larger than the whole pool: will never fit. Give up.
     TooLarge,
@@ -212,6 +212,8 @@ pub enum Purpose {
     Engine { node: NodeAddress },
     /// The control connection of an rdma path, from that node and its life; numbered as lanes are.
     Rdma { node: NodeAddress, path: u64 },
+    /// Whoever runs the daemon (unix socket only); see [`crate::admin`].
+    Admin,
 }
 
 /// A registered region, as its own engine describes it.

@@ -11,7 +11,6 @@ use crate::keys::Key;
 use crate::link::{Connection, Link, Stream, nonce, now};
 use crate::mailbox::Mailbox;
 use crate::messages::{DaemonOrder, DaemonReport, Purpose};
-use crate::mover::Via;
 use crate::server::{Listener, Threads, accept_all};
 use crate::session::{Event, Session};
 use crate::tls::Side;
@@ -60,16 +59,12 @@ impl ReportEndpoint {
     /// Give up: cannot bind, or a non-loopback address without a key.
     pub fn new(listen: &str, key: Option<Key>, tls: bool, incarnation: Incarnation) -> Result<Self, Error> {
         let config = Config {
-            node: "conductor".into(),
-            dram_bytes: 0,
             listen: Some(listen.into()),
             // Daemons are told where the conductor is, so any address may be listened at.
             advertise: Some(listen.into()),
-            transport: Via::Auto,
-            socket: None,
-            conductor: None,
             session_key: key,
             tls,
+            ..Config::new("conductor", 0)
         };
         config.check()?;
         let (listener, address) = Listener::tcp(listen)?;

@@ -79,6 +79,11 @@ impl Threads {
         inner.links.values().for_each(|link| link.close(reason));
     }
 
+    /// True once `close` or `stop` was called.
+    pub fn is_closed(&self) -> bool {
+        self.lock().stopping
+    }
+
     /// Ends all threads and waits for them. Must not be called on one of them.
     pub fn stop(&self, reason: &str) {
         self.close(reason);

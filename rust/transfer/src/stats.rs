@@ -1,5 +1,6 @@
 //! Counters of one daemon, named as Prometheus samples.
 
+use crate::pool::tier::Capacity;
 use crate::pool::{Occupancy, Tally};
 use crate::types::Kind;
 
@@ -35,6 +36,18 @@ pub struct Stats {
     pub corrupt_arena: u64,
     /// Copies sent again.
     pub retries: u64,
+    /// Written to the tier.
+    pub demotions: Moved,
+    /// Read from it and committed here.
+    pub promotions: Moved,
+    /// Blocks wanted by somebody that were on the tier.
+    pub hits_ssd: u64,
+    /// Blocks whose bytes on the tier were not those that were written.
+    pub corrupt_tier: u64,
+    /// Writes that the tier had no room for, or that failed.
+    pub tier_refused: u64,
+    /// Wants that waited for a block that was on its way for somebody else.
+    pub single_flights: u64,
 }
 
 /// All that the samples are made of.
@@ -50,12 +63,14 @@ pub struct Snapshot {
     pub grants: (usize, usize),
     /// Writes refused because the slot's life was over.
     pub fenced: u64,
+    /// The tier's numbers, if there is one.
+    pub tier: Option<Capacity>,
 }
 
 impl Snapshot {
     /// Samples as (name with labels, value); the given transports show even if nothing has gone over them yet.
     pub fn samples(&self, node: &str, transports: &[Kind]) -> Vec<(String, u64)> {
-        let Self { stats, occupancy, tally, grants, fenced } = self;
+        let Self { stats, occupancy, tally, grants, fenced, tier } = self;
         let bytes = "pyengine_transfer_bytes_total";
         let blocks = "pyengine_transfer_blocks_total";
         let pool = |state: &str| format!(r#"pyengine_pool_blocks{{node="{node}",tier="dram",state="{state}"}}"#);
@@ -91,9 +106,28 @@ impl Snapshot {
             (plain("pyengine_fenced_writes_total"), *fenced),
             (plain("pyengine_transfer_retries_total"), stats.retries),
             (plain("pyengine_pool_evictions_total"), tally.evictions),
-            (plain("pyengine_pool_hits_total"), tally.hits),
+            (plain("pyengine_pool_dropped_total"), tally.dropped),
+            (label("pyengine_pool_hits_total", "tier", "dram"), tally.hits),
             (plain("pyengine_pool_misses_total"), tally.misses),
+            (plain("pyengine_single_flight_total"), stats.single_flights),
         ]);
+        if let Some(Capacity { limit, used, blocks, waiting, health }) = tier {
+            let tiered = |name: &str| label(name, "tier", "ssd");
+            samples.extend([
+                (format!(r#"pyengine_pool_blocks{{node="{node}",tier="ssd",state="stored"}}"#), *blocks),
+                (tiered("pyengine_pool_hits_total"), stats.hits_ssd),
+                (plain("pyengine_pool_demotions_total"), stats.demotions.blocks),
+                (plain("pyengine_pool_demoted_bytes_total"), stats.demotions.bytes),
+                (plain("pyengine_pool_promotions_total"), stats.promotions.blocks),
+                (plain("pyengine_pool_promoted_bytes_total"), stats.promotions.bytes),
+                (label("pyengine_checksum_failures_total", "where", "ssd"), stats.corrupt_tier),
+                (tiered("pyengine_tier_refused_writes_total"), stats.tier_refused),
+                (tiered("pyengine_tier_limit_bytes"), *limit),
+                (tiered("pyengine_tier_used_bytes"), *used),
+                (tiered("pyengine_tier_waiting_bytes"), *waiting),
+                (tiered("pyengine_tier_trouble"), *health as u64),
+            ]);
+        }
         samples
     }
 }

@@ -27,7 +27,7 @@ use pyengine_transfer::report::{EndpointEvent, ReportEndpoint};
 use pyengine_transfer::session::Session;
 use pyengine_transfer::transport::lanes::LaneTransport;
 use pyengine_transfer::transport::{Completion, Copy, Outcome, Transport};
-use pyengine_transfer::types::{BlockKey, Kind, Layout, NodeAddress, RegionId, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Kind, Layout, Medium, NodeAddress, RegionId, SlotRef, Tag};
 use pyengine_transfer::wire;
 
 use lanes::{KEY, PATIENCE};
@@ -38,15 +38,10 @@ const HEAD: BlockKey = BlockKey([0; 16]);
 
 fn config(node: &str) -> Config {
     Config {
-        node: node.into(),
-        dram_bytes: 256 << 10,
         listen: Some("127.0.0.1:0".into()),
-        advertise: None,
         transport: Via::Only(Kind::Tcp),
-        socket: None,
-        conductor: None,
         session_key: Some(KEY),
-        tls: false,
+        ..Config::new(node, 256 << 10)
     }
 }
 
@@ -649,4 +644,64 @@ fn daemons_survive_cut_and_damaged_lanes() {
     }
     assert_comes_to_rest(&a);
     assert_comes_to_rest(&b);
+}
+
+// Goal: what a daemon has cached outlives it on a real disk: a clean stop writes it, a new life announces it, and a peer and a
+// client get the right bytes. Method: daemons with a directory each way, a report endpoint, and blocks of two layouts.
+#[test]
+fn blocks_outlive_their_daemon() {
+    let directory = Directory::new();
+    let ssd = Directory::new();
+    let with_ssd = |node: &str| Config { ssd_dirs: vec![ssd.0.clone()], ssd_bytes: 64 << 20, ..config(node) };
+    let other = Layout { strips: 70, strip_bytes: 100 };
+    let of_other: Vec<u8> = (0..7000).map(|byte| (byte * 7) as u8).collect();
+    let (keys, other_key) = ([key(1), key(2), key(3)], key(77));
+    {
+        let a = Daemon::start(&with_ssd("a")).expect("starts");
+        let client = attach(&a, 1);
+        fill(&client, tag(1, 1), &keys, 0);
+        let second = a.attach(2, other, 5).expect("another layout");
+        let slots = grant(&second, tag(2, 2), &[other_key], 0);
+        second.store(slots[0].slot, 0, &of_other).expect("in range");
+        second.request(LocalRequest::Commit { tag: tag(2, 2), indices: vec![0] }).expect("sent");
+        // Its answer comes behind the commit.
+        second.request(LocalRequest::Counters { ticket: 1 }).expect("sent");
+        expect(&second, "Counters", |event| matches!(event, LocalEvent::Counters { .. }).then_some(()));
+        client.request(LocalRequest::Counters { ticket: 1 }).expect("sent");
+        expect(&client, "Counters", |event| matches!(event, LocalEvent::Counters { .. }).then_some(()));
+    }
+    let a = Daemon::start(&Config { socket: Some(directory.socket()), ..with_ssd("a") }).expect("starts again");
+    assert_eq!(counter(&a, &["pyengine_pool_blocks", "ssd"]), 4);
+    // A peer asks before any client has come back.
+    let b = daemon("b");
+    let asker = attach(&b, 2);
+    let wanted = tag(3, 2);
+    grant(&asker, wanted, &keys[..1], 0);
+    asker
+        .request(LocalRequest::Fetch { tag: wanted, indices: vec![0], from: vec![a.address().clone()] })
+        .expect("sent");
+    let found = expect(&asker, "Fetched", |event| match event {
+        LocalEvent::Fetched { found, .. } => Some(*found),
+        _ => None,
+    });
+    let found = found.expect("it is on the disk there");
+    assert_eq!((found.peer, found.medium), (true, Medium::Ssd));
+    let mut bytes = vec![0; LAYOUT.block_bytes()];
+    assert!(asker.load(found.slot, 0, &mut bytes).expect("in range") && bytes == content(0));
+    // Clients of both layouts, over the socket.
+    let back = PoolClient::connect(&directory.socket(), KEY, 3, other, 5, PATIENCE).expect("attaches");
+    let wanted = tag(4, 3);
+    grant(&back, wanted, &[other_key], 0);
+    back.request(LocalRequest::Fetch { tag: wanted, indices: vec![0], from: Vec::new() }).expect("sent");
+    let found = expect(&back, "Fetched", |event| match event {
+        LocalEvent::Fetched { found, .. } => Some(*found),
+        _ => None,
+    });
+    let found = found.expect("it is on the disk here");
+    assert_eq!((found.peer, found.medium), (false, Medium::Ssd));
+    let mut bytes = vec![0; other.block_bytes()];
+    assert!(back.load(found.slot, 0, &mut bytes).expect("in range") && bytes == of_other);
+    assert_eq!(counter(&a, &["pyengine_pool_promotions_total"]), 2);
+    let refused = Daemon::start(&with_ssd("c")).map(|_| ());
+    assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp), "one daemon a directory");
 }

@@ -12,6 +12,7 @@ use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
+use pyengine_transfer::pool::policy::Policy;
 use pyengine_transfer::transport::sim::{Faults, World};
 use pyengine_transfer::types::{BlockKey, ClientId, Layout, NodeAddress, RegionId, Tag};
 
@@ -49,7 +50,9 @@ impl Stage {
 
     /// A node with memory for so many small blocks, if they are all it has.
     fn start(&mut self, node: &str, small: u64) -> NodeAddress {
-        self.world.start(node, Settings::new(4096 + small * slot_bytes(SMALL).expect("possible")))
+        let bytes = 4096 + small * slot_bytes(SMALL).expect("possible");
+        let settings = Settings { eviction: Policy::named("lru").expect("known"), ..Settings::new(bytes) };
+        self.world.start(node, settings)
     }
 
     fn ask(&mut self, node: &str, client: ClientId, request: LocalRequest) {

@@ -1,8 +1,8 @@
 //! Engines over the simulated network, against a naive model.
 //!
-//! Goal: whatever clients, links and nodes do, a block that is called readable holds the right bytes, no slot is given
-//! to anybody while somebody could write it, and when all has ended nothing is left but the cache.
-//! Method: seeded random workers grant, fetch, open, push, look up, abort and die on three small nodes, while links
+//! Goal: whatever clients, links, disks and nodes do, a block that is called readable holds the right bytes, no slot is
+//! given to anybody while somebody could write it, a stop loses nothing, and when all has ended nothing is left but the cache.
+//! Method: seeded random workers with blocks of two layouts grant, fetch, open, push, look up, abort and die on three small nodes, while links
 //! break, are cut, and corrupt. A block's right bytes follow from its key, a private block's from its tag. Every
 //! engine's `check()` runs after every input (in `World`). A failing seed is printed with the command to repeat it.
 
@@ -10,34 +10,37 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use pyengine_transfer::engine::Settings;
-use pyengine_transfer::memory::Arena;
+use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
+use pyengine_transfer::pool::tier::Health;
+use pyengine_transfer::pool::twin::Shelf;
 use pyengine_transfer::transport::sim::{Faults, Random, World};
-use pyengine_transfer::types::{BlockKey, ClientId, Kind, Layout, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, ClientId, Kind, Layout, Medium, NodeAddress, SlotRef, Tag};
 
-const LAYOUT: Layout = Layout { strips: 4, strip_bytes: 32 };
+/// A small one, and one of twice its memory.
+const LAYOUTS: [Layout; 2] = [Layout { strips: 4, strip_bytes: 32 }, Layout { strips: 70, strip_bytes: 64 }];
 const MILLISECOND: u64 = 1_000_000;
 const ROOT: BlockKey = BlockKey([0; 16]);
 const NODES: [&str; 3] = ["a", "b", "c"];
 
-fn key(prefix: u8, position: u8) -> BlockKey {
+fn key(layout: usize, prefix: u8, position: u8) -> BlockKey {
     let mut bytes = [0; 16];
-    (bytes[0], bytes[1], bytes[2]) = (1, prefix, position);
+    (bytes[0], bytes[1], bytes[2]) = (1 + layout as u8, prefix, position);
     BlockKey(bytes)
 }
 
-fn bytes_from(seed: u64) -> Vec<u8> {
+fn bytes_from(layout: usize, seed: u64) -> Vec<u8> {
     let mut random = Random(seed);
-    (0..LAYOUT.block_bytes()).map(|_| random.bits() as u8).collect()
+    (0..LAYOUTS[layout].block_bytes()).map(|_| random.bits() as u8).collect()
 }
 
 /// The right bytes of a block: of its key, or, for a private one, of its tag.
-fn content(keys: &[BlockKey], tag: Tag, index: u32) -> Vec<u8> {
+fn content(layout: usize, keys: &[BlockKey], tag: Tag, index: u32) -> Vec<u8> {
     match keys.get(index as usize) {
-        Some(key) => bytes_from(u64::from(key.0[1]) << 8 | u64::from(key.0[2])),
-        None => bytes_from(1 << 40 | tag.request),
+        Some(key) => bytes_from(layout, u64::from(key.0[1]) << 8 | u64::from(key.0[2])),
+        None => bytes_from(layout, 1 << 40 | tag.request),
     }
 }
 
@@ -56,11 +59,41 @@ struct Task {
 #[derive(Clone, Debug)]
 enum Part {
     /// Holds a grant; `fetch` fills it from there, `own` writes it itself, else somebody pushes.
-    Holder { slots: Option<Vec<GrantedSlot>>, fetch: Option<NodeAddress>, own: bool, complete: bool },
+    Holder { slots: Option<Vec<GrantedSlot>>, fetch: Option<Vec<NodeAddress>>, own: bool, complete: bool },
     /// Opens the grant of the tag at `to`, and pushes what it holds under `local`.
     Pusher { to: NodeAddress, local: Tag, ready: bool, opened: Option<(Vec<bool>, Vec<GrantedSlot>)>, pushed: bool },
     /// Has pinned blocks.
     Looker,
+}
+
+/// What has happened: a model that never gets anywhere proves nothing.
+#[derive(Clone, Copy, Debug, Default)]
+struct Done {
+    completed: u64,
+    fetched: u64,
+    /// Fetched from this node's disk, and from a peer's.
+    read: u64,
+    read_there: u64,
+    /// Fetched into another slot than was granted.
+    shared: u64,
+    /// Written to disks, and lost from DRAM without.
+    written: u64,
+    dropped: u64,
+    /// Kept over a restart.
+    kept: u64,
+}
+
+impl Done {
+    fn add(&mut self, other: Self) {
+        self.completed += other.completed;
+        self.fetched += other.fetched;
+        self.read += other.read;
+        self.read_there += other.read_there;
+        self.shared += other.shared;
+        self.written += other.written;
+        self.dropped += other.dropped;
+        self.kept += other.kept;
+    }
 }
 
 struct Model {
@@ -69,15 +102,24 @@ struct Model {
     addresses: BTreeMap<String, NodeAddress>,
     /// Clients that live: (node, client).
     clients: BTreeSet<(String, ClientId)>,
+    /// Number of the layout of every client that ever was.
+    layouts: BTreeMap<ClientId, usize>,
+    /// How much memory each node has, in blocks of the first layout.
+    sizes: BTreeMap<String, u64>,
     tasks: BTreeMap<(String, ClientId, Tag), Task>,
     /// Local tag of a pusher -> the tag that it pushes to.
     pushed_as: BTreeMap<Tag, Tag>,
     next_request: u64,
     next_client: ClientId,
-    /// The conductor's replica: per node its next sequence number and its published keys.
-    replica: BTreeMap<String, (u64, BTreeSet<BlockKey>)>,
-    completed: u64,
-    fetched: u64,
+    /// The conductor's replica: per node its next sequence number and its published keys, by medium.
+    replica: BTreeMap<String, (u64, BTreeSet<(BlockKey, Medium)>)>,
+    /// What each node has on its disk, which outlives it, and the limit of that.
+    shelves: BTreeMap<String, (Shelf, u64)>,
+    /// Nodes that have begun, and of which a dump is awaited; with it, what must be in it.
+    begun: BTreeMap<String, BTreeSet<BlockKey>>,
+    /// Nodes whose disk takes nothing now.
+    sick: BTreeSet<String>,
+    done: Done,
     /// Nothing dies and no link breaks.
     calm: bool,
 }
@@ -91,13 +133,17 @@ impl Model {
             random: Random(seed ^ 0xABCD),
             addresses: BTreeMap::new(),
             clients: BTreeSet::new(),
+            layouts: BTreeMap::new(),
+            sizes: BTreeMap::new(),
             tasks: BTreeMap::new(),
             pushed_as: BTreeMap::new(),
             next_request: 1,
             next_client: 1,
             replica: BTreeMap::new(),
-            completed: 0,
-            fetched: 0,
+            shelves: BTreeMap::new(),
+            begun: BTreeMap::new(),
+            sick: BTreeSet::new(),
+            done: Done::default(),
             calm,
         };
         NODES.iter().for_each(|node| model.start(node));
@@ -107,34 +153,64 @@ impl Model {
     fn start(&mut self, node: &str) {
         self.clients.retain(|(at, _)| at != node);
         self.tasks.retain(|(at, ..), _| at != node);
-        let slots = 6 + self.random.below(8);
-        let bytes = 4096 + slots * (4096 + 4 * 5);
+        let slots = 10 + self.random.below(6);
+        let bytes = 4096 + slots * slot_bytes(LAYOUTS[0]).expect("possible");
+        self.sizes.insert(node.into(), slots);
         let settings = Settings { copies_in_flight: 3, ..Settings::new(bytes) };
-        let address = self.world.start(node, settings);
+        let large = self.random.permille(700);
+        let (shelf, limit) =
+            self.shelves.entry(node.into()).or_insert((Shelf::default(), if large { 1 << 20 } else { 2000 })).clone();
+        // A stop loses nothing, if there is room for it.
+        let mut must = BTreeSet::new();
+        if self.replica.contains_key(node) && self.random.permille(500) {
+            self.handle_events();
+            self.world.stop(node);
+            self.replay(node);
+            if limit >= 1 << 20 && !self.sick.contains(node) {
+                must.extend(self.replica[node].1.iter().map(|(key, _)| *key));
+            }
+        }
+        let address = self.world.start_over(node, settings, Some((shelf, limit)));
         self.addresses.insert(node.into(), address);
-        self.replica.insert(node.into(), (0, BTreeSet::new()));
         // What the old life said last is no part of the new one's.
         self.handle_events();
-        self.replica.insert(node.into(), (0, BTreeSet::new()));
-        self.attach(node);
-        self.attach(node);
+        let next = self.world.engine(node).expect("it lives").next_sequence();
+        self.replica.insert(node.into(), (next, BTreeSet::new()));
+        self.done.kept += must.len() as u64;
+        self.begun.insert(node.into(), must);
+        self.world.order(node, DaemonOrder::Dump);
+        self.replay(node);
+        // In any order; both are there from the start, so that what fits does not change.
+        let first = self.random.below(2) as usize;
+        [first, 1 - first, 0].into_iter().for_each(|layout| self.attach(node, layout));
     }
 
-    fn attach(&mut self, node: &str) {
+    /// Takes what the conductor was told, and drops what clients were.
+    fn replay(&mut self, node: &str) {
+        for (from, report) in self.world.take_reports() {
+            assert_eq!(from, node);
+            self.report(node, report);
+        }
+    }
+
+    fn attach(&mut self, node: &str, number: usize) {
         let client = self.next_client;
         self.next_client += 1;
-        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout: LAYOUT, namespace: 0 });
+        self.layouts.insert(client, number);
+        let layout = LAYOUTS[number];
+        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout, namespace: 0 });
         self.clients.insert((node.into(), client));
     }
 
-    fn arena(&self, node: &str) -> std::sync::Arc<Arena> {
+    fn arena(&self, node: &str, layout: usize) -> std::sync::Arc<Arena> {
         let engine = self.world.engine(node).expect("it lives");
-        engine.arenas().next().expect("a client has attached").1.clone()
+        let mut arenas = engine.arenas().map(|(_, arena)| arena);
+        arenas.find(|arena| arena.layout() == LAYOUTS[layout]).expect("a client has attached").clone()
     }
 
-    fn expect_content(&self, node: &str, slot: SlotRef, expected: &[u8], what: &str) {
-        let mut bytes = vec![0; LAYOUT.block_bytes()];
-        let held = self.arena(node).load(slot, 0, &mut bytes).expect("in range");
+    fn expect_content(&self, node: &str, layout: usize, slot: SlotRef, expected: &[u8], what: &str) {
+        let mut bytes = vec![0; LAYOUTS[layout].block_bytes()];
+        let held = self.arena(node, layout).load(slot, 0, &mut bytes).expect("in range");
         assert!(held, "{what} at {node}: {slot:?} is called readable, but its checksum does not hold");
         assert_eq!(bytes, expected, "{what} at {node}: {slot:?} holds the wrong bytes");
     }
@@ -143,8 +219,10 @@ impl Model {
         from[self.random.below(from.len() as u64) as usize].clone()
     }
 
-    fn pick_client(&mut self, node: &str) -> Option<ClientId> {
-        let here: Vec<ClientId> = self.clients.iter().filter(|(at, _)| at == node).map(|(_, c)| *c).collect();
+    fn pick_client(&mut self, node: &str, layout: Option<usize>) -> Option<ClientId> {
+        let suits = |client: &ClientId| layout.is_none_or(|layout| self.layouts[client] == layout);
+        let here = self.clients.iter().filter(|(at, _)| at == node).map(|(_, client)| *client);
+        let here: Vec<ClientId> = here.filter(suits).collect();
         (!here.is_empty()).then(|| self.pick(&here))
     }
 
@@ -153,9 +231,9 @@ impl Model {
         Tag { request: self.next_request, attempt: 0, worker: 7 }
     }
 
-    fn keys(&mut self) -> Vec<BlockKey> {
+    fn keys(&mut self, layout: usize) -> Vec<BlockKey> {
         let (prefix, length) = (self.random.below(4) as u8, self.random.below(5) as u8);
-        (0..length).map(|position| key(prefix, position)).collect()
+        (0..length).map(|position| key(layout, prefix, position)).collect()
     }
 
     fn begin(&mut self, node: &str, client: ClientId, tag: Tag, task: Task) {
@@ -186,12 +264,14 @@ impl Model {
         let other = self.pick(&NODES);
         let address = self.addresses[other].clone();
         let choice = self.random.below(if self.calm { 70 } else { 100 });
-        let Some(client) = self.pick_client(node) else { return self.attach(node) };
+        let Some(client) = self.pick_client(node, None) else { return self.attach(node, 0) };
+        let layout = self.layouts[&client];
         match choice {
             // A request: a grant here, a pusher there (maybe on the same node), each begun at its own time.
             0..35 => {
-                let (keys, private, tag, local) = (self.keys(), self.random.permille(800), self.tag(), self.tag());
-                let Some(pusher) = self.pick_client(other) else { return };
+                let keys = self.keys(layout);
+                let (private, tag, local) = (self.random.permille(800), self.tag(), self.tag());
+                let Some(pusher) = self.pick_client(other, Some(layout)) else { return };
                 if other == node && pusher == client {
                     return;
                 }
@@ -213,29 +293,52 @@ impl Model {
                 }
             }
             35..50 => {
-                let (mut keys, private, tag) = (self.keys(), false, self.tag());
+                let (mut keys, private, tag) = (self.keys(layout), false, self.tag());
                 // Rather something that is there than not.
                 for _ in 0..4 {
-                    if keys.first().is_none_or(|key| !self.replica[other].1.contains(key)) {
-                        keys = self.keys();
+                    if keys.first().is_none_or(|key| !self.has(other, key)) {
+                        keys = self.keys(layout);
                     }
                 }
-                let part = Part::Holder { slots: None, fetch: Some(address), own: false, complete: false };
+                let mut sources = Vec::new();
+                for _ in 0..self.random.below(3) {
+                    let source = self.pick(&NODES);
+                    sources.push(self.addresses[source].clone());
+                }
+                sources.push(address);
+                let part = Part::Holder { slots: None, fetch: Some(sources), own: false, complete: false };
+                // Sometimes two want the same at once.
+                let again = self.pick_client(node, Some(layout)).filter(|_| self.random.permille(400));
+                if let Some(again) = again {
+                    let tag = self.tag();
+                    self.begin(node, again, tag, Task { keys: keys.clone(), private, part: part.clone() });
+                }
                 self.begin(node, client, tag, Task { keys, private, part });
             }
-            50..55 => {
-                let (keys, private, tag) = (self.keys(), false, self.tag());
+            50..52 => {
+                let keys = self.keys(layout);
+                self.world.request(
+                    node,
+                    client,
+                    LocalRequest::Prefetch { keys, parent: ROOT, position: 0, from: vec![address] },
+                );
+            }
+            52..55 => {
+                let (keys, private, tag) = (self.keys(layout), false, self.tag());
                 self.begin(node, client, tag, Task { keys, private, part: Part::Looker });
             }
             55..65 => {
-                let running: Vec<_> = self.tasks.keys().cloned().collect();
-                if !running.is_empty() {
-                    let (node, client, tag) = self.pick(&running);
-                    self.end(&node, client, tag);
+                // Several: else all room is soon held, and nothing goes on.
+                for _ in 0..self.random.below(12) {
+                    let running: Vec<_> = self.tasks.keys().cloned().collect();
+                    if !running.is_empty() {
+                        let (node, client, tag) = self.pick(&running);
+                        self.end(&node, client, tag);
+                    }
                 }
             }
             65..70 => {
-                let (keys, order) = (self.keys(), self.random.bits());
+                let (keys, order) = (self.keys(layout), self.random.bits());
                 let order = DaemonOrder::Replicate { order, keys, parent: ROOT, position: 0, from: address };
                 self.world.order(node, order);
             }
@@ -243,7 +346,7 @@ impl Model {
                 self.clients.remove(&(node.to_owned(), client));
                 self.tasks.retain(|(at, by, _), _| (at.as_str(), *by) != (node, client));
                 self.world.client_gone(node, client);
-                self.attach(node);
+                self.attach(node, layout);
             }
             76..79 => self.start(node),
             79..84 => self.world.break_session(node, other),
@@ -253,6 +356,20 @@ impl Model {
             94..96 => self.world.network.drop_strip_of_next(),
             96 => (0..4).for_each(|_| self.world.network.lose_next()),
             97 => self.world.network.break_path(node, other, Kind::Sim),
+            98 => {
+                let keys = self.keys(layout);
+                let shelf = &self.shelves[node].0;
+                if let Some(key) = keys.first() {
+                    shelf.rot(key);
+                }
+                let health = if self.random.permille(300) { Health::ReadOnly } else { Health::Good };
+                shelf.set_health(health);
+                if health == Health::Good {
+                    self.sick.remove(node)
+                } else {
+                    self.sick.insert(node.into())
+                };
+            }
             _ => {
                 let held: Vec<_> = self.tasks.keys().filter(|(at, ..)| at == node).cloned().collect();
                 if !held.is_empty() {
@@ -262,6 +379,10 @@ impl Model {
             }
         }
         self.pass();
+    }
+
+    fn has(&self, node: &str, key: &BlockKey) -> bool {
+        Medium::ALL.iter().any(|medium| self.replica[node].1.contains(&(*key, *medium)))
     }
 
     fn pass(&mut self) {
@@ -295,27 +416,36 @@ impl Model {
     fn report(&mut self, node: &str, report: DaemonReport) {
         let (next, keys) = self.replica.get_mut(node).expect("every node has a replica");
         match report {
-            DaemonReport::Stored { sequence, key, .. } => {
+            DaemonReport::Stored { sequence, key, medium, .. } => {
                 assert_eq!(sequence, *next, "{node} skipped an event");
                 *next += 1;
-                assert!(keys.insert(key), "{node} stored {key:?} twice");
+                assert!(keys.insert((key, medium)), "{node} stored {key:?} twice on {medium:?}");
             }
-            DaemonReport::Removed { sequence, key, .. } => {
+            DaemonReport::Removed { sequence, key, medium } => {
                 assert_eq!(sequence, *next, "{node} skipped an event");
                 *next += 1;
-                assert!(keys.remove(&key), "{node} removed {key:?}, which it had not");
+                assert!(keys.remove(&(key, medium)), "{node} removed {key:?} from {medium:?}, which had it not");
             }
             DaemonReport::Heartbeat { next_sequence, count, xor, .. } => {
                 assert_eq!((next_sequence, count), (*next, keys.len() as u64), "{node} and its replica differ");
-                let fold = |mut sum: [u8; 16], key: &BlockKey| {
-                    sum.iter_mut().zip(key.0).for_each(|(sum, byte)| *sum ^= byte);
+                let fold = |mut sum: [u8; 16], (key, medium): &(BlockKey, Medium)| {
+                    let mut key = key.0;
+                    key.rotate_left(if *medium == Medium::Ssd { 1 } else { 0 });
+                    sum.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
                     sum
                 };
                 assert_eq!(xor.0, keys.iter().fold([0; 16], fold), "{node} and its replica hold other keys");
             }
             DaemonReport::Dump { sequence, blocks, .. } => {
                 assert_eq!(sequence, *next);
-                let dumped: BTreeSet<_> = blocks.iter().map(|(key, ..)| *key).collect();
+                let dumped: BTreeSet<_> = blocks.iter().map(|(key, _, _, medium)| (*key, *medium)).collect();
+                assert_eq!(dumped.len(), blocks.len(), "{node} dumps a block twice");
+                if let Some(must) = self.begun.remove(node) {
+                    *keys = dumped;
+                    let lost: Vec<_> = must.iter().filter(|key| !keys.contains(&(**key, Medium::Ssd))).collect();
+                    assert!(lost.is_empty(), "{node} has lost {lost:?} by a stop");
+                    return;
+                }
                 assert_eq!(dumped, *keys, "{node} dumps other keys than it has reported");
             }
             DaemonReport::Replicated { .. } | DaemonReport::Hello { .. } => {}
@@ -337,24 +467,28 @@ impl Model {
         };
         let place = (node.to_owned(), client, tag);
         let Some(mut task) = self.tasks.get(&place).cloned() else { return };
+        let layout = self.layouts[&client];
         match event {
             LocalEvent::Granted { slots, .. } => self.on_granted(node, client, tag, &mut task, slots),
             LocalEvent::Located { slots, .. } => {
                 for (index, slot) in (0..).zip(slots) {
-                    self.expect_content(node, slot, &content(&task.keys, tag, index), "located");
+                    self.expect_content(node, layout, slot, &content(layout, &task.keys, tag, index), "located");
                 }
             }
             LocalEvent::Refused { refusal, .. } => {
-                let total = task.keys.len() + usize::from(task.private);
-                assert!(refusal != Refusal::TooLarge || total > 5, "{total} slots fit into every pool");
+                let total = (task.keys.len() + usize::from(task.private)) as u64;
+                // Less what is kept for the other layout, and one slot for staging.
+                let [own, other] = [layout, 1 - layout].map(|at| slot_bytes(LAYOUTS[at]).expect("possible"));
+                let most = (self.sizes[node] * slot_bytes(LAYOUTS[0]).expect("possible") - 2 * other) / own;
+                assert!(refusal != Refusal::TooLarge || total + 1 > most, "{total} slots fit into {most}");
                 return self.end(node, client, tag);
             }
             LocalEvent::Opened { committed, slots, .. } => {
                 assert_eq!(committed.len(), task.keys.len() + usize::from(task.private));
                 for (index, slot) in (0..).zip(&slots) {
                     if !slot.committed {
-                        let block = content(&task.keys, tag, index);
-                        self.arena(node).store(slot.slot, 0, &block).expect("in range");
+                        let block = content(layout, &task.keys, tag, index);
+                        self.arena(node, layout).store(slot.slot, 0, &block).expect("in range");
                     }
                 }
                 if let Part::Pusher { opened, .. } = &mut task.part {
@@ -363,24 +497,30 @@ impl Model {
             }
             LocalEvent::Arrived { indices, .. } => {
                 for index in indices {
-                    self.expect_index(node, &task, tag, index, "arrived");
+                    self.expect_index((node, layout), &task, tag, index, "arrived");
                 }
             }
             LocalEvent::Complete { note, .. } => {
                 assert_eq!(note, note_of(tag));
                 for index in 0..(task.keys.len() + usize::from(task.private)) as u32 {
-                    self.expect_index(node, &task, tag, index, "complete");
+                    self.expect_index((node, layout), &task, tag, index, "complete");
                 }
                 if let Part::Holder { complete, .. } = &mut task.part {
                     assert!(!*complete, "complete twice");
                     *complete = true;
-                    self.completed += 1;
+                    self.done.completed += 1;
                 }
             }
             LocalEvent::Fetched { index, found, .. } => {
-                if found.is_ok() {
-                    self.expect_index(node, &task, tag, index, "fetched");
-                    self.fetched += 1;
+                if let (Ok(found), Part::Holder { slots: Some(slots), .. }) = (found, &mut task.part) {
+                    let slot = &mut slots[index as usize];
+                    self.done.shared += u64::from(slot.slot != found.slot);
+                    *slot = GrantedSlot { slot: found.slot, committed: true };
+                    let read = u64::from(found.medium == Medium::Ssd);
+                    self.done.read += read * u64::from(!found.peer);
+                    self.done.read_there += read * u64::from(found.peer);
+                    self.done.fetched += u64::from(found.peer);
+                    self.expect_index((node, layout), &task, tag, index, "fetched");
                 }
             }
             LocalEvent::Pushed { .. } | LocalEvent::Attached { .. } => {}
@@ -390,21 +530,22 @@ impl Model {
         self.push_what_is_ready(node, client);
     }
 
-    fn expect_index(&self, node: &str, task: &Task, tag: Tag, index: u32, what: &str) {
+    fn expect_index(&self, (node, layout): (&str, usize), task: &Task, tag: Tag, index: u32, what: &str) {
         let Part::Holder { slots: Some(slots), .. } = &task.part else { panic!("{what} before it was granted") };
-        self.expect_content(node, slots[index as usize].slot, &content(&task.keys, tag, index), what);
+        let expected = content(layout, &task.keys, tag, index);
+        self.expect_content(node, layout, slots[index as usize].slot, &expected, what);
     }
 
     fn on_granted(&mut self, node: &str, client: ClientId, tag: Tag, task: &mut Task, granted: Vec<GrantedSlot>) {
         let Part::Holder { slots, fetch, own, .. } = &mut task.part else { panic!("granted to one who did not ask") };
         assert_eq!(granted.len(), task.keys.len() + usize::from(task.private));
         *slots = Some(granted.clone());
-        let (fetch, own) = (fetch.clone(), *own);
+        let (fetch, own, layout) = (fetch.clone(), *own, self.layouts[&client]);
         let wanted: Vec<u32> =
             (0..).zip(&granted).filter(|(_, slot)| !slot.committed).map(|(index, _): (u32, _)| index).collect();
         for (index, slot) in (0..).zip(&granted) {
             if slot.committed {
-                self.expect_content(node, slot.slot, &content(&task.keys, tag, index), "granted");
+                self.expect_content(node, layout, slot.slot, &content(layout, &task.keys, tag, index), "granted");
             } else {
                 self.expect_no_other_writer(node, client, tag, slot.slot);
             }
@@ -413,12 +554,12 @@ impl Model {
             for &index in &wanted {
                 // A private block is pushed under the other tag, and so has that one's content.
                 let of = self.pushed_as.get(&tag).copied().unwrap_or(tag);
-                let block = content(&task.keys, of, index);
-                self.arena(node).store(granted[index as usize].slot, 0, &block).expect("in range");
+                let block = content(layout, &task.keys, of, index);
+                self.arena(node, layout).store(granted[index as usize].slot, 0, &block).expect("in range");
             }
             self.world.request(node, client, LocalRequest::Commit { tag, indices: wanted });
         } else if let Some(from) = fetch {
-            self.world.request(node, client, LocalRequest::Fetch { tag, indices: wanted, from: vec![from] });
+            self.world.request(node, client, LocalRequest::Fetch { tag, indices: wanted, from });
         }
     }
 
@@ -430,7 +571,8 @@ impl Model {
                 Part::Pusher { opened: Some((_, slots)), pushed: false, .. } => slots,
                 _ => continue,
             };
-            if at == node && (*by, *other) != (client, tag) {
+            let same = self.layouts[by] == self.layouts[&client];
+            if at == node && same && (*by, *other) != (client, tag) {
                 let mut writable = theirs.iter().filter(|slot| !slot.committed);
                 let taken = writable.any(|theirs| theirs.slot.slot == slot.slot);
                 assert!(!taken, "{slot:?} at {node} is given to {tag:?} while {other:?} may write it: {task:?}");
@@ -502,11 +644,12 @@ impl Model {
 
     /// After all that, a plain request goes through: nothing is stuck.
     fn expect_alive(&mut self) {
-        let before = self.completed;
+        let before = self.done.completed;
         let (tag, local) = (self.tag(), self.tag());
         self.pushed_as.insert(local, tag);
-        let keys: Vec<BlockKey> = (0..3).map(|position| key(9, position)).collect();
-        let (Some(holder), Some(pusher)) = (self.pick_client("a"), self.pick_client("b")) else { return };
+        let keys: Vec<BlockKey> = (0..3).map(|position| key(0, 9, position)).collect();
+        let (holder, pusher) = (self.pick_client("a", Some(0)), self.pick_client("b", Some(0)));
+        let (Some(holder), Some(pusher)) = (holder, pusher) else { return };
         let to = self.addresses["a"].clone();
         let parts = [
             ("a", holder, tag, Part::Holder { slots: None, fetch: None, own: false, complete: false }),
@@ -535,19 +678,25 @@ impl Model {
             self.world.run(20 * MILLISECOND);
             self.handle_events();
         }
-        assert_eq!(self.completed, before + 1, "a plain request did not go through: {:?}", self.tasks);
+        assert_eq!(self.done.completed, before + 1, "a plain request did not go through: {:?}", self.tasks);
         self.finish();
     }
 }
 
-fn run(seed: u64, calm: bool) -> (u64, u64) {
+fn run(seed: u64, calm: bool) -> Done {
     let mut model = Model::new(seed, calm);
-    (0..60).for_each(|_| model.act());
+    (0..120).for_each(|_| model.act());
     model.finish();
     if calm {
         model.expect_alive();
     }
-    (model.completed, model.fetched)
+    for node in NODES {
+        for (name, value) in model.world.engine(node).expect("all nodes live").counters() {
+            model.done.written += if name.starts_with("pyengine_pool_demotions") { value } else { 0 };
+            model.done.dropped += if name.starts_with("pyengine_pool_dropped") { value } else { 0 };
+        }
+    }
+    model.done
 }
 
 fn run_seeds(test: &str, calm: bool) {
@@ -557,10 +706,10 @@ fn run_seeds(test: &str, calm: bool) {
         None => 0..number("PYENGINE_SEEDS").unwrap_or(100),
     };
     let count = seeds.end - seeds.start;
-    let mut sum = (0, 0);
+    let mut sum = Done::default();
     for seed in seeds {
         match catch_unwind(AssertUnwindSafe(|| run(seed, calm))) {
-            Ok((completed, fetched)) => sum = (sum.0 + completed, sum.1 + fetched),
+            Ok(done) => sum.add(done),
             Err(panic) => {
                 eprintln!(
                     "repeat with: PYENGINE_SEED={seed} cargo nextest run -p pyengine-transfer --test model {test}"
@@ -569,9 +718,11 @@ fn run_seeds(test: &str, calm: bool) {
             }
         }
     }
-    println!("{} hand-offs completed, {} blocks fetched", sum.0, sum.1);
-    // A model that never gets anywhere proves nothing.
-    assert!(count < 50 || (sum.0 > count && sum.1 > count / 4), "too little happened: {sum:?}");
+    println!("{sum:?}");
+    let enough =
+        sum.completed > count && sum.fetched > count / 4 && sum.read > count / 4 && sum.read_there > count / 25;
+    let enough = enough && sum.shared > count / 25 && (calm || sum.kept > count / 4);
+    assert!(count < 50 || enough, "too little happened: {sum:?}");
 }
 
 #[test]

@@ -18,7 +18,6 @@ use pyengine_transfer::error::ErrorKind;
 use pyengine_transfer::keys::object_key;
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{LocalEvent, LocalRequest, Refusal};
-use pyengine_transfer::mover::Via;
 use pyengine_transfer::objects::classes::{CHUNK, Class};
 use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted};
 use pyengine_transfer::objects::reader::{Answer, Reader};
@@ -408,17 +407,8 @@ impl Node {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let directory = std::env::temp_dir().join(format!("pyengine-objects-{}-{number}", std::process::id()));
-        let config = Config {
-            node: "n".into(),
-            dram_bytes,
-            listen: None,
-            advertise: None,
-            transport: Via::Auto,
-            socket: Some(directory.join("d.sock")),
-            conductor: None,
-            session_key: None,
-            tls: false,
-        };
+        let socket = Some(directory.join("d.sock"));
+        let config = Config { socket, ..Config::new("n", dram_bytes) };
         Self { daemon: Daemon::start(&config).expect("a daemon starts"), directory }
     }
 

@@ -392,15 +392,12 @@ fn rdma_is_barred_and_says_so() {
 #[test]
 fn daemons_report_over_tls_to_a_conductor_that_wants_it() {
     let config = |node: &str, conductor: &ReportEndpoint, tls| Config {
-        node: node.into(),
-        dram_bytes: 1 << 20,
         listen: Some("127.0.0.1:0".into()),
-        advertise: None,
         transport: Via::Only(Kind::Tcp),
-        socket: None,
         conductor: Some(conductor.address().to_string()),
         session_key: Some(KEY),
         tls,
+        ..Config::new(node, 1 << 20)
     };
     let conductor = ReportEndpoint::new("127.0.0.1:0", Some(KEY), true, 1).expect("listens");
     let clear = Daemon::start(&config("clear", &conductor, false)).expect("starts");

@@ -1,73 +1,51 @@
 //! The command line of `transferd`, for the binary and for the wheel's console script.
 //!
-//! Without a command it is the daemon. The commands are for looking at transfers from outside: [`bench`] measures them
-//! against a [`target`], [`ping`] says how a peer is reached.
+//! Without a command it is the daemon. Some commands speak to a running one ([`admin`]); the others look at transfers from
+//! outside: [`bench`] measures them against a [`target`], [`ping`] says how a peer is reached.
 
+mod admin;
 mod bench;
 mod engine;
 mod ping;
+mod settings;
+mod signals;
+mod supervisor;
 mod target;
 mod topology;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use clap::{Parser, Subcommand};
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, pthread_sigmask};
-use nix::sys::signalfd::{SfdFlags, SignalFd};
-use serde::{Deserialize, Serialize};
+use nix::sys::signal::Signal;
+use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
-use transfer::config::{Config, parse_bytes, read_session_key};
 use transfer::daemon::Daemon;
 use transfer::error::Error;
 
-/// Serves one node's KV pool until SIGTERM or SIGINT. Flags win over the file.
+use signals::{Signals, Woken};
+
+/// What a daemon needs to stop when nothing is held any more: up to 3 s for SSD, the rest for its threads.
+const CLOSING: Duration = Duration::from_secs(10);
+
+/// Serves one node's KV pool until SIGTERM or SIGINT, and then until nothing is held. Flags win over the file.
 #[derive(Parser, Debug)]
 #[command(name = "transferd", version, args_conflicts_with_subcommands = true)]
 struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
-    /// TOML file with node, dram_bytes, listen, advertise, transport, socket, conductor, secret_file, tls
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Id of this node, unique in the cluster
-    #[arg(long)]
-    node: Option<String>,
-    /// Size of the arena, such as 2GiB
-    #[arg(long, value_name = "SIZE")]
-    dram_bytes: Option<String>,
-    /// Where peers connect; port 0: any free one
-    #[arg(long, value_name = "HOST:PORT")]
-    listen: Option<String>,
-    /// What peers dial, where it is not the same as --listen
-    #[arg(long, value_name = "HOST:PORT")]
-    advertise: Option<String>,
-    /// How blocks travel to peers: auto, shm, rdma or tcp
-    #[arg(long, value_name = "NAME")]
-    transport: Option<String>,
-    /// Unix socket for local workers
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
-    /// The conductor's endpoint for daemons
-    #[arg(long, value_name = "HOST:PORT")]
-    conductor: Option<String>,
-    /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
-    #[arg(long, value_name = "FILE")]
-    secret_file: Option<PathBuf>,
-    /// Encrypt what travels by TCP (TLS 1.3): all daemons and the conductor, or none
-    #[arg(long)]
-    tls: bool,
+    #[command(flatten)]
+    settings: settings::Flags,
     /// Write one line of JSON with node, address, incarnation and socket to this descriptor when serving
     #[arg(long, value_name = "N")]
     ready_fd: Option<u32>,
     /// Stop when the process that started this one ends
     #[arg(long, global = true)]
     die_with_parent: bool,
-    /// What to log to stderr: off, error, warn, info, debug or trace [default: info, but warn for bench and ping]
+    /// What to log to stderr: off, error, warn, info, debug or trace [default: info, but warn for commands that end by themselves]
     #[arg(long, value_name = "LEVEL", global = true)]
     log: Option<LevelFilter>,
 }
@@ -82,29 +60,8 @@ enum Command {
     Topology(topology::Arguments),
     /// Says by which path a peer is reached, how fast it answers, and in which life it is; or why not
     Ping(ping::Arguments),
-}
-
-/// The file. Unknown keys are refused, naming the known ones.
-#[derive(Deserialize, Debug, Default)]
-#[serde(deny_unknown_fields)]
-struct File {
-    node: Option<String>,
-    dram_bytes: Option<Size>,
-    listen: Option<String>,
-    advertise: Option<String>,
-    transport: Option<String>,
-    socket: Option<PathBuf>,
-    conductor: Option<String>,
-    secret_file: Option<PathBuf>,
-    #[serde(default)]
-    tls: bool,
-}
-
-#[derive(Deserialize, Debug)]
-#[serde(untagged, expecting = "a size: a number of bytes, or a text such as \"2GiB\"")]
-enum Size {
-    Bytes(u64),
-    Text(String),
+    #[command(flatten)]
+    Admin(admin::Command),
 }
 
 #[derive(Serialize)]
@@ -113,10 +70,11 @@ struct Ready<'a> {
     address: &'a str,
     incarnation: u64,
     socket: Option<&'a Path>,
+    http: Option<String>,
 }
 
-/// Runs the daemon with these arguments (without the program's name); returns the exit status: 0 after a signal, 2 for
-/// a mistake in the arguments or the configuration, 1 for anything else.
+/// Runs the daemon or a command with these arguments (without the program's name); returns the exit status: 0 after a
+/// signal, or if all is well; 2 for a mistake in the arguments or the configuration; 1 for anything else.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
     let arguments = match Arguments::try_parse_from(std::iter::once("transferd".into()).chain(arguments)) {
         Ok(arguments) => arguments,
@@ -128,7 +86,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
     };
     logging(arguments.log.unwrap_or(match arguments.command {
         None | Some(Command::Target(_)) => LevelFilter::INFO,
-        Some(Command::Bench(_) | Command::Ping(_) | Command::Topology(_)) => LevelFilter::WARN,
+        Some(_) => LevelFilter::WARN,
     }));
     match obey(&arguments) {
         Ok(()) => 0,
@@ -149,6 +107,7 @@ fn obey(arguments: &Arguments) -> Result<(), Error> {
         Some(Command::Target(target)) => target::run(target),
         Some(Command::Bench(bench)) => bench::run(bench),
         Some(Command::Ping(ping)) => ping::run(ping),
+        Some(Command::Admin(command)) => admin::run(command),
         Some(Command::Topology(topology)) => topology::run(topology),
     }
 }
@@ -160,56 +119,52 @@ fn logging(level: LevelFilter) {
 }
 
 fn serve(arguments: &Arguments) -> Result<(), Error> {
-    let config = configure(arguments)?;
-    until_signal(|signals| {
+    let config = arguments.settings.configure()?;
+    Signals::held_back(|signals| {
         let mut daemon = Daemon::start(&config)?;
         let address = daemon.address();
-        tracing::info!(node = %address.node, address = %address.address, "serving");
+        let http = daemon.http().map(|http| http.to_string());
+        tracing::info!(node = %address.node, address = %address.address, http, "serving");
         let socket = config.socket.as_deref();
-        let ready = Ready { node: &address.node, address: &address.address, incarnation: address.incarnation, socket };
+        let (node, incarnation) = (&*address.node, address.incarnation);
+        let ready = Ready { node, address: &address.address, incarnation, socket, http };
         if let Some(descriptor) = arguments.ready_fd {
             announce(descriptor, &ready)?;
         }
-        wait(signals, Some(daemon.ended()))?;
+        supervisor::ready(&format!("{node} serves"));
+        let signal = match signals.wait(&[daemon.ended()], None)? {
+            Woken::Signal(signal) => signal,
+            Woken::Ready(_) | Woken::Late => return Err(failed()),
+        };
+        let within = Duration::from_secs(config.drain_seconds);
+        tracing::info!("stopping on {signal}, {} s from now at the latest", within.as_secs());
+        supervisor::stopping("draining", within + CLOSING);
+        drain(&daemon, signals, within)?;
         daemon.stop();
         Ok(())
     })
 }
 
-/// Runs `work` with SIGTERM and SIGINT blocked, for it to `wait` for them.
-fn until_signal(work: impl FnOnce(&SigSet) -> Result<(), Error>) -> Result<(), Error> {
-    // Blocked before any thread starts, so that all inherit it and only `wait` takes them.
-    let mut signals = SigSet::empty();
-    signals.add(Signal::SIGTERM);
-    signals.add(Signal::SIGINT);
-    let mut before = SigSet::empty();
-    let masking = |errno| Error::give_up(format!("cannot block signals: {errno}"));
-    pthread_sigmask(SigmaskHow::SIG_BLOCK, Some(&signals), Some(&mut before)).map_err(masking)?;
-    let outcome = work(&signals);
-    pthread_sigmask(SigmaskHow::SIG_SETMASK, Some(&before), None).map_err(masking)?;
-    outcome
-}
-
-/// Waits for a signal; fails if the engine ends first.
-fn wait(signals: &SigSet, ended: Option<BorrowedFd<'_>>) -> Result<(), Error> {
-    let problem = |errno: Errno| Error::give_up(format!("cannot wait for signals: {errno}"));
-    let signal = SignalFd::with_flags(signals, SfdFlags::SFD_CLOEXEC).map_err(problem)?;
-    loop {
-        let mut wait = vec![PollFd::new(signal.as_fd(), PollFlags::POLLIN)];
-        wait.extend(ended.map(|ended| PollFd::new(ended, PollFlags::POLLIN)));
-        match poll(&mut wait, PollTimeout::NONE) {
-            Ok(_) => {}
-            Err(Errno::EINTR) => continue,
-            Err(errno) => return Err(problem(errno)),
-        }
-        if wait.get(1).and_then(PollFd::any) == Some(true) {
-            return Err(Error::retry("the engine has failed: its panic is above; start the daemon again"));
-        }
-        if let Some(info) = signal.read_signal().map_err(problem)? {
-            tracing::info!("stopping on signal {}", info.ssi_signo);
+/// Lets what is held come to its end; a second signal, or the end of the time, cuts it off.
+fn drain(daemon: &Daemon, signals: &Signals, within: Duration) -> Result<(), Error> {
+    let quiet = match daemon.drain() {
+        Ok(quiet) => quiet,
+        Err(error) => {
+            tracing::warn!("stopping at once: {error}");
             return Ok(());
         }
+    };
+    match signals.wait(&[daemon.ended(), quiet.as_fd()], Some(Instant::now() + within))? {
+        Woken::Ready(0) => return Err(failed()),
+        Woken::Ready(_) => tracing::info!("nothing is held"),
+        Woken::Signal(signal) => tracing::warn!("stopping at once on a second signal, {signal}"),
+        Woken::Late => tracing::warn!("stopping with something held: {} s are over", within.as_secs()),
     }
+    Ok(())
+}
+
+fn failed() -> Error {
+    Error::retry("the engine has failed: its panic is above; start the daemon again")
 }
 
 fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {
@@ -225,74 +180,37 @@ fn announce(descriptor: u32, ready: &Ready<'_>) -> Result<(), Error> {
     nix::unistd::close(descriptor as i32).map_err(|error| problem(&error))
 }
 
-fn configure(arguments: &Arguments) -> Result<Config, Error> {
-    let file = match &arguments.config {
-        None => File::default(),
-        Some(path) => {
-            let problem = |error: &dyn std::fmt::Display| Error::give_up(format!("{}: {error}", path.display()));
-            let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
-            toml::from_str(&text).map_err(|error| problem(&error))?
-        }
-    };
-    let missing =
-        |key: &str, flag: &str| Error::give_up(format!("no {key}: give {flag}, or {key} in the --config file"));
-    let dram_bytes = match (&arguments.dram_bytes, file.dram_bytes) {
-        (Some(text), _) => parse_bytes(text)?,
-        (None, Some(Size::Text(text))) => parse_bytes(&text)?,
-        (None, Some(Size::Bytes(bytes))) => bytes,
-        (None, None) => return Err(missing("dram_bytes", "--dram-bytes")),
-    };
-    let secret = arguments.secret_file.clone().or(file.secret_file);
-    let config = Config {
-        node: arguments.node.clone().or(file.node).ok_or_else(|| missing("node", "--node"))?,
-        dram_bytes,
-        listen: arguments.listen.clone().or(file.listen),
-        advertise: arguments.advertise.clone().or(file.advertise),
-        transport: arguments.transport.as_deref().or(file.transport.as_deref()).unwrap_or("auto").parse()?,
-        socket: arguments.socket.clone().or(file.socket),
-        conductor: arguments.conductor.clone().or(file.conductor),
-        session_key: secret.as_deref().map(read_session_key).transpose()?,
-        tls: arguments.tls || file.tls,
-    };
-    if config.listen.is_none() && config.socket.is_none() {
-        return Err(missing("way in: no socket and no listen", "--socket or --listen"));
-    }
-    Ok(config)
-}
-
 #[cfg(test)]
 mod tests {
-    //! Goal: what the file and the flags say arrives; mistakes are named. Method: parse without starting.
+    //! Goal: what the files for deployment start is what there is. Method: read them, and parse their command lines.
     use super::*;
 
-    fn arguments(list: &[&str]) -> Arguments {
-        Arguments::try_parse_from(std::iter::once("transferd").chain(list.iter().copied())).expect("good flags")
+    #[test]
+    fn the_units_flags_are_flags() {
+        let unit = include_str!("../examples/transferd.service");
+        let line = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).expect("it starts something");
+        Arguments::try_parse_from(line.split(' ')).expect("good flags");
+        // Systemd waits at least as long as the daemon with its defaults does.
+        let seconds = unit.lines().find_map(|line| line.strip_prefix("TimeoutStopSec=")).expect("a limit");
+        let seconds: u64 = seconds.trim_end_matches('s').parse().expect("seconds");
+        assert!(seconds >= transfer::config::DRAIN_SECONDS + CLOSING.as_secs(), "{seconds}");
     }
 
     #[test]
-    fn flags_win_over_the_file() {
-        let directory = std::env::temp_dir().join(format!("pyengine-transferd-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a temporary directory");
-        let path = directory.join("a.toml");
-        std::fs::write(&path, "node = \"n1\"\ndram_bytes = \"2GiB\"\nlisten = \"127.0.0.1:0\"\n").expect("writable");
-        let path_text = path.to_str().expect("a plain path");
-        let config = configure(&arguments(&["--config", path_text, "--node", "n2"])).expect("good");
-        assert_eq!((config.node.as_str(), config.dram_bytes, config.tls), ("n2", 2 << 30, false));
-        std::fs::write(&path, "node = \"n1\"\ndram_bytes = 5\nlisten = \"127.0.0.1:0\"\ntls = true\n")
-            .expect("writable");
-        assert!(configure(&arguments(&["--config", path_text])).expect("good").tls);
-        let given = ["--node", "n", "--dram-bytes", "1MiB", "--listen", "127.0.0.1:0", "--tls"];
-        assert!(configure(&arguments(&given)).expect("good").tls);
-
-        std::fs::write(&path, "node = \"n1\"\ndram_byte = 5\n").expect("writable");
-        let error = configure(&arguments(&["--config", path_text])).expect_err("an unknown key").message;
-        assert!(error.contains("dram_byte") && error.contains("secret_file"), "{error}");
-        std::fs::remove_dir_all(&directory).expect("our own directory");
-
-        let error = configure(&arguments(&["--node", "n", "--dram-bytes", "much"])).expect_err("no size").message;
-        assert!(error.contains("2GiB"), "{error}");
-        let error = configure(&arguments(&["--node", "n"])).expect_err("no size").message;
-        assert!(error.contains("--dram-bytes"), "{error}");
-        assert!(configure(&arguments(&["--node", "n", "--dram-bytes", "1MiB"])).is_err(), "no way in");
+    fn the_containers_files_and_flags_are_there() {
+        let text = include_str!("../examples/Containerfile");
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+        for words in text.lines().filter_map(|line| line.strip_prefix("COPY ")).filter(|line| !line.starts_with("--")) {
+            let words: Vec<&str> = words.split(' ').collect();
+            let sources = &words[..words.len() - 1];
+            sources.iter().for_each(|source| assert!(Path::new(root).join(source).exists(), "{source}"));
+        }
+        let list = |text: &str| serde_json::from_str::<Vec<String>>(text).expect("a list of words");
+        let after = |what: &str| text.lines().find_map(|line| line.split_once(what)).expect(what).1;
+        let mut line = list(after("ENTRYPOINT "));
+        line.extend(list(text.lines().find_map(|line| line.strip_prefix("CMD ")).expect("flags")));
+        Arguments::try_parse_from(line).expect("good flags");
+        Arguments::try_parse_from(list(after("--timeout=5s CMD "))).expect("a good command");
+        assert_ne!(after("USER "), "0", "not as root");
     }
 }

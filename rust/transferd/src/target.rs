@@ -7,6 +7,7 @@ use transfer::error::Error;
 use transfer::region::Access;
 
 use crate::engine::{EngineArguments, REGION, size};
+use crate::signals::Signals;
 
 /// Flags.
 #[derive(clap::Args, Debug)]
@@ -31,7 +32,7 @@ struct Ready<'a> {
 
 /// Serves until a signal. Prints one line of JSON on stdout when it can be connected to.
 pub fn run(arguments: &Arguments) -> Result<(), Error> {
-    crate::until_signal(|signals| {
+    Signals::held_back(|signals| {
         let endpoint = arguments.engine.start(Some(arguments.listen.clone()), |_| {})?;
         let bytes = usize::try_from(arguments.bytes).map_err(|_| Error::give_up("--bytes: more than there can be"))?;
         let region = endpoint.allocate(bytes, Access { read: true, write: true }, Some(REGION))?;
@@ -45,7 +46,7 @@ pub fn run(arguments: &Arguments) -> Result<(), Error> {
         let line = serde_json::to_string(&ready).map_err(|error| Error::bug(error.to_string()))?;
         // Without a reader it serves as well.
         let _ = writeln!(std::io::stdout(), "{line}");
-        let result = crate::wait(signals, None);
+        let result = signals.wait(&[], None).map(|_| ());
         endpoint.close();
         result
     })

@@ -8,7 +8,6 @@ use std::process::{Child, Command, Output, Stdio};
 use serde_json::Value;
 use transfer::config::Config;
 use transfer::daemon::Daemon;
-use transfer::mover::Via;
 
 fn transferd(words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_transferd")).args(words).output().expect("starts")
@@ -82,17 +81,7 @@ fn ping_says_which_path_is_taken_and_which_life_it_is() {
 /// A pool's daemon offers no memory, but says who it is and by which paths it is reached; however many ask, it goes on.
 #[test]
 fn ping_of_a_pool_daemon() {
-    let config = Config {
-        node: "pool".into(),
-        dram_bytes: 256 << 10,
-        listen: Some("127.0.0.1:0".into()),
-        advertise: None,
-        transport: Via::Auto,
-        socket: None,
-        conductor: None,
-        session_key: None,
-        tls: false,
-    };
+    let config = Config { listen: Some("127.0.0.1:0".into()), ..Config::new("pool", 256 << 10) };
     let daemon = Daemon::start(&config).expect("a daemon starts");
     let me = daemon.address().clone();
     for via in ["tcp", "shm"] {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::messages::{Refusal, Ticket};
 use crate::mover::Failure;
 use crate::transport::{Copy, CopyId};
-use crate::types::{Kind, NodeId, RegionId, SlotRef, Tag};
+use crate::types::{Kind, Medium, NodeId, RegionId, SlotRef, Tag};
 
 use super::push::refusal_of;
 use super::{Engine, Output};
@@ -22,8 +22,18 @@ pub struct Copied {
 /// What a copy is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Why {
-    Push { tag: Tag, serial: u64, index: u32 },
-    Serve { peer: NodeId, ticket: Ticket, place: u32 },
+    Push {
+        tag: Tag,
+        serial: u64,
+        index: u32,
+    },
+    /// `medium`: where this node had the block.
+    Serve {
+        peer: NodeId,
+        ticket: Ticket,
+        place: u32,
+        medium: Medium,
+    },
 }
 
 /// A copy. As long as it exists, the pool counts it as a reader of `source`.
@@ -138,7 +148,9 @@ impl Engine {
         self.drop_job_source(&job);
         match job.why {
             Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, copied),
-            Why::Serve { peer, ticket, place } => self.served(&peer, ticket, place, job.link, copied),
+            Why::Serve { peer, ticket, place, medium } => {
+                self.served(&peer, ticket, place, job.link, copied.map(|via| (via, medium)));
+            }
         }
     }
 

@@ -1,114 +1,273 @@
-//! Fetches: the holder of a block pushes it into slots that the asker has reserved.
+//! Fetches: blocks are brought into slots that wait for them, from the medium behind the arena or from a peer's pool.
+//!
+//! ```text
+//! wanted ---> in the arena by now? ---> found
+//!        ---> on its way here?     ---> waits for that one: what has come is given to all (single flight)
+//!        ---> flight: this node's SSD, then the peers that were named, in this order, each tried once
+//!                 committed ---> found, for it and for all who wait
+//!                 no source left ---> the last refusal; one of those who wait goes on, with its own sources
+//! ```
+//!
+//! A peer pushes the block into the slot, as it does for a hand-off (`serve.rs` is its side).
 
-use std::collections::BTreeSet;
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::messages::{DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
-use crate::pool::{Holder, Wish};
-use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
+use crate::messages::{Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
+use crate::pool::{Granting, Holder, Place, Wish};
+use crate::types::{BlockKey, ClientId, Kind, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
-use super::copies::{Job, Why};
+use super::Engine;
 use super::stores::Store;
-use super::{Engine, Output};
 
-/// A fetch that this node has asked for.
+/// A block in a store: what a flight brings. One flight has it at a time.
+pub(super) type Aim = (usize, BlockKey);
+
+/// Tags of the engine's own slots have this attempt; orders of the conductor have 0.
+const OWN: u32 = u32::MAX;
+
+/// For whom a block is brought here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Who {
+    /// Into a slot of a grant: of a client, or of a replication.
+    Holder { holder: Holder, index: u32 },
+    /// For a fetch of a peer that came on this link: to be copied into a slot of an arena there.
+    Peer { peer: NodeId, ticket: Ticket, place: u32, link: u64, destination: (RegionId, SlotRef) },
+    /// To have it here.
+    Cache,
+}
+
+/// Somebody who wants a block, and where it may be.
+#[derive(Clone, Debug)]
+pub(super) struct Want {
+    pub who: Who,
+    /// Whether the medium behind the arena is to be asked, first.
+    pub tier: bool,
+    pub sources: VecDeque<NodeAddress>,
+    /// Why the source before has not brought it.
+    pub refusal: Refusal,
+}
+
+impl Want {
+    pub fn new(who: Who, sources: &[NodeAddress]) -> Self {
+        Self { who, tier: true, sources: sources.iter().cloned().collect(), refusal: Refusal::Missing }
+    }
+}
+
+/// Where a flight's block comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Via {
+    /// To be decided.
+    Nothing,
+    /// A read of the medium behind the arena.
+    Tier(u64),
+    /// A fetch from a peer, in the next message to it.
+    Asked,
+    /// A fetch from a peer.
+    Peer(Ticket),
+}
+
+impl Via {
+    pub fn is_peer(self) -> bool {
+        matches!(self, Self::Asked | Self::Peer(_))
+    }
+}
+
+/// A block on its way here.
+#[derive(Debug)]
+pub(super) struct Flight {
+    place: Place,
+    owner: Owner,
+    want: Want,
+    /// Where it goes.
+    slot: Option<(Holder, u32)>,
+    pub via: Via,
+    waiting: VecDeque<Want>,
+}
+
+impl Flight {
+    /// All for whom it is.
+    pub fn wants(&self) -> impl Iterator<Item = &Want> {
+        std::iter::once(&self.want).chain(&self.waiting)
+    }
+}
+
+/// A message to a peer that was not answered in full.
 #[derive(Debug)]
 pub(super) struct Fetch {
     pub from: NodeAddress,
-    /// Number of the store that the holder's slots are in.
     store: usize,
-    holder: Holder,
-    /// By place: the index in the holder's grant; `None` once answered.
-    places: Vec<Option<u32>>,
+    /// By place; `None` once answered.
+    places: Vec<Option<BlockKey>>,
     /// Nobody waits for it; it is kept until the peer says that nothing more is written.
     pub cancelled: bool,
 }
 
 impl Fetch {
     pub fn check(&self) {
-        let open = self.places.iter().flatten().count();
-        assert!(open > 0, "a fetch of {:?} that is answered was not forgotten", self.holder);
+        assert!(self.places.iter().any(Option::is_some), "{self:?} is answered and was not forgotten");
     }
-}
-
-/// An order of the conductor under way.
-#[derive(Clone, Debug)]
-pub(super) struct Replication {
-    keys: Vec<BlockKey>,
-    parent: BlockKey,
-    position: u32,
-    from: NodeAddress,
-    /// Stores that are still to be tried.
-    stores: Range<usize>,
-}
-
-/// A fetch that a peer has asked for.
-#[derive(Debug)]
-pub(super) struct Serving {
-    /// Copies not completed.
-    pub left: usize,
-    pub cancelled: bool,
-    /// Serial of the link it came on: an earlier life of the peer may have used the same ticket.
-    pub link: u64,
 }
 
 impl Engine {
-    pub(super) fn fetch(&mut self, client: ClientId, tag: Tag, indices: &[u32], from: Option<NodeAddress>) {
-        let from = from.unwrap_or_else(|| self.node.clone());
+    pub(super) fn fetch(&mut self, client: ClientId, tag: Tag, indices: &[u32], from: &[NodeAddress]) {
         let Some(at) = self.home(client) else { return };
         self.begin_fetch(at, Holder { client: Some(client), tag }, indices, from);
+        self.check_complete(tag);
     }
 
-    fn begin_fetch(&mut self, at: usize, holder: Holder, indices: &[u32], from: NodeAddress) {
-        let Some(store) = self.stores.get(at) else { return };
-        let (pool, region, layout) = (&store.pool, store.region, store.layout());
-        let mine = self.fetches.values().filter(|fetch| fetch.holder == holder && !fetch.cancelled);
-        let mut under_way: BTreeSet<u32> = mine.flat_map(|fetch| fetch.places.iter().flatten().copied()).collect();
-        let mut answers = Vec::new();
-        let mut places = Vec::new();
-        let mut blocks = Vec::new();
+    /// Brings blocks into reserved slots of a grant; each index ends in `found` or `lost`.
+    pub(super) fn begin_fetch(&mut self, at: usize, holder: Holder, indices: &[u32], from: &[NodeAddress]) {
         for &index in indices {
-            match (pool.granted_at(holder, index), pool.key_at(holder, index)) {
-                (Some(slot), _) if slot.committed => answers.push((index, None)),
-                (Some(slot), Some(key)) if under_way.insert(index) => {
-                    places.push(Some(index));
-                    blocks.push((key, slot.slot));
+            let Some(pool) = self.stores.get(at).map(|store| &store.pool) else { return };
+            let who = Who::Holder { holder, index };
+            match (pool.granted_at(holder, index), pool.told(holder, index)) {
+                (Some(slot), _) if slot.committed => self.tell_found(holder, index, slot.slot, false, Medium::Dram),
+                (Some(_), Some((place, owner))) if !self.wants.contains_key(&(holder, index)) => {
+                    self.wants.insert((holder, index), (at, place.key));
+                    self.want(at, place, owner, Want::new(who, from));
                 }
-                _ => answers.push((index, Some(Refusal::Protocol))),
+                _ => self.tell_lost(holder, index, Refusal::Protocol),
             }
         }
-        if !blocks.is_empty() {
-            let asked: Vec<u32> = places.iter().flatten().copied().collect();
-            let ticket = self.number();
-            let refusal = if from.node == self.node.node {
-                // What is published here was pinned when it was granted.
-                Some(Refusal::Missing)
-            } else if self.fetches.len() >= self.settings.fetches {
-                Some(Refusal::Full)
-            } else if !self.reach(&from, PeerMessage::Fetch { ticket, region, layout, blocks }) {
-                Some(Refusal::Unreachable)
-            } else {
-                self.fetches.insert(ticket, Fetch { from, store: at, holder, places, cancelled: false });
-                None
-            };
-            if refusal.is_some() {
-                answers.extend(asked.into_iter().map(|index| (index, refusal)));
-            }
-        }
-        for (index, refusal) in answers {
-            self.tell_fetched(at, holder, index, refusal);
-        }
-        self.check_complete(holder.tag);
     }
 
-    fn tell_fetched(&mut self, at: usize, holder: Holder, index: u32, refusal: Option<Refusal>) {
-        if let Some(client) = holder.client {
-            let slot = self.stores.get(at).and_then(|store| store.pool.granted_at(holder, index));
-            let found = match (refusal, slot) {
-                (None, Some(GrantedSlot { slot, .. })) => Ok(Found { slot, peer: true, medium: Medium::Dram }),
-                (refusal, _) => Err(refusal.unwrap_or(Refusal::Ended)),
+    /// Somebody wants a block.
+    pub(super) fn want(&mut self, at: usize, place: Place, owner: Owner, want: Want) {
+        let aim = (at, place.key);
+        if self.stores.get(at).is_some_and(|store| store.pool.find(&place.key).is_some()) {
+            self.found(aim, want, None, false, Medium::Dram);
+        } else if let Some(flight) = self.flights.get_mut(&aim) {
+            self.stats.single_flights += 1;
+            flight.waiting.push_back(want);
+        } else {
+            let slot = slot_of(&want);
+            let flight = Flight { place, owner, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
+            self.flights.insert(aim, flight);
+            self.next_source(aim);
+        }
+    }
+
+    /// A flight tries the next source of whoever leads it.
+    fn next_source(&mut self, aim: Aim) {
+        loop {
+            let Some(flight) = self.flights.get_mut(&aim) else { return };
+            flight.via = Via::Nothing;
+            let (place, owner) = (flight.place, flight.owner);
+            let Some((holder, index)) = flight.slot else {
+                // It needs a slot of the engine's own.
+                let number = self.number();
+                let holder = self.own(number);
+                let Place { key, parent, position } = place;
+                let wish = Wish { keys: vec![key], private: false, parent, position, owner };
+                let granting = self.stores.grant(aim.0, holder, wish, GrantMode::Now);
+                let Some(flight) = self.flights.get_mut(&aim) else { return };
+                if !matches!(granting, Granting::Held(_)) {
+                    flight.want.refusal = Refusal::Full;
+                    return self.flight_failed(aim);
+                }
+                flight.slot = Some((holder, 0));
+                continue;
             };
-            self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
+            let Some(store) = self.stores.get(aim.0) else { return };
+            let slot = match store.pool.granted_at(holder, index) {
+                Some(slot) if slot.committed => return self.flight_done(aim, false, Medium::Dram),
+                Some(slot) => slot.slot,
+                None => {
+                    flight.want.refusal = Refusal::Ended;
+                    return self.flight_failed(aim);
+                }
+            };
+            if std::mem::take(&mut flight.want.tier)
+                && let Some(op) = self.read_tier(aim, slot)
+            {
+                return self.set_via(aim, Via::Tier(op));
+            }
+            let Some(flight) = self.flights.get_mut(&aim) else { return };
+            let Some(from) = flight.want.sources.pop_front() else { return self.flight_failed(aim) };
+            if from.node == self.node.node {
+                // What this node has was looked for.
+                flight.want.refusal = Refusal::Missing;
+                continue;
+            }
+            self.asks.push((from, aim));
+            self.set_via(aim, Via::Asked);
+            return self.turn_peers_away(aim);
+        }
+    }
+
+    fn set_via(&mut self, aim: Aim, via: Via) {
+        if let Some(flight) = self.flights.get_mut(&aim) {
+            flight.via = via;
+        }
+    }
+
+    /// A holder of slots that the engine reserves for itself.
+    fn own(&self, number: u64) -> Holder {
+        Holder { client: None, tag: Tag { request: number, attempt: OWN, worker: self.node.incarnation } }
+    }
+
+    /// Peers do not wait for what comes from a peer: that one may be waiting for us.
+    fn turn_peers_away(&mut self, aim: Aim) {
+        let Some(flight) = self.flights.get_mut(&aim) else { return };
+        let (peers, others) = flight.waiting.drain(..).partition(|want| matches!(want.who, Who::Peer { .. }));
+        flight.waiting = others;
+        let peers: VecDeque<Want> = peers;
+        peers.into_iter().for_each(|want| self.lost(want));
+    }
+
+    /// Asks peers for all that was decided since the last call: in one message what one holder wants of one peer.
+    pub(super) fn send_asks(&mut self) {
+        while !self.asks.is_empty() {
+            let mut groups: BTreeMap<(NodeId, u64, usize, Option<Holder>), (NodeAddress, Vec<BlockKey>)> =
+                BTreeMap::new();
+            for (from, aim) in std::mem::take(&mut self.asks) {
+                let Some(flight) = self.flights.get(&aim).filter(|flight| flight.via == Via::Asked) else { continue };
+                let holder = match flight.want.who {
+                    Who::Holder { holder, .. } => Some(holder),
+                    Who::Peer { .. } | Who::Cache => None,
+                };
+                let group = (from.node.clone(), from.incarnation, aim.0, holder);
+                let (_, keys) = groups.entry(group).or_insert_with(|| (from, Vec::new()));
+                if !keys.contains(&aim.1) {
+                    keys.push(aim.1);
+                }
+            }
+            for ((_, _, at, _), (from, keys)) in groups {
+                self.send_ask(from, at, keys);
+            }
+        }
+    }
+
+    fn send_ask(&mut self, from: NodeAddress, store: usize, keys: Vec<BlockKey>) {
+        let Some(Store { region, pool, arena, .. }) = self.stores.get(store) else { return };
+        let (region, layout) = (*region, arena.layout());
+        let slot = |key: &BlockKey| {
+            let (holder, index) = self.flights.get(&(store, *key))?.slot?;
+            Some((*key, pool.granted_at(holder, index)?.slot))
+        };
+        let blocks: Vec<(BlockKey, SlotRef)> = keys.iter().filter_map(slot).collect();
+        let keys: Vec<BlockKey> = blocks.iter().map(|(key, _)| *key).collect();
+        if keys.is_empty() {
+            return;
+        }
+        let ticket = self.number();
+        let refusal = if self.fetches.len() >= self.settings.fetches {
+            Refusal::Full
+        } else if !self.reach(&from, PeerMessage::Fetch { ticket, region, layout, blocks }) {
+            Refusal::Unreachable
+        } else {
+            keys.iter().for_each(|key| self.set_via((store, *key), Via::Peer(ticket)));
+            let places = keys.into_iter().map(Some).collect();
+            self.fetches.insert(ticket, Fetch { from, store, places, cancelled: false });
+            return;
+        };
+        keys.into_iter().for_each(|key| self.source_failed((store, key), refusal));
+    }
+
+    pub(super) fn source_failed(&mut self, aim: Aim, refusal: Refusal) {
+        if let Some(flight) = self.flights.get_mut(&aim) {
+            flight.want.refusal = refusal;
+            self.next_source(aim);
         }
     }
 
@@ -120,59 +279,171 @@ impl Engine {
         place: u32,
         copied: Result<(Kind, Medium), Refusal>,
     ) {
-        let copied = copied.map(|(via, _)| via);
         let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
-        let Some(index) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
-        let (at, holder, cancelled) = (fetch.store, fetch.holder, fetch.cancelled);
-        if !cancelled {
-            let refusal = self.settle_fetched(at, holder, index, copied);
-            self.tell_fetched(at, holder, index, refusal);
-            self.check_complete(holder.tag);
+        let Some(key) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
+        let (aim, cancelled) = ((fetch.store, key), fetch.cancelled);
+        if fetch.places.iter().all(Option::is_none) {
+            self.fetches.remove(&ticket);
         }
-        self.forget_answered(ticket);
-    }
-
-    fn forget_answered(&mut self, ticket: Ticket) {
-        if self.fetches.get(&ticket).is_some_and(|fetch| fetch.places.iter().all(Option::is_none))
-            && let Some(fetch) = self.fetches.remove(&ticket)
-            && !fetch.cancelled
-            && fetch.holder.client.is_none()
-        {
-            self.replicated(fetch.store, fetch.holder);
+        let flies = self.flights.get(&aim).is_some_and(|flight| flight.via == Via::Peer(ticket));
+        if cancelled || !flies {
+            return;
         }
-    }
-
-    /// Makes a fetched block readable if all its strips are here.
-    fn settle_fetched(
-        &mut self,
-        at: usize,
-        holder: Holder,
-        index: u32,
-        copied: Result<Kind, Refusal>,
-    ) -> Option<Refusal> {
-        let Some(store) = self.stores.get(at) else { return copied.err() };
-        let block_bytes = store.layout().block_bytes() as u64;
-        match store.pool.granted_at(holder, index) {
-            None => return Some(Refusal::Ended),
-            Some(slot) if slot.committed => return None,
-            Some(_) if copied.is_err() => return copied.err(),
-            Some(slot) if !store.arena.arrived_all(slot.slot) => {
-                self.stats.corrupt_wire += 1;
-                return Some(Refusal::Corrupt);
+        match copied {
+            Err(refusal) => self.source_failed(aim, refusal),
+            Ok((via, medium)) => {
+                if let Some(block_bytes) = self.land(aim) {
+                    self.stats.received[via as usize].add(1, block_bytes);
+                    self.flight_done(aim, true, medium);
+                } else {
+                    self.stats.corrupt_wire += 1;
+                    self.source_failed(aim, Refusal::Corrupt);
+                }
             }
-            Some(_) => {}
         }
-        let outcome = self.stores.commit(at, holder, index, None);
-        if let (Ok(()), Ok(via)) = (outcome, copied) {
-            self.stats.received[via as usize].add(1, block_bytes);
-        }
-        outcome.err()
     }
 
-    /// The holder of the slots has ended: what is under way for it is called back.
-    pub(super) fn cancel_fetches(&mut self, holder: Holder) {
-        let mine = self.fetches.iter().filter(|(_, fetch)| fetch.holder == holder && !fetch.cancelled);
-        for ticket in mine.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
+    /// Makes a flight's block readable if all its strips are here: its size. `None`: they are not.
+    pub(super) fn land(&mut self, aim: Aim) -> Option<u64> {
+        let (holder, index) = self.flights.get(&aim)?.slot?;
+        let store = self.stores.get(aim.0)?;
+        let block_bytes = store.layout().block_bytes() as u64;
+        let slot = store.pool.granted_at(holder, index)?;
+        if slot.committed {
+            return Some(block_bytes);
+        }
+        // Whoever wrote it said that it is done; the bitmap of strips says whether that is so.
+        let whole = store.arena.arrived_all(slot.slot);
+        (whole && self.stores.commit(aim.0, holder, index, None).is_ok()).then_some(block_bytes)
+    }
+
+    /// A flight's block is here: for all who want it.
+    pub(super) fn flight_done(&mut self, aim: Aim, peer: bool, medium: Medium) {
+        let Some(flight) = self.flights.remove(&aim) else { return };
+        let own = flight.slot.filter(|_| slot_of(&flight.want).is_none());
+        if !peer && medium == Medium::Ssd {
+            self.stats.hits_ssd += flight.wants().filter(|want| want.who != Who::Cache).count() as u64;
+        }
+        self.found(aim, flight.want, flight.slot, peer, medium);
+        for want in flight.waiting {
+            if self.stores.get(aim.0).is_some_and(|store| store.pool.find(&aim.1).is_some()) {
+                self.found(aim, want, None, peer, medium);
+            } else {
+                // It was not published, or is not any more.
+                self.want(aim.0, flight.place, flight.owner, want);
+            }
+        }
+        self.let_go(aim, own);
+    }
+
+    /// A flight has no source left for whoever leads it: he is told, and the next one goes on.
+    fn flight_failed(&mut self, aim: Aim) {
+        let Some(flight) = self.flights.get_mut(&aim) else { return };
+        let own = flight.slot.take().filter(|_| slot_of(&flight.want).is_none());
+        let led = flight.want.clone();
+        self.let_go(aim, own);
+        self.lead_on(aim);
+        self.lost(led);
+    }
+
+    /// The first of those who wait leads the flight now; without one there is none.
+    fn lead_on(&mut self, aim: Aim) {
+        let Some(flight) = self.flights.get_mut(&aim) else { return };
+        match flight.waiting.pop_front() {
+            Some(want) => {
+                flight.slot = slot_of(&want);
+                flight.want = want;
+                self.next_source(aim);
+            }
+            None => drop(self.flights.remove(&aim)),
+        }
+    }
+
+    /// Gives the engine's own slot of a flight back.
+    fn let_go(&mut self, aim: Aim, own: Option<(Holder, u32)>) {
+        if let (Some((holder, _)), Some(store)) = (own, self.stores.get_mut(aim.0)) {
+            store.pool.release(holder);
+        }
+    }
+
+    /// A wanted block is here. `landed`: in this slot; otherwise it is published.
+    fn found(&mut self, aim: Aim, want: Want, landed: Option<(Holder, u32)>, peer: bool, medium: Medium) {
+        let Some(store) = self.stores.get_mut(aim.0) else { return };
+        let landed = landed.and_then(|(holder, index)| store.pool.granted_at(holder, index));
+        match want.who {
+            Who::Holder { holder, index } => {
+                let slot = landed.map(|slot: GrantedSlot| slot.slot).or_else(|| store.pool.adopt(holder, index));
+                self.wants.remove(&(holder, index));
+                match slot {
+                    Some(slot) => self.tell_found(holder, index, slot, peer, medium),
+                    None => self.tell_lost(holder, index, Refusal::Ended),
+                }
+            }
+            Who::Peer { peer, ticket, place, link, destination } => {
+                let source = store.pool.find(&aim.1).or(landed.map(|slot| slot.slot));
+                self.serve_found(aim.0, source, medium, (peer, ticket, place, link), destination);
+            }
+            Who::Cache => {}
+        }
+    }
+
+    /// A wanted block was not to be had.
+    fn lost(&mut self, want: Want) {
+        match want.who {
+            Who::Holder { holder, index } => {
+                self.wants.remove(&(holder, index));
+                self.tell_lost(holder, index, want.refusal);
+            }
+            Who::Peer { peer, ticket, place, link, .. } => self.served(&peer, ticket, place, link, Err(want.refusal)),
+            Who::Cache => {}
+        }
+    }
+
+    fn tell_found(&mut self, holder: Holder, index: u32, slot: SlotRef, peer: bool, medium: Medium) {
+        match holder.client {
+            Some(client) => {
+                let found = Ok(Found { slot, peer, medium });
+                self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
+                self.check_complete(holder.tag);
+            }
+            None => self.replication_went_on(holder),
+        }
+    }
+
+    fn tell_lost(&mut self, holder: Holder, index: u32, refusal: Refusal) {
+        match holder.client {
+            Some(client) => {
+                self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
+            }
+            None => self.replication_went_on(holder),
+        }
+    }
+
+    // -- ends --------------------------------------------------------------------------------------------------------
+
+    /// A holder has ended: it wants nothing more, and what is under way for it is called back. Returns the flights that
+    /// it led, to be led on when its slots are free.
+    pub(super) fn drop_wants(&mut self, holder: Holder) -> Vec<Aim> {
+        let of = |index| (holder, index);
+        let mine: Vec<(u32, Aim)> =
+            self.wants.range(of(0)..=of(u32::MAX)).map(|((_, index), aim)| (*index, *aim)).collect();
+        let mut led = Vec::new();
+        let mut tickets = BTreeSet::new();
+        for (index, aim) in mine {
+            self.wants.remove(&(holder, index));
+            let Some(flight) = self.flights.get_mut(&aim) else { continue };
+            let who = Who::Holder { holder, index };
+            if flight.want.who != who {
+                flight.waiting.retain(|want| want.who != who);
+                continue;
+            }
+            if let Via::Peer(ticket) = flight.via {
+                tickets.insert(ticket);
+            }
+            (flight.via, flight.slot) = (Via::Nothing, None);
+            led.push(aim);
+        }
+        for ticket in tickets {
             let Some(fetch) = self.fetches.get_mut(&ticket) else { continue };
             let Some(link) = self.links.get_mut(&fetch.from.node) else { continue };
             if link.up {
@@ -185,174 +456,84 @@ impl Engine {
                 self.fetches.remove(&ticket);
             }
         }
+        led
     }
 
-    /// The session with a peer is over: nothing comes from it, and nothing needs to go to it.
+    /// See [`Engine::drop_wants`].
+    pub(super) fn lead_all_on(&mut self, aims: Vec<Aim>) {
+        aims.into_iter().for_each(|aim| self.lead_on(aim));
+    }
+
+    /// The session with a peer is over: nothing comes from it.
     pub(super) fn fetches_lost(&mut self, peer: &NodeId) {
-        self.serving.retain(|(asker, _), _| asker != peer);
         let lost = self.fetches.iter().filter(|(_, fetch)| fetch.from.node == *peer);
         for ticket in lost.map(|(ticket, _)| *ticket).collect::<Vec<_>>() {
-            let Some(fetch) = self.fetches.remove(&ticket) else { continue };
-            if fetch.cancelled {
-                continue;
-            }
-            for index in fetch.places.into_iter().flatten() {
-                let refusal = self.settle_fetched(fetch.store, fetch.holder, index, Err(Refusal::Unreachable));
-                self.tell_fetched(fetch.store, fetch.holder, index, refusal);
-            }
-            if fetch.holder.client.is_none() {
-                self.replicated(fetch.store, fetch.holder);
-            }
-        }
-    }
-
-    // -- the holder's side -------------------------------------------------------------------------------------------
-
-    /// A peer wants blocks written into its slots.
-    pub(super) fn serve(
-        &mut self,
-        peer: &NodeId,
-        ticket: Ticket,
-        region: RegionId,
-        layout: Layout,
-        blocks: Vec<(BlockKey, SlotRef)>,
-    ) {
-        let key = (peer.clone(), ticket);
-        let busy = self.serving.len() >= self.settings.fetches || self.serving.contains_key(&key);
-        let Some(link) = self.links.get_mut(peer) else { return };
-        let at = self.stores.of(layout);
-        let mut left = 0;
-        let mut refused = Vec::new();
-        for (place, (block, destination)) in (0..).zip(blocks) {
-            if busy || link.waiting.len() >= self.settings.copies_waiting {
-                refused.push((place, Refusal::Full));
-                continue;
-            }
-            let found = at.and_then(|at| Some((at, self.stores.get_mut(at)?)));
-            let source = found.and_then(|(at, store)| Some((at, store.pool.find(&block)?, &mut store.pool)));
-            match source.and_then(|(at, source, pool)| pool.begin_copy(source).then_some((at, source))) {
-                Some((store, source)) => {
-                    left += 1;
-                    let why = Why::Serve { peer: peer.clone(), ticket, place };
-                    let destination = (region, destination);
-                    link.waiting.push_back(Job { store, source, destination, why, attempt: 0, link: link.serial });
+            let Some(fetch) = self.fetches.remove(&ticket).filter(|fetch| !fetch.cancelled) else { continue };
+            for key in fetch.places.into_iter().flatten() {
+                let aim = (fetch.store, key);
+                if self.flights.get(&aim).is_some_and(|flight| flight.via == Via::Peer(ticket)) {
+                    self.source_failed(aim, Refusal::Unreachable);
                 }
-                None => refused.push((place, Refusal::Missing)),
             }
         }
-        if left > 0 {
-            self.serving.insert(key, Serving { left, cancelled: false, link: link.serial });
-        }
-        for (place, refusal) in refused {
-            self.say(peer, PeerMessage::Fetched { ticket, place, copied: Err(refusal) });
-        }
     }
 
-    /// A copy of a served fetch has ended for good.
-    pub(super) fn served(
-        &mut self,
-        peer: &NodeId,
-        ticket: Ticket,
-        place: u32,
-        link: u64,
-        copied: Result<Kind, Refusal>,
-    ) {
-        let key = (peer.clone(), ticket);
-        let Some(serving) = self.serving.get_mut(&key).filter(|serving| serving.link == link) else { return };
-        serving.left -= 1;
-        let (over, cancelled) = (serving.left == 0, serving.cancelled);
-        if over {
-            self.serving.remove(&key);
-        }
-        if !cancelled {
-            let copied = copied.map(|via| (via, Medium::Dram));
-            self.say(peer, PeerMessage::Fetched { ticket, place, copied });
-        } else if over {
-            self.say(peer, PeerMessage::FetchEnded { ticket });
-        }
-    }
-
-    /// The asker has lost interest: what has not begun never will; the rest is waited for.
-    pub(super) fn peer_cancel(&mut self, peer: &NodeId, ticket: Ticket) {
-        let key = (peer.clone(), ticket);
-        let dropped = self.drop_waiting(peer, |job| job.serves(&key));
-        let over = match self.serving.get_mut(&key) {
-            Some(serving) => {
-                serving.left -= dropped;
-                serving.cancelled = true;
-                serving.left == 0
+    /// A peer wants nothing more of one fetch (or of all): what comes here for it comes for nobody. Returns how many.
+    pub(super) fn drop_peer_wants(&mut self, peer: &NodeId, ticket: Option<Ticket>) -> usize {
+        let mut dropped = 0;
+        let theirs = |want: &Want| match &want.who {
+            Who::Peer { peer: its, ticket: of, .. } => its == peer && ticket.is_none_or(|ticket| ticket == *of),
+            Who::Holder { .. } | Who::Cache => false,
+        };
+        for flight in self.flights.values_mut() {
+            let before = flight.waiting.len();
+            flight.waiting.retain(|want| !theirs(want));
+            dropped += before - flight.waiting.len();
+            if theirs(&flight.want) {
+                flight.want.who = Who::Cache;
+                dropped += 1;
             }
-            None => true,
-        };
-        if over {
-            self.serving.remove(&key);
-            self.say(peer, PeerMessage::FetchEnded { ticket });
         }
+        dropped
     }
 
-    // -- replication -------------------------------------------------------------------------------------------------
-
-    /// The conductor wants these blocks here too: fetched for nobody, then cached. Their layout is that of the store that
-    /// has some of their prefix; where none has, that of the peer's blocks is found by asking for each.
-    pub(super) fn replicate(
-        &mut self,
-        order: u64,
-        keys: Vec<BlockKey>,
-        parent: BlockKey,
-        position: u32,
-        from: NodeAddress,
-    ) {
-        let prefix = || keys.iter().chain([&parent]);
-        let knows = |store: &&Store| prefix().any(|key| store.pool.find(key).is_some());
-        let known = self.stores.iter().find(knows).map(|store| store.layout());
-        let stores = match known.and_then(|layout| self.stores.of(layout)) {
-            Some(at) => at..at + 1,
-            None => 0..self.stores.iter().count(),
-        };
-        let missing = keys.len() as u32;
-        let replication = Replication { keys, parent, position, from, stores };
-        if self.replications.contains_key(&order) {
-            return self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing }));
+    /// Asserts the laws of this file.
+    pub(super) fn check_fetches(&self) {
+        let mut wants: BTreeMap<(Holder, u32), Aim> = BTreeMap::new();
+        for (aim, flight) in &self.flights {
+            assert_eq!(aim.1, flight.place.key, "a flight with another's key");
+            for want in flight.wants() {
+                if let Who::Holder { holder, index } = want.who {
+                    assert_eq!(wants.insert((holder, index), *aim), None, "{want:?} is wanted twice");
+                    let slot = self.stores.get(aim.0).and_then(|store| store.pool.granted_at(holder, index));
+                    assert!(slot.is_some(), "{want:?} has no slot");
+                }
+            }
+            assert!(flight.slot.is_some(), "a flight to nowhere: {flight:?}");
+            match flight.via {
+                Via::Nothing | Via::Asked => panic!("nothing goes on for {flight:?}"),
+                Via::Tier(op) => assert!(self.reads_tier(op, *aim), "{flight:?} waits for a read that is over"),
+                Via::Peer(ticket) => {
+                    let fetch = self.fetches.get(&ticket);
+                    let asked = fetch.is_some_and(|fetch| !fetch.cancelled && fetch.places.contains(&Some(aim.1)));
+                    assert!(asked, "{flight:?} waits for a fetch that is over");
+                    let peers = flight.waiting.iter().any(|want| matches!(want.who, Who::Peer { .. }));
+                    assert!(!peers, "a peer waits for a peer: {flight:?}");
+                }
+            }
         }
-        self.replicate_next(order, replication);
-    }
-
-    /// Tries the next store.
-    fn replicate_next(&mut self, order: u64, mut replication: Replication) {
-        let holder = Holder { client: None, tag: Tag { request: order, attempt: 0, worker: self.node.incarnation } };
-        let Replication { keys, parent, position, from, .. } = replication.clone();
-        let missing = keys.len() as u32;
-        let Some(at) = replication.stores.next() else {
-            return self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing }));
-        };
-        let wish = Wish { keys, private: false, parent, position, owner: Owner::default() };
-        if !self.grant(at, holder, wish, GrantMode::Now) {
-            return self.replicate_next(order, replication);
-        }
-        self.replications.insert(order, replication);
-        let indices: Vec<u32> = (0..missing).filter(|&index| !self.is_committed(at, holder, index)).collect();
-        self.begin_fetch(at, holder, &indices, from);
-        if !self.fetches.values().any(|fetch| fetch.holder == holder) {
-            self.replicated(at, holder);
+        assert_eq!(wants, self.wants, "what is wanted, and what is on its way");
+        for fetch in self.fetches.values() {
+            fetch.check();
+            assert!(self.links.contains_key(&fetch.from.node), "a fetch from nowhere");
         }
     }
+}
 
-    fn is_committed(&self, at: usize, holder: Holder, index: u32) -> bool {
-        let slot = self.stores.get(at).and_then(|store| store.pool.granted_at(holder, index));
-        slot.is_some_and(|slot| slot.committed)
-    }
-
-    /// A replication has ended: what has come stays cached.
-    fn replicated(&mut self, at: usize, holder: Holder) {
-        let Some(store) = self.stores.get_mut(at) else { return };
-        let slots = store.pool.granted(holder).unwrap_or_default();
-        let stored = slots.iter().filter(|slot| slot.committed).count() as u32;
-        let missing = slots.len() as u32 - stored;
-        store.pool.release(holder);
-        let order = holder.tag.request;
-        match self.replications.remove(&order) {
-            Some(replication) if stored == 0 => self.replicate_next(order, replication),
-            _ => self.out.push(Output::Report(DaemonReport::Replicated { order, stored, missing })),
-        }
+/// The slot that somebody brings along.
+fn slot_of(want: &Want) -> Option<(Holder, u32)> {
+    match want.who {
+        Who::Holder { holder, index } => Some((holder, index)),
+        Who::Peer { .. } | Who::Cache => None,
     }
 }

@@ -128,7 +128,7 @@ impl Engine {
     /// Ends a tag in every way the client has used it.
     pub(super) fn end(&mut self, client: ClientId, tag: Tag) {
         let holder = Holder { client: Some(client), tag };
-        self.cancel_fetches(holder);
+        let led = self.drop_wants(holder);
         let opened = self.opens.get(&tag).is_some_and(|open| open.client == client);
         if opened {
             self.close_open(tag);
@@ -137,9 +137,12 @@ impl Engine {
         let anothers = self.stores.granted_to(tag).is_some_and(|(_, owner)| owner != client);
         let Some(store) = self.home(client).and_then(|at| self.stores.get_mut(at)) else { return };
         let granted = store.pool.release(holder);
+        self.lead_all_on(led);
         // One who never was granted it ends it too, so that a grant that comes after its abort is refused.
         if granted || !(opened || anothers) {
-            store.pool.end(tag);
+            if let Some(store) = self.home(client).and_then(|at| self.stores.get_mut(at)) {
+                store.pool.end(tag);
+            }
             self.dismiss(tag);
         }
     }
@@ -152,7 +155,7 @@ impl Engine {
             Some(Refusal::Ended)
         } else if self.visits.contains_key(&tag) {
             Some(Refusal::Protocol)
-        } else if self.visits.len() >= self.settings.opens {
+        } else if self.visits.len() >= self.settings.opens || self.turns_away_visit(tag) {
             Some(Refusal::Full)
         } else {
             None

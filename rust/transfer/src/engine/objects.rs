@@ -5,6 +5,9 @@
 //! are granted one by one, under tags that only the engine knows, and held until the head is committed, which makes the
 //! whole readable, or until the put is abandoned, which leaves nothing of it. From then on the blocks hang together: if
 //! one goes, all go, as a value is there as a whole or not at all.
+//!
+//! Objects lie in DRAM only so far: the tier would have to forget them when they are removed, and a read of one that lies
+//! there only would have to go by the engine.
 
 use std::collections::{BTreeMap, HashMap};
 use std::mem;
@@ -59,6 +62,11 @@ impl Objects {
             self.puts.remove(&client);
         }
         blocks
+    }
+
+    /// True if nothing is under way.
+    pub fn idle(&self) -> bool {
+        self.puts.is_empty()
     }
 
     /// What is under way, for a person.
@@ -133,7 +141,10 @@ impl Engine {
         if self.objects.catalog.find(&key).is_some() {
             return Reserved::There;
         }
-        let store = match self.store_of(class.layout()) {
+        if self.is_draining() {
+            return Reserved::Refused(Refusal::Full);
+        }
+        let store = match self.store_for(class.layout()) {
             Ok(store) => store,
             Err(_) => return Reserved::Refused(Refusal::TooLarge),
         };
@@ -186,7 +197,7 @@ impl Engine {
             self.objects.heads.extend(chunks.iter().map(|chunk| (*chunk, key)));
             self.objects.chunks.insert(key, chunks);
         }
-        self.let_go(client, put, &blocks);
+        self.end_put(client, put, &blocks);
         true
     }
 
@@ -200,11 +211,11 @@ impl Engine {
                 store.pool.unpublish(slot.slot);
             }
         }
-        self.let_go(client, put, &blocks);
+        self.end_put(client, put, &blocks);
     }
 
     /// From tail to head, so that the head counts as used last.
-    fn let_go(&mut self, client: ClientId, put: u64, blocks: &Put) {
+    fn end_put(&mut self, client: ClientId, put: u64, blocks: &Put) {
         for (&index, block) in blocks.iter().rev() {
             if let Some(store) = self.stores.get_mut(block.store) {
                 store.pool.release(holder(client, put, index));

@@ -160,6 +160,12 @@ impl Stores {
         self.all.iter_mut()
     }
 
+    /// How many slots of what no store has this one could have.
+    pub fn unused(&self, at: usize) -> usize {
+        let slot_bytes = self.all.get(at).map_or(u64::MAX, |store| store.slot_bytes);
+        ((self.budget.limit - self.budget.granted) / slot_bytes) as usize
+    }
+
     /// The store of a layout, if there is one.
     pub fn of(&self, layout: Layout) -> Option<usize> {
         self.all.iter().position(|store| store.layout() == layout)

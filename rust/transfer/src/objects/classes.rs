@@ -294,7 +294,8 @@ mod tests {
             let name: Vec<u8> = (0..name).map(|at| at as u8 ^ seed as u8).collect();
             let trailer = Trailer { value: value as u64, nonce: [7; 16], index: 0, name: &name };
             write(&arena, slot, &bytes, &trailer).expect("it fits");
-            prop_assert_eq!(Trailer::read(&arena, slot, &mut tail()), Some(trailer));
+            let mut space = tail();
+            prop_assert_eq!(Trailer::read(&arena, slot, &mut space), Some(trailer));
             let mut back = vec![1; value];
             prop_assert!(read(&arena, slot, &mut back).expect("in range") && verify(&arena, slot).expect("in range"));
             prop_assert_eq!(back, bytes);

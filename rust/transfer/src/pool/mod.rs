@@ -15,7 +15,9 @@
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
+pub mod disk;
 mod ended;
+pub mod model;
 pub mod null;
 pub mod policy;
 mod room;
@@ -153,6 +155,32 @@ pub struct Tally {
     pub misses: u64,
     /// Blocks removed to make room.
     pub evictions: u64,
+    /// Those of them that were on no other medium.
+    pub dropped: u64,
+}
+
+/// A published block, as a walk over the slots finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Published {
+    /// Where it lies.
+    pub slot: SlotRef,
+    /// Which it is.
+    pub place: Place,
+    /// Whose it is.
+    pub owner: Owner,
+    /// Somebody holds it, or it is being copied.
+    pub held: bool,
+}
+
+/// What has become of a block that was to be dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Dropped {
+    /// It is not published here.
+    Missing,
+    /// It stays: somebody holds it, or it is being copied.
+    Held,
+    /// Nobody finds it any more, and its slot is free, or will be when who reads it is done.
+    Now,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -183,6 +211,8 @@ struct Slot {
     /// When it was last let go of, on the clock of [`Pool::turn`].
     used: u32,
     owner: Owner,
+    /// Published, and on another medium too.
+    clean: bool,
     /// Whether it may go.
     kin: Kin,
 }
@@ -191,7 +221,18 @@ impl Slot {
     fn new(slot: u32) -> Self {
         let life = SlotRef { slot, generation: 0 };
         let (state, owner) = (State::Free, Owner::default());
-        Self { life, state, place: None, pins: 0, reads: 0, writers: 0, used: 0, owner, kin: Kin::default() }
+        Self {
+            life,
+            state,
+            place: None,
+            pins: 0,
+            reads: 0,
+            writers: 0,
+            used: 0,
+            owner,
+            clean: false,
+            kin: Kin::default(),
+        }
     }
 }
 
@@ -237,6 +278,7 @@ fn spare(mode: GrantMode) -> usize {
 }
 
 /// The pool of one layout. Every operation leaves [`Pool::check`] true.
+#[derive(Debug)]
 pub struct Pool<M: Lives> {
     memory: M,
     slots: Vec<Slot>,
@@ -262,6 +304,8 @@ pub struct Pool<M: Lives> {
     writers: HashMap<Holder, HashSet<u32>>,
     ended: Remembered<Tag>,
     changes: Vec<Change>,
+    /// Slots of published blocks that were found since the last call of `take_hits`, if anybody asks.
+    hits: Option<Vec<u32>>,
     xor: [u8; 16],
     tally: Tally,
 }
@@ -288,6 +332,7 @@ impl<M: Lives> Pool<M> {
             writers: HashMap::new(),
             ended: Remembered::new(ended_limit),
             changes: Vec::new(),
+            hits: None,
             xor: [0; 16],
             tally: Tally::default(),
         }
@@ -411,7 +456,7 @@ impl<M: Lives> Pool<M> {
             };
             slots.push(slot);
         }
-        present.iter().flatten().for_each(|&slot| self.room.hit(slot));
+        present.iter().flatten().for_each(|&slot| self.hit(slot));
         self.tally.hits += hits as u64;
         self.tally.misses += (wish.keys.len() - hits) as u64;
         let answer = slots.iter().map(|&slot| self.granted_slot(slot)).collect();
@@ -427,6 +472,7 @@ impl<M: Lives> Pool<M> {
         while self.free.len() < need {
             let Some(victim) = self.victim() else { return false };
             self.tally.evictions += 1;
+            self.tally.dropped += u64::from(!self.slots[victim as usize].clean);
             self.unpublish_slot(victim, Gone::Evicted);
             self.discard(victim);
         }
@@ -465,7 +511,7 @@ impl<M: Lives> Pool<M> {
                 if known.insert(slot) {
                     held.looked.push(slot);
                     self.pin(slot);
-                    self.room.hit(slot);
+                    self.hit(slot);
                 }
             }
             self.held.insert(holder, held);
@@ -509,6 +555,21 @@ impl<M: Lives> Pool<M> {
         Ok(())
     }
 
+    /// Gives a holder the published block of the key of one of its reserved slots, which goes back. `None`: it has no such
+    /// slot, or the key is not published.
+    pub fn adopt(&mut self, holder: Holder, index: u32) -> Option<SlotRef> {
+        let own = self.granted_index(holder, index)?;
+        let slot = *self.index.get(&self.slots[own as usize].place?.key)?;
+        if slot != own {
+            self.pin(slot);
+            self.hit(slot);
+            let grant = self.held.get_mut(&holder).and_then(|held| held.grant.as_mut());
+            grant.and_then(|slots| Some(*slots.get_mut(index as usize)? = slot));
+            self.unpin(own);
+        }
+        Some(self.slots[slot as usize].life)
+    }
+
     /// Lets a local client write the uncommitted slots of somebody else's grant, until it commits them or lets go.
     pub fn add_writer(&mut self, holder: Holder, writer: Holder) {
         let reserved: Vec<u32> = self.grant_slots(holder).filter(|&slot| self.is(slot, State::Reserved)).collect();
@@ -546,7 +607,7 @@ impl<M: Lives> Pool<M> {
         record.reads += 1;
         // What a holder's copy reads is in use already: this one is for a peer.
         if self.wake(slot.slot) {
-            self.room.hit(slot.slot);
+            self.hit(slot.slot);
         }
         true
     }
@@ -568,7 +629,7 @@ impl<M: Lives> Pool<M> {
         let quiet = self.memory.quiet(slot.slot);
         if taken && published {
             self.wake(slot.slot);
-            self.room.hit(slot.slot);
+            self.hit(slot.slot);
             if !quiet {
                 self.viewed.insert(slot.slot);
             }
@@ -625,6 +686,17 @@ impl<M: Lives> Pool<M> {
         true
     }
 
+    /// Drops a block that nobody holds.
+    pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
+        let Some(&slot) = self.index.get(key) else { return Dropped::Missing };
+        if !self.slots[slot as usize].kin.idle {
+            return Dropped::Held;
+        }
+        self.unpublish_slot(slot, Gone::Removed);
+        self.settle(slot);
+        Dropped::Now
+    }
+
     /// Frees what in quarantine has become quiet.
     pub fn sweep(&mut self) {
         let quiet = |&slot: &u32| self.slots[slot as usize].writers == 0 && self.memory.quiet(slot);
@@ -632,6 +704,13 @@ impl<M: Lives> Pool<M> {
             self.quarantine.remove(&slot);
             self.slots[slot as usize].state = State::Free;
             self.free.push(slot);
+        }
+    }
+
+    fn hit(&mut self, slot: u32) {
+        self.room.hit(slot);
+        if let Some(hits) = &mut self.hits {
+            hits.push(slot);
         }
     }
 
@@ -677,6 +756,7 @@ impl<M: Lives> Pool<M> {
     fn unpublish_slot(&mut self, slot: u32, gone: Gone) {
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: false };
+        record.clean = false;
         let place = record.place.expect("a published block has a place");
         self.index.remove(&place.key);
         self.leave(slot, place, gone);
@@ -763,6 +843,70 @@ impl<M: Lives> Pool<M> {
         Some(slot)
     }
 
+    // -- for a medium behind this one --------------------------------------------------------------------------------
+
+    /// From now on, [`Pool::take_hits`] is called after every input.
+    pub fn watch_hits(&mut self) {
+        self.hits = Some(Vec::new());
+    }
+
+    /// The published blocks that were found since the last call, and are on no other medium.
+    pub fn take_hits(&mut self) -> Vec<SlotRef> {
+        let hits = self.hits.as_mut().map(std::mem::take).unwrap_or_default();
+        hits.into_iter().filter(|&slot| self.is_dirty(slot)).map(|slot| self.slots[slot as usize].life).collect()
+    }
+
+    /// A block that is published here is, or is not any more, on another medium.
+    pub fn set_clean(&mut self, key: &BlockKey, clean: bool) {
+        if let Some(&slot) = self.index.get(key) {
+            self.slots[slot as usize].clean = clean;
+        }
+    }
+
+    /// What is known of a published block.
+    pub fn describe(&self, slot: SlotRef) -> Option<(Place, Owner)> {
+        let record = self.slots.get(slot.slot as usize)?;
+        let published = record.life == slot && record.state == State::Committed { published: true };
+        record.place.filter(|_| published).map(|place| (place, record.owner))
+    }
+
+    /// Of so many blocks that are about to be evicted, those that are on no other medium.
+    pub fn dirty_victims(&self, limit: usize) -> Vec<SlotRef> {
+        let mut victims = Vec::new();
+        let mut looked = 0;
+        for slot in self.coldest(limit) {
+            // A prefix goes from its tail at one stretch, as far as nobody uses it.
+            let mut next = Some(slot);
+            while let Some(slot) = next.filter(|&slot| looked < limit && self.slots[slot as usize].kin.idle) {
+                looked += 1;
+                if self.is_dirty(slot) {
+                    victims.push(self.slots[slot as usize].life);
+                }
+                let place = self.slots[slot as usize].place.filter(|place| place.position > 0);
+                next = place.and_then(|place| self.index.get(&place.parent).copied());
+                next = next.filter(|&parent| {
+                    let other = self.slots[parent as usize].place;
+                    place.zip(other).is_some_and(|(place, other)| other.position + 1 == place.position)
+                });
+            }
+        }
+        victims.sort_unstable();
+        victims.dedup();
+        victims
+    }
+
+    /// All published blocks that are on no other medium, and when they were used last.
+    pub fn dirty(&self) -> Vec<(u32, SlotRef)> {
+        let dirty = (0..self.slots()).filter(|&slot| self.is_dirty(slot)).map(|slot| &self.slots[slot as usize]);
+        // What somebody holds is in use now.
+        dirty.map(|record| (if record.kin.idle { record.used } else { u32::MAX }, record.life)).collect()
+    }
+
+    fn is_dirty(&self, slot: u32) -> bool {
+        let record = &self.slots[slot as usize];
+        record.state == State::Committed { published: true } && !record.clean
+    }
+
     // -- asking ------------------------------------------------------------------------------------------------------
 
     /// Slots have numbers below this one.
@@ -801,6 +945,12 @@ impl<M: Lives> Pool<M> {
         self.granted_index(holder, index).map(|slot| self.granted_slot(slot))
     }
 
+    /// What a slot of a held grant is to hold; `None` for a private block or no such slot.
+    pub fn told(&self, holder: Holder, index: u32) -> Option<(Place, Owner)> {
+        let record = &self.slots[self.granted_index(holder, index)? as usize];
+        record.place.map(|place| (place, record.owner))
+    }
+
     /// The key of one slot of a held grant; `None` for a private block or no such slot.
     pub fn key_at(&self, holder: Holder, index: u32) -> Option<BlockKey> {
         self.slots[self.granted_index(holder, index)? as usize].place.map(|place| place.key)
@@ -816,6 +966,15 @@ impl<M: Lives> Pool<M> {
     pub fn published(&self) -> impl Iterator<Item = Place> {
         let published = |slot: &&Slot| slot.state == State::Committed { published: true };
         self.slots.iter().filter(published).filter_map(|slot| slot.place)
+    }
+
+    /// The published blocks among `count` slots from this one on.
+    pub fn published_within(&self, from: u32, count: u32) -> impl Iterator<Item = Published> {
+        let published = |slot: &&Slot| slot.state == State::Committed { published: true };
+        let slots = self.slots.iter().skip(from as usize).take(count as usize).filter(published);
+        slots.filter_map(|slot| {
+            Some(Published { slot: slot.life, place: slot.place?, owner: slot.owner, held: !slot.kin.idle })
+        })
     }
 
     /// The changes since the last call, in their order.
@@ -936,7 +1095,9 @@ impl<M: Lives> Pool<M> {
                     published += 1;
                     xor.iter_mut().zip(place.key.0).for_each(|(sum, byte)| *sum ^= byte);
                 }
-                State::Committed { published: false } => assert!(referenced, "slot {number} serves nobody"),
+                State::Committed { published: false } => {
+                    assert!(referenced && !slot.clean, "slot {number} serves nobody")
+                }
             }
         }
         assert!(absent.is_empty(), "given up, and not: {absent:?}");

@@ -8,20 +8,34 @@ use crate::types::BlockKey;
 use super::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
 
 /// Keeps nothing.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Null {
     events: Vec<TierEvent>,
+    notify: Option<Box<dyn Fn() + Send>>,
+}
+
+impl Null {
+    /// `notify` is called when `poll` has something to tell.
+    pub fn notifying(mut self, notify: impl Fn() + Send + 'static) -> Self {
+        self.notify = Some(Box::new(notify));
+        self
+    }
+
+    fn end(&mut self, op: OpId, fate: Fate) {
+        self.events.push(TierEvent::Ended { op, fate });
+        self.notify.iter().for_each(|notify| notify());
+    }
 }
 
 impl Tier for Null {
     fn write(&mut self, op: OpId, _record: Record, block: ReadHold) {
         drop(block);
-        self.events.push(TierEvent::Ended { op, fate: Fate::Full });
+        self.end(op, Fate::Full);
     }
 
     fn read(&mut self, op: OpId, _key: &BlockKey, into: WriteHold) {
         drop(into);
-        self.events.push(TierEvent::Ended { op, fate: Fate::Missing });
+        self.end(op, Fate::Missing);
     }
 
     fn remove(&mut self, _key: &BlockKey) -> bool {
@@ -41,7 +55,7 @@ impl Tier for Null {
     }
 
     fn flush(&mut self, op: OpId) {
-        self.events.push(TierEvent::Ended { op, fate: Fate::Done });
+        self.end(op, Fate::Done);
     }
 
     fn poll(&mut self) -> Vec<TierEvent> {

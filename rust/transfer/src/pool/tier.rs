@@ -20,6 +20,8 @@
 //! 5. **Durable when flushed.** What was written or removed before a flush that is `Done` is so after any crash, unless the
 //!    medium lost it; what was not flushed may be there or not, but never wrong.
 
+use serde::{Deserialize, Serialize};
+
 use crate::memory::{ReadHold, WriteHold};
 use crate::types::{BlockKey, Layout, Owner};
 
@@ -98,7 +100,7 @@ pub struct Capacity {
 }
 
 /// Which blocks are meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Whose {
     /// All of a namespace.
     Namespace(u64),

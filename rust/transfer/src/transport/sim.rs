@@ -161,12 +161,35 @@ enum Step {
 
 /// What a [`World`] does when its time has come.
 enum Control {
-    Up { at: NodeId, peer: NodeAddress, session: u64 },
-    Down { at: NodeId, peer: NodeAddress },
-    Message { at: NodeId, from: NodeId, session: u64, message: PeerMessage },
-    Dialled { by: NodeAddress, peer: NodeAddress },
-    Silent { session: u64 },
-    Look { at: NodeId },
+    Up {
+        at: NodeId,
+        peer: NodeAddress,
+        session: u64,
+    },
+    Down {
+        at: NodeId,
+        peer: NodeAddress,
+    },
+    Message {
+        at: NodeId,
+        from: NodeId,
+        session: u64,
+        message: PeerMessage,
+    },
+    Dialled {
+        by: NodeAddress,
+        peer: NodeAddress,
+    },
+    Silent {
+        session: u64,
+    },
+    Look {
+        at: NodeId,
+    },
+    /// A node's tier has something to do or to tell.
+    Tier {
+        at: NodeId,
+    },
     Tick,
 }
 

@@ -22,10 +22,10 @@ pub struct Costs {
 }
 
 impl Default for Costs {
-    /// LLaMA3-70B on eight A800 (a fit of the paper's figures) with the blocks of its traces, and no tier. The order
+    /// LLaMA3-70B on eight A800 (a fit of the paper's figures), blocks as pyengine makes them, and no tier. The order
     /// depends only on how much dearer late blocks are than early ones: per_pair x block_tokens / per_token.
     fn default() -> Self {
-        Self { per_token: 1.106e-4, per_pair: 7.58e-10, block_tokens: 512.0, reload: f64::INFINITY }
+        Self { per_token: 1.106e-4, per_pair: 7.58e-10, block_tokens: 16.0, reload: f64::INFINITY }
     }
 }
 
@@ -58,7 +58,8 @@ impl Rule for Cost {
     type Rank = Worth;
 
     fn publish(&self, place: &Place, time: u64) -> Worth {
-        self.rest(Worth { uses: 1, position: place.position, ..Worth::default() }, time)
+        let position = u16::try_from(place.position).unwrap_or(u16::MAX);
+        self.rest(Worth { uses: 1, position, ..Worth::default() }, time)
     }
 
     fn hit(&self, worth: Worth) -> Worth {
@@ -66,8 +67,8 @@ impl Rule for Cost {
     }
 
     fn rest(&self, worth: Worth, time: u64) -> Worth {
-        let seconds = self.inflation + f64::from(worth.uses) * self.costs.seconds(worth.position);
-        Worth { seconds, time, ..worth }
+        let seconds = self.inflation + f64::from(worth.uses) * self.costs.seconds(worth.position.into());
+        Worth { seconds, time: time as u32, ..worth }
     }
 
     fn evicted(&mut self, victim: Worth) {
@@ -76,12 +77,15 @@ impl Rule for Cost {
 }
 
 /// What keeping a block is worth. Ordered by that, then by its last use.
+///
+/// 16 bytes, as every block has one: the time decides only between equals, so that it wraps does no harm; uses beyond
+/// 65,535 are not counted, and no block is dearer than the one at that position (a million tokens with 16 in a block).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Worth {
     seconds: f64,
-    time: u64,
-    uses: u32,
-    position: u32,
+    time: u32,
+    uses: u16,
+    position: u16,
 }
 
 impl Ord for Worth {

@@ -100,12 +100,12 @@ impl Debug for Policy {
     }
 }
 
-/// All of them. A new one is a file and a line here; the conformance suite (`tests/policies.rs`) and
+/// All of them, the default first. A new one is a file and a line here; the conformance suite (`tests/policies.rs`) and
 /// `bench/eviction.py` take it from there. The last two are for comparison with the paper.
 pub static POLICIES: [Policy; 5] = [
+    Policy { name: "cost", about: "saves the fewest seconds", make: |costs| by_rank(cost::Cost::new(*costs)) },
     Policy { name: "lru", about: "used longest ago", make: |_| by_rank(lru::Lru) },
     Policy { name: "s3fifo", about: "not used again since it came", make: |_| Box::<s3fifo::S3Fifo>::default() },
-    Policy { name: "cost", about: "saves the fewest seconds", make: |costs| by_rank(cost::Cost::new(*costs)) },
     Policy { name: "lfu", about: "used least often", make: |_| by_rank(lfu::Lfu) },
     Policy { name: "length-aware", about: "used least often, latest", make: |_| by_rank(length_aware::LengthAware) },
 ];
@@ -114,5 +114,5 @@ fn by_rank<R: by_rank::Rule + 'static>(rule: R) -> Box<dyn Evict> {
     Box::new(by_rank::ByRank::new(rule))
 }
 
-/// What a pool uses when nobody chooses.
+/// What a pool uses when nobody chooses: what did best on the paper's traces (`bench/eviction.py`; DECISIONS.md says why).
 pub static DEFAULT: &Policy = &POLICIES[0];

@@ -202,3 +202,22 @@ impl Ghosts {
         self.queue.capacity() * size_of::<u32>() + self.latest.capacity() * 8 / 7 * (size_of::<(u32, u32)>() + 1)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Goal: a fingerprint that left and came again stays as long as its latest entry. Method: let the first entry go.
+    #[test]
+    fn ghosts_come_again() {
+        let mut ghosts = Ghosts { next: u32::MAX, ..Ghosts::default() };
+        ghosts.insert(7);
+        assert!(ghosts.remove(7) && !ghosts.remove(7));
+        ghosts.insert(8);
+        ghosts.insert(7);
+        ghosts.shrink(2);
+        assert_eq!((ghosts.queue.len(), ghosts.latest.len()), (2, 2));
+        ghosts.shrink(1);
+        assert!(!ghosts.remove(8) && ghosts.remove(7));
+    }
+}

@@ -2,12 +2,16 @@
 //! network, and all that happens between them.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, Step, pair};
 use crate::carrier::Carrier;
 use crate::engine::{Engine, Input, Output, Settings};
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest};
 use crate::mover::{self, Mover, Via};
+use crate::pool::twin::{MemoryTier, Shelf};
 use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId};
 
 /// The engine's shell ticks this often.
@@ -18,6 +22,8 @@ struct Node {
     carrier: Carrier,
     /// When the mover is looked at next, whatever happens.
     look: Option<Nanos>,
+    /// The tier has something to do or to tell.
+    rung: Arc<AtomicBool>,
 }
 
 struct Session {
@@ -65,15 +71,42 @@ impl World {
 
     /// Starts a node; one of that name that lives dies first.
     pub fn start(&mut self, name: &str, settings: Settings) -> NodeAddress {
+        self.start_over(name, settings, None)
+    }
+
+    /// As `start`, with a tier over this shelf, of such a limit, behind the arena. It does its work when time passes.
+    pub fn start_over(&mut self, name: &str, settings: Settings, tier: Option<(Shelf, u64)>) -> NodeAddress {
         self.kill(name);
         self.lives += 1;
         let node = NodeAddress { node: name.into(), address: format!("{name}:1"), incarnation: self.lives };
         let transport = self.network.join(&node);
         let mover = mover::Settings { seed: self.lives, ..mover::Settings::default() };
         let carrier = Carrier::new(Mover::new(vec![(Kind::Sim, Box::new(transport))], mover));
-        let engine = Engine::new(node.clone(), settings);
-        self.nodes.insert(node.node.clone(), Node { engine, carrier, look: None });
+        let rung = Arc::new(AtomicBool::new(false));
+        let engine = match tier {
+            Some((shelf, limit)) => {
+                let bell = rung.clone();
+                let tier = MemoryTier::new(shelf, limit, limit / 4);
+                let tier = tier.notifying(move || bell.store(true, Ordering::Relaxed));
+                Engine::with_tier(node.clone(), settings, Box::new(tier))
+            }
+            None => Engine::new(node.clone(), settings),
+        };
+        self.nodes.insert(node.node.clone(), Node { engine, carrier, look: None, rung });
         node
+    }
+
+    /// A node stops as it should: what is in its arena only goes to its tier first. Then it dies.
+    pub fn stop(&mut self, name: &str) {
+        let name = name.to_owned();
+        self.handle(&name, Input::Stop);
+        while self.nodes.get(&name).is_some_and(|node| !node.engine.has_left()) {
+            self.handle(&name, Input::Tier);
+        }
+        if let Some(node) = self.nodes.get_mut(&name) {
+            node.engine.close(Duration::ZERO);
+        }
+        self.kill(&name);
     }
 
     /// A node dies; its peers see their sessions end.
@@ -185,6 +218,7 @@ impl World {
                     self.break_session(&a, &b);
                 }
             }
+            Control::Tier { at } => self.feed(&at, Input::Tier),
             Control::Look { at } => {
                 let now = self.now();
                 if let Some(node) = self.nodes.get_mut(&at).filter(|node| node.look.is_some_and(|look| look <= now)) {
@@ -272,6 +306,11 @@ impl World {
             self.handle(name, Input::Completed(copied));
         }
         let Some(node) = self.nodes.get_mut(name) else { return };
+        if node.rung.swap(false, Ordering::Relaxed) {
+            let mut inner = self.network.inner();
+            let at = inner.soon();
+            inner.schedule(at, Event::Control(Control::Tier { at: name.clone() }));
+        }
         let Some(at) = node.carrier.mover.next_tick().map(|at| at.max(now)) else { return };
         if node.look.is_none_or(|look| at < look) {
             node.look = Some(at);

@@ -1,0 +1,431 @@
+//! What whoever runs a daemon says to it, over its unix socket: questions, and orders that change no answer of the cluster.
+//!
+//! One request, one reply, in order. What may be long comes in stretches: each reply says from where to ask on, so that
+//! neither side ever holds all of it, and the daemon serves between two stretches. A block that moves between two stretches
+//! may be told twice or not at all.
+
+// Fields are explained by their variant.
+#![allow(missing_docs)]
+
+use std::io::ErrorKind as IoKind;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::keys::Key;
+use crate::link::{Connection, Link, Stream, nonce, now};
+use crate::messages::Purpose;
+use crate::pool::tier::Whose;
+use crate::session::{Ended, Event, HANDSHAKE_WITHIN, Session};
+use crate::types::{BlockKey, Incarnation, Medium, NodeAddress, Owner};
+use crate::wire;
+
+/// Most keys of one request.
+pub const KEYS_LIMIT: usize = 1 << 17;
+
+/// What is asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AdminRequest {
+    /// How does it do?
+    Status,
+    /// All counters.
+    Counters,
+    /// The next stretch of published blocks whose keys begin so; of one medium, or of all.
+    Keys { from: Cursor, prefix: Prefix, medium: Option<Medium> },
+    /// Computes the checksums of the next stretch of published blocks. What is rotten is published no more.
+    Verify { from: Cursor },
+    /// Drops these blocks, unless somebody holds them.
+    Evict { keys: Vec<BlockKey> },
+    /// Drops the next stretch of blocks that nobody holds; of one owner, or of all.
+    EvictAll { from: Cursor, whose: Option<Whose> },
+    /// Takes on nothing new (or again), and answers when nothing is held, at the latest after so long.
+    Drain { on: bool, within_ms: u64 },
+}
+
+/// What is answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AdminReply {
+    Status(Box<Status>),
+    Counters(Vec<(String, u64)>),
+    /// `next`: where to ask on, if there is more.
+    Keys {
+        blocks: Vec<Listed>,
+        next: Option<Cursor>,
+    },
+    Verified {
+        found: Verified,
+        next: Option<Cursor>,
+    },
+    Evicted {
+        evicted: Evicted,
+        next: Option<Cursor>,
+    },
+    Drain {
+        draining: bool,
+        held: Held,
+    },
+    /// It cannot be answered: why, and what to do.
+    Refused(String),
+}
+
+/// How far a walk over all blocks has come. Only the daemon knows what it means; the default is the beginning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// Which of the places where blocks are.
+    pub store: u32,
+    /// How far in it.
+    pub slot: u32,
+}
+
+/// How keys begin: some hex digits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Prefix {
+    key: [u8; 16],
+    digits: u8,
+}
+
+impl Prefix {
+    /// From hex digits, at most 32.
+    ///
+    /// # Errors
+    /// Give up: no such text.
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let digits: Option<Vec<u8>> = text.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect();
+        let digits = digits.filter(|digits| digits.len() <= 32).ok_or_else(|| {
+            Error::give_up(format!("{text:?} is no key, nor the beginning of one: write at most 32 hex digits"))
+        })?;
+        let mut key = [0; 16];
+        for (index, digit) in digits.iter().enumerate() {
+            key[index / 2] |= digit << if index % 2 == 0 { 4 } else { 0 };
+        }
+        Ok(Self { key, digits: digits.len() as u8 })
+    }
+
+    /// The key, if all its digits are there.
+    pub fn whole(&self) -> Option<BlockKey> {
+        (self.digits == 32).then_some(BlockKey(self.key))
+    }
+
+    /// True if the key begins so.
+    pub fn begins(&self, key: &BlockKey) -> bool {
+        // Whoever is spoken to may have sent any number.
+        let (whole, half) = (usize::from(self.digits.min(32)) / 2, self.digits < 32 && self.digits % 2 == 1);
+        self.key[..whole] == key.0[..whole] && (!half || self.key[whole] >> 4 == key.0[whole] >> 4)
+    }
+}
+
+/// A key as people write it.
+pub fn hex(key: &BlockKey) -> String {
+    key.0.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A daemon, as seen by whoever runs it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    pub node: String,
+    /// Where peers dial; empty: no peers.
+    pub address: String,
+    /// Which life.
+    pub incarnation: Incarnation,
+    pub version: String,
+    pub uptime_ms: u64,
+    /// Takes on nothing new.
+    pub draining: bool,
+    /// Accepts connections.
+    pub listening: bool,
+    pub conductor: Option<ConductorStatus>,
+    /// Where metrics and health are.
+    pub http: Option<String>,
+    pub tiers: Vec<TierStatus>,
+    pub layouts: Vec<LayoutStatus>,
+    pub clients: Vec<ClientStatus>,
+    pub peers: Vec<PeerStatus>,
+    pub held: Held,
+}
+
+/// The conductor, as seen from here.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConductorStatus {
+    pub address: String,
+    pub connected: bool,
+}
+
+/// One medium.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierStatus {
+    /// `dram` or `ssd`.
+    pub medium: String,
+    pub limit_bytes: u64,
+    /// All that blocks and what is kept beside them take now.
+    pub used_bytes: u64,
+    /// Published ones.
+    pub blocks: u64,
+    /// `good`, `read-only` or `failed`.
+    pub health: String,
+}
+
+/// The blocks of one layout in DRAM. The five states add up to `slots`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayoutStatus {
+    pub strips: u32,
+    pub strip_bytes: u32,
+    pub slots: u32,
+    pub free: u32,
+    pub cached: u32,
+    pub pinned: u32,
+    pub reserved: u32,
+    pub quarantine: u32,
+}
+
+/// A worker that is attached.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientStatus {
+    pub client: u64,
+    /// Tags that it has not ended yet.
+    pub tags: u64,
+}
+
+/// Another node's daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerStatus {
+    pub node: String,
+    pub address: String,
+    pub incarnation: Incarnation,
+    /// A session stands.
+    pub connected: bool,
+    /// Copies to it that are under way or wait.
+    pub copies: u64,
+}
+
+/// What is held, awaited or under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Held {
+    /// Tags that clients have not ended yet.
+    pub tags: u64,
+    /// Grants that are held.
+    pub grants: u64,
+    /// Grants that wait for room.
+    pub waiting: u64,
+    /// Grants elsewhere that clients fill, or wait for.
+    pub opens: u64,
+    /// Those who fill grants here, or wait for them.
+    pub visits: u64,
+    /// Fetches from peers.
+    pub fetches: u64,
+    /// Fetches by peers.
+    pub serving: u64,
+    /// Copies to peers.
+    pub copies: u64,
+    /// Slots that may still be written by who lost them.
+    pub quarantine: u64,
+}
+
+impl Held {
+    /// Nothing at all.
+    pub fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// A published block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listed {
+    pub key: BlockKey,
+    pub parent: BlockKey,
+    /// Its index in the prefix.
+    pub position: u32,
+    pub medium: Medium,
+    pub bytes: u64,
+    pub owner: Owner,
+    /// Somebody holds it, or it is being copied.
+    pub held: bool,
+}
+
+/// What a verification has found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Verified {
+    /// Blocks that were read.
+    pub blocks: u64,
+    pub bytes: u64,
+    /// Blocks that were gone before their turn came.
+    pub gone: u64,
+    /// Those whose bytes do not fit their checksums.
+    pub bad: Vec<BlockKey>,
+}
+
+/// What has become of blocks that were to be dropped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Evicted {
+    pub dropped: u64,
+    /// Somebody holds them.
+    pub held: u64,
+    /// Not published here.
+    pub missing: u64,
+}
+
+/// A session with a daemon on this host, for whoever runs it.
+pub struct AdminClient {
+    link: Link,
+    node: NodeAddress,
+    replies: Receiver<Result<Told, Error>>,
+    thread: Option<JoinHandle<()>>,
+    timeout: Duration,
+}
+
+enum Told {
+    Node(NodeAddress),
+    Reply(AdminReply),
+}
+
+impl AdminClient {
+    /// Dials the daemon's socket and proves the session key both ways. Later, each reply may take `timeout`.
+    ///
+    /// # Errors
+    /// Retry: no daemon is there. Give up: it has another secret, or is no daemon.
+    pub fn connect(socket: &Path, key: Key, timeout: Duration) -> Result<Self, Error> {
+        let at = socket.display();
+        let stream = UnixStream::connect(socket).map_err(|error| match error.kind() {
+            IoKind::NotFound | IoKind::ConnectionRefused => Error::retry(format!(
+                "no daemon listens at {at}: start it, or name the socket that it was started with"
+            )),
+            IoKind::PermissionDenied => {
+                Error::give_up(format!("{at} is another user's: run this as the daemon's user"))
+            }
+            _ => Error::give_up(format!("{at} cannot be reached: {error}")),
+        })?;
+        let link = Link::new()?;
+        let session = Session::dial(key, Purpose::Admin, nonce()?, now());
+        let connection = Connection::new(Stream::Unix(stream), session, link.clone())?;
+        // One reply for each request, and the last word.
+        let (tell, replies) = sync_channel(2);
+        let thread = std::thread::Builder::new()
+            .name("admin".into())
+            .spawn(move || listen(connection, &tell))
+            .map_err(|error| Error::retry(format!("no thread: {error}")))?;
+        let nobody = NodeAddress { node: String::new(), address: String::new(), incarnation: 0 };
+        let mut client = Self { link, node: nobody, replies, thread: Some(thread), timeout };
+        // The session gives its handshake up by itself.
+        match client.replies.recv_timeout(Duration::from_nanos(2 * HANDSHAKE_WITHIN)) {
+            Ok(Ok(Told::Node(node))) => client.node = node,
+            Ok(Err(error)) => return Err(Error { message: format!("{at}: {}", error.message), ..error }),
+            _ => return Err(Error::retry(format!("{at}: who listens there does not answer: is it a transferd?"))),
+        }
+        Ok(client)
+    }
+
+    /// Who answers.
+    pub fn node(&self) -> &NodeAddress {
+        &self.node
+    }
+
+    /// Asks, and waits for the reply.
+    ///
+    /// # Errors
+    /// Retry: the daemon has ended, does not answer in time, or says why it cannot now.
+    pub fn ask(&mut self, request: &AdminRequest) -> Result<AdminReply, Error> {
+        self.link
+            .send(wire::encode(request))
+            .map_err(|_| Error::give_up("this is more than one request can hold: ask in parts"))?;
+        // What the daemon is asked to wait counts extra.
+        let patience = match request {
+            AdminRequest::Drain { within_ms, .. } => self.timeout + Duration::from_millis(*within_ms),
+            _ => self.timeout,
+        };
+        match self.replies.recv_timeout(patience) {
+            Ok(Ok(Told::Reply(AdminReply::Refused(why)))) => Err(Error::retry(why)),
+            Ok(Ok(Told::Reply(reply))) => Ok(reply),
+            Ok(Ok(Told::Node(_))) => Err(Error::bug("a second handshake")),
+            Ok(Err(error)) => Err(error),
+            Err(RecvTimeoutError::Timeout) => {
+                let node = &self.node.node;
+                Err(Error::retry(format!("{node} does not answer within {} s", patience.as_secs())))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(Error::retry("the session is over")),
+        }
+    }
+}
+
+impl Drop for AdminClient {
+    fn drop(&mut self) {
+        self.link.close("enough");
+        // A reply that nobody takes any more must not keep the thread.
+        while self.replies.recv().is_ok() {}
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The client's thread.
+fn listen(mut connection: Connection, tell: &SyncSender<Result<Told, Error>>) {
+    let ended = match connection.handshake() {
+        Ok(Event::Established(node)) => {
+            connection.unwatch();
+            // Fails only if nobody listens; then the link is being closed.
+            let _ = tell.send(Ok(Told::Node(node)));
+            connection.drive(|payload, _| {
+                let reply = wire::decode(&payload)?;
+                tell.send(Ok(Told::Reply(reply))).map_err(|_| Ended::Closed("enough".into()))
+            })
+        }
+        Ok(_) => Ended::Closed("the other side is no daemon".into()),
+        Err(ended) => ended,
+    };
+    let _ = tell.send(Err(match ended {
+        Ended::Closed(why) => Error::retry(format!("the daemon has ended the session: {why}")),
+        Ended::Slow => Error::retry("who listens there does not answer: is it a transferd?"),
+        Ended::Wire(error) => Error::give_up(format!("who listens there is no transferd: {error}")),
+        other => other.into(),
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: prefixes mean what their digits say. Method: examples, and against the text of the key.
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_prefix_begins_just_the_keys_whose_text_begins_so(key: [u8; 16], other: [u8; 16], digits in 0..=32usize) {
+            let (key, other) = (BlockKey(key), BlockKey(other));
+            let text: String = hex(&key).chars().take(digits).collect();
+            let prefix = Prefix::parse(&text).expect("hex");
+            prop_assert!(prefix.begins(&key));
+            prop_assert_eq!(prefix.begins(&other), hex(&other).starts_with(&text));
+            prop_assert_eq!(prefix.whole(), (digits == 32).then_some(key));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn messages_round_trip_and_noise_is_refused(keys in proptest::collection::vec(any::<[u8; 16]>(), 0..20), store: u32,
+                                                    slot: u32, noise in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let from = Cursor { store, slot };
+            let keys: Vec<BlockKey> = keys.into_iter().map(BlockKey).collect();
+            let request = AdminRequest::Evict { keys: keys.clone() };
+            prop_assert_eq!(wire::decode::<AdminRequest>(&wire::encode(&request)), Ok(request));
+            let found = Verified { blocks: 1, bytes: 2, gone: 3, bad: keys };
+            let reply = AdminReply::Verified { found, next: Some(from) };
+            prop_assert_eq!(wire::decode::<AdminReply>(&wire::encode(&reply)), Ok(reply));
+            let _ = wire::decode::<AdminReply>(&noise);
+            if let Ok(AdminRequest::Keys { prefix, .. }) = wire::decode::<AdminRequest>(&noise) {
+                // Whatever a stranger sends, it is some prefix.
+                let _ = (prefix.begins(&BlockKey([0; 16])), prefix.whole());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_prefix_is_refused() {
+        for wrong in ["xyz", "0x12", " 1", &"0".repeat(33), "ü"] {
+            assert!(Prefix::parse(wrong).is_err(), "{wrong:?}");
+        }
+        assert!(Prefix { key: [1; 16], digits: 255 }.begins(&BlockKey([1; 16])), "a stranger's number of digits");
+    }
+}

@@ -1,0 +1,304 @@
+//! What whoever runs the daemon asks of its engine: how it does, what it keeps, and to take on nothing new.
+//!
+//! Walks over all blocks go in stretches of a fixed number of slots, so that serving goes on between them. Reads of blocks
+//! are left to the asker, who takes a hold for each: the engine's thread never touches bytes.
+
+use std::sync::Arc;
+
+use crate::admin::{ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus};
+use crate::memory::{Arena, slot_bytes};
+use crate::messages::{GrantMode, LocalRequest};
+use crate::pool::tier::{Capacity, Health, Whose};
+use crate::pool::{Dropped, Place};
+use crate::types::{BlockKey, Medium, Nanos, SlotRef, Tag};
+
+use super::stores::Store;
+use super::{Engine, Output};
+
+/// Slots that one stretch looks at: some 100 us of the engine's thread.
+const STRETCH: u32 = 4096;
+
+/// A stretch of published blocks, to be read by others.
+pub struct Stretch {
+    /// Where they lie.
+    pub arena: Arc<Arena>,
+    /// With the cursor behind each.
+    pub blocks: Vec<(BlockKey, SlotRef, Cursor)>,
+}
+
+impl Engine {
+    /// Takes on nothing new (or again): grants, lookups and opens are refused as `Full`, with which workers go on without
+    /// the pool or try elsewhere. What is held is served to its end: commits, pushes and their staging, fetches, and
+    /// also new fetches by peers, who may have nobody else to ask.
+    pub fn drain(&mut self, on: bool) {
+        self.draining = on;
+    }
+
+    /// True while it takes on nothing new.
+    pub fn is_draining(&self) -> bool {
+        self.draining
+    }
+
+    /// True if this is something new, and nothing new is taken on.
+    pub(super) fn turns_away(&self, request: &LocalRequest) -> bool {
+        self.draining
+            && match request {
+                LocalRequest::Grant { mode: GrantMode::Wait | GrantMode::Now, .. } | LocalRequest::Lookup { .. } => {
+                    true
+                }
+                LocalRequest::Open { tag, to, .. } => to.node != self.node.node || self.turns_away_visit(*tag),
+                _ => false,
+            }
+    }
+
+    /// The same for who comes to fill a grant: one that is not there will not come.
+    pub(super) fn turns_away_visit(&self, tag: Tag) -> bool {
+        self.draining && self.stores.granted_to(tag).is_none()
+    }
+
+    /// True if nothing is held, awaited or under way; see [`Engine::idle`]. Quick while something is.
+    pub fn is_quiet(&self) -> bool {
+        self.clients.values().all(|known| known.tags.is_empty())
+            && self.visits.is_empty()
+            && self.opens.is_empty()
+            && self.flights.is_empty()
+            && self.hints.is_empty()
+            && self.fetches.is_empty()
+            && self.serving.is_empty()
+            && self.copies.is_empty()
+            && self.objects.idle()
+            && self.links.values().all(|link| link.waiting.is_empty())
+            && self.stores.iter().all(|store| store.pool.idle())
+    }
+
+    /// What is held, awaited or under way.
+    pub fn held(&self) -> Held {
+        let grants = self.stores.iter().map(|store| store.pool.grants());
+        let (grants, waiting) = grants.fold((0, 0), |sum, next| (sum.0 + next.0, sum.1 + next.1));
+        Held {
+            tags: self.clients.values().map(|known| known.tags.len() as u64).sum(),
+            grants: grants as u64,
+            waiting: waiting as u64,
+            opens: self.opens.len() as u64,
+            visits: self.visits.len() as u64,
+            fetches: (self.flights.len() + self.hints.len()) as u64,
+            serving: self.serving.len() as u64,
+            copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
+            quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
+        }
+    }
+
+    /// How it does. What only the shell knows is left for it to fill in.
+    pub fn status(&self) -> Status {
+        let layouts: Vec<LayoutStatus> = self.stores.iter().map(layout_status).collect();
+        let costs = |store: &Store| {
+            let occupancy = store.pool.occupancy();
+            let used = occupancy.cached + occupancy.pinned + occupancy.reserved + occupancy.quarantine;
+            // A layout that has a store is a possible one.
+            u64::from(used) * slot_bytes(store.layout()).unwrap_or(0)
+        };
+        let dram = TierStatus {
+            medium: Medium::Dram.name().into(),
+            limit_bytes: self.settings.dram_bytes,
+            used_bytes: self.stores.iter().map(costs).sum(),
+            blocks: self.stores.iter().map(|store| store.pool.digest().0).sum(),
+            health: "good".into(),
+        };
+        let copies = |serial: u64| self.copies.values().filter(|job| job.link == serial).count();
+        Status {
+            node: self.node.node.clone(),
+            address: self.node.address.clone(),
+            incarnation: self.node.incarnation,
+            version: env!("CARGO_PKG_VERSION").into(),
+            uptime_ms: 0,
+            draining: self.draining,
+            listening: false,
+            conductor: None,
+            http: None,
+            tiers: std::iter::once(dram).chain(self.tier_capacity().map(ssd_status)).collect(),
+            layouts,
+            clients: self
+                .clients
+                .iter()
+                .map(|(&client, known)| ClientStatus { client, tags: known.tags.len() as u64 })
+                .collect(),
+            peers: self
+                .links
+                .values()
+                .map(|link| PeerStatus {
+                    node: link.peer.node.clone(),
+                    address: link.peer.address.clone(),
+                    incarnation: link.peer.incarnation,
+                    connected: link.up,
+                    copies: (copies(link.serial) + link.waiting.len()) as u64,
+                })
+                .collect(),
+            held: self.held(),
+        }
+    }
+
+    /// The published blocks of the next stretch whose keys begin so, and where the stretch after it begins.
+    pub fn keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
+        let Some(store) = self.stores.get(from.store as usize) else { return self.tier_keys(from, prefix, medium) };
+        let bytes = store.layout().block_bytes() as u64;
+        let meant = medium.is_none_or(|medium| medium == Medium::Dram);
+        let blocks = store.pool.published_within(from.slot, STRETCH);
+        let listed = blocks.filter(|block| meant && prefix.begins(&block.place.key)).map(|block| {
+            let (Place { key, parent, position }, owner, held) = (block.place, block.owner, block.held);
+            Listed { key, parent, position, medium: Medium::Dram, bytes, owner, held }
+        });
+        (listed.collect(), self.next_stretch(from).or_else(|| self.tier_stretch()))
+    }
+
+    /// The published blocks of the next stretch, to be read one by one by [`Arena::begin_read`], and where the stretch
+    /// after it begins.
+    pub fn stretch(&self, from: Cursor) -> (Option<Stretch>, Option<Cursor>) {
+        let Some(store) = self.stores.get(from.store as usize) else { return (None, None) };
+        let blocks = store.pool.published_within(from.slot, STRETCH);
+        let behind = |slot: SlotRef| Cursor { slot: slot.slot + 1, ..from };
+        let blocks = blocks.map(|block| (block.place.key, block.slot, behind(block.slot))).collect();
+        (Some(Stretch { arena: store.arena.clone(), blocks }), self.next_stretch(from))
+    }
+
+    /// Blocks on the tier: the place behind all stores.
+    fn tier_keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
+        let meant = |key: &BlockKey| medium.is_none_or(|medium| medium == Medium::Ssd) && prefix.begins(key);
+        let mut seen = 0;
+        let records = self.tier_records().skip(from.slot as usize).take(STRETCH as usize).inspect(|_| seen += 1);
+        let listed = records.filter(|record| meant(&record.place.key)).map(|record| {
+            let (Place { key, parent, position }, bytes) = (record.place, record.layout.block_bytes() as u64);
+            Listed { key, parent, position, medium: Medium::Ssd, bytes, owner: record.owner, held: false }
+        });
+        let listed = listed.collect();
+        (listed, (seen == STRETCH).then_some(Cursor { slot: from.slot.saturating_add(STRETCH), ..from }))
+    }
+
+    /// Where the blocks on the tier begin, if there is one.
+    fn tier_stretch(&self) -> Option<Cursor> {
+        let store = self.stores.iter().count() as u32;
+        self.behind.as_ref().map(|_| Cursor { store, slot: 0 })
+    }
+
+    fn next_stretch(&self, from: Cursor) -> Option<Cursor> {
+        let next = from.slot.saturating_add(STRETCH);
+        let count = self.stores.get(from.store as usize).map_or(0, |store| store.pool.slots());
+        let same = (next < count).then_some(Cursor { slot: next, ..from });
+        same.or_else(|| {
+            let store = from.store.checked_add(1)?;
+            self.stores.get(store as usize).map(|_| Cursor { store, slot: 0 })
+        })
+    }
+
+    /// These bytes were found rotten: nobody finds the blocks any more. Returns how many were still published.
+    pub fn found_rotten(&mut self, arena: &Arc<Arena>, slots: &[SlotRef], now: Nanos, out: &mut Vec<Output>) -> u64 {
+        let mut unpublished = 0;
+        self.change(now, out, |engine| {
+            if let Some(store) = engine.stores.iter_mut().find(|store| Arc::ptr_eq(&store.arena, arena)) {
+                unpublished = slots.iter().filter(|&&slot| store.pool.unpublish(slot)).count() as u64;
+            }
+            engine.stats.corrupt_arena += unpublished;
+        });
+        unpublished
+    }
+
+    /// Drops these blocks from every medium, unless somebody holds them.
+    pub fn evict(&mut self, keys: &[BlockKey], now: Nanos, out: &mut Vec<Output>) -> Evicted {
+        let mut evicted = Evicted::default();
+        self.change(now, out, |engine| {
+            for key in keys {
+                // In whichever pool it is; a key names a whole prefix, so it cannot be in two.
+                let outcomes = engine.stores.iter_mut().map(|store| store.pool.drop_block(key));
+                let mut outcome = outcomes.max().unwrap_or(Dropped::Missing);
+                if outcome != Dropped::Held && engine.remove_from_tier(key) {
+                    outcome = Dropped::Now;
+                }
+                match outcome {
+                    Dropped::Now => evicted.dropped += 1,
+                    Dropped::Held => evicted.held += 1,
+                    Dropped::Missing => evicted.missing += 1,
+                }
+            }
+        });
+        evicted
+    }
+
+    /// Drops the blocks of the next stretch that nobody holds; of one owner, or of all.
+    pub fn evict_stretch(
+        &mut self,
+        from: Cursor,
+        whose: Option<Whose>,
+        now: Nanos,
+        out: &mut Vec<Output>,
+    ) -> (Evicted, Option<Cursor>) {
+        if self.tier_stretch().is_some_and(|tier| tier.store == from.store) {
+            return self.evict_tier(from, whose, now, out);
+        }
+        let meant = self.stores.get(from.store as usize).map(|store| {
+            let blocks = store.pool.published_within(from.slot, STRETCH);
+            let blocks = blocks.filter(|block| whose.is_none_or(|whose| whose.has(block.owner)));
+            blocks.map(|block| block.place.key).collect::<Vec<_>>()
+        });
+        let next = self.next_stretch(from).or_else(|| self.tier_stretch());
+        (self.evict(&meant.unwrap_or_default(), now, out), next)
+    }
+
+    /// Drops the blocks of an owner from the tier, or of a stretch of all. What is held is held in the arena, and stays there.
+    fn evict_tier(
+        &mut self,
+        from: Cursor,
+        whose: Option<Whose>,
+        now: Nanos,
+        out: &mut Vec<Output>,
+    ) -> (Evicted, Option<Cursor>) {
+        let mut evicted = Evicted::default();
+        let mut next = None;
+        self.change(now, out, |engine| match whose {
+            Some(whose) => evicted.dropped = engine.clear_tier(whose),
+            None => {
+                let records = engine.tier_records().take(STRETCH as usize);
+                let keys: Vec<BlockKey> = records.map(|record| record.place.key).collect();
+                evicted.dropped = keys.iter().filter(|key| engine.remove_from_tier(key)).count() as u64;
+                next = (evicted.dropped > 0).then_some(from);
+            }
+        });
+        (evicted, next)
+    }
+
+    /// Something that no input has brought about, followed by what follows every input.
+    fn change(&mut self, now: Nanos, out: &mut Vec<Output>, work: impl FnOnce(&mut Self)) {
+        self.now = now;
+        work(self);
+        self.settle();
+        out.append(&mut self.out);
+    }
+}
+
+fn ssd_status(capacity: Capacity) -> TierStatus {
+    let Capacity { limit, used, blocks, health, .. } = capacity;
+    let health = match health {
+        Health::Good => "good",
+        Health::ReadOnly => "read-only",
+        Health::Failed => "failed",
+    };
+    TierStatus {
+        medium: Medium::Ssd.name().into(),
+        limit_bytes: limit,
+        used_bytes: used,
+        blocks,
+        health: health.into(),
+    }
+}
+
+fn layout_status(store: &Store) -> LayoutStatus {
+    let (layout, occupancy) = (store.layout(), store.pool.occupancy());
+    LayoutStatus {
+        strips: layout.strips,
+        strip_bytes: layout.strip_bytes,
+        slots: store.pool.size(),
+        free: occupancy.free,
+        cached: occupancy.cached,
+        pinned: occupancy.pinned,
+        reserved: occupancy.reserved,
+        quarantine: occupancy.quarantine,
+    }
+}

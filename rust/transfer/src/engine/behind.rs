@@ -1,0 +1,378 @@
+//! The medium behind the arena: blocks are written to it while they lie in DRAM, and are read back when they are wanted.
+//!
+//! ```text
+//!   arena    published --- found once more, or about to be evicted ---> write: stays readable meanwhile
+//!            <--- read into a slot, verified, committed ---- wanted by a client or a peer, or prefetched (`fetch.rs`)
+//!   stop     all that is in the arena only, what was used last first, within the shell's patience
+//! ```
+//!
+//! A write takes a hold on the bytes and no reference in the pool: the block may be evicted under it, and then its slot is
+//! in quarantine until the write is over. So a slow disk never keeps anybody waiting for room.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use crate::messages::{DaemonReport, Refusal};
+use crate::pool::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
+use crate::types::{BlockKey, Layout, Medium, Nanos, SlotRef};
+
+use super::fetch::{Aim, Via};
+use super::{Engine, Output, SECOND};
+
+/// Writes under way: beyond, they wait for the next look. The tier bounds their bytes itself.
+const WRITES: usize = 256;
+/// Part of a store's slots that are to be empty or on the tier before they are needed...
+const CLEAN_SHARE: usize = 16;
+/// ... but no more than this: 256 blocks of 2 MiB are what a disk of 1 GB/s writes in half a second.
+const CLEAN_LIMIT: usize = 256;
+
+/// A write under way.
+#[derive(Debug)]
+struct Write {
+    at: usize,
+    slot: SlotRef,
+    record: Record,
+}
+
+/// A read under way.
+#[derive(Debug)]
+struct Read {
+    aim: Aim,
+    /// The block was reported as gone meanwhile.
+    gone: bool,
+}
+
+/// A tier, and what is under way with it.
+pub(super) struct Behind {
+    tier: Box<dyn Tier>,
+    /// Number and XOR of the keys that were reported.
+    count: u64,
+    xor: [u8; 16],
+    writes: BTreeMap<OpId, Write>,
+    writing: BTreeSet<BlockKey>,
+    reads: BTreeMap<OpId, Read>,
+    /// No write before: one has failed.
+    pause: Nanos,
+    /// It has refused a write, and has not ended one since.
+    busy: bool,
+    /// At the end: what is still to be written, the most wanted last.
+    leaving: Option<Vec<(usize, SlotRef)>>,
+}
+
+impl Behind {
+    pub fn new(tier: Box<dyn Tier>) -> Self {
+        let mut behind = Self {
+            tier,
+            count: 0,
+            xor: [0; 16],
+            writes: BTreeMap::new(),
+            writing: BTreeSet::new(),
+            reads: BTreeMap::new(),
+            pause: 0,
+            busy: false,
+            leaving: None,
+        };
+        let keys: Vec<BlockKey> = behind.tier.records().map(|record| record.place.key).collect();
+        keys.iter().for_each(|key| behind.mark(key, true));
+        behind
+    }
+
+    /// How many blocks are on the tier, as reported.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    fn mark(&mut self, key: &BlockKey, there: bool) {
+        let mut key = key.0;
+        // So that a block on both media does not cancel itself out, see `DaemonReport::Heartbeat`.
+        key.rotate_left(1);
+        self.xor.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
+        self.count = if there { self.count + 1 } else { self.count.saturating_sub(1) };
+    }
+}
+
+impl Engine {
+    /// Number and XOR of the keys on the tier, as reported.
+    pub(super) fn tier_digest(&self) -> (u64, [u8; 16]) {
+        self.behind.as_ref().map_or((0, [0; 16]), |behind| (behind.count, behind.xor))
+    }
+
+    /// Numbers of the tier, if there is one.
+    pub(super) fn tier_capacity(&self) -> Option<Capacity> {
+        self.behind.as_ref().map(|behind| behind.tier.capacity())
+    }
+
+    /// What is known of a block on the tier, if it has this layout.
+    pub(super) fn tier_record(&self, key: &BlockKey, layout: Layout) -> Option<Record> {
+        self.behind.as_ref()?.tier.find(key).filter(|record| record.layout == layout)
+    }
+
+    /// The layout of a block on the tier.
+    pub(super) fn tier_layout(&self, key: &BlockKey) -> Option<Layout> {
+        Some(self.behind.as_ref()?.tier.find(key)?.layout)
+    }
+
+    /// All blocks on the tier.
+    pub(super) fn tier_records(&self) -> impl Iterator<Item = Record> + '_ {
+        self.behind.iter().flat_map(|behind| behind.tier.records())
+    }
+
+    /// True if this read is under way, for this block.
+    pub(super) fn reads_tier(&self, op: OpId, aim: Aim) -> bool {
+        self.behind.as_ref().and_then(|behind| behind.reads.get(&op)).is_some_and(|read| read.aim == aim)
+    }
+
+    /// Begins to read a block into an open slot. `None`: the tier does not have it, or somebody still writes the slot.
+    pub(super) fn read_tier(&mut self, aim: Aim, slot: SlotRef) -> Option<OpId> {
+        let store = self.stores.get(aim.0)?;
+        let layout = store.layout();
+        self.tier_record(&aim.1, layout)?;
+        let into = store.arena.begin_write(slot, 0..layout.strips).ok()?;
+        let op = self.number();
+        let behind = self.behind.as_mut()?;
+        behind.reads.insert(op, Read { aim, gone: false });
+        behind.tier.read(op, &aim.1, into);
+        Some(op)
+    }
+
+    /// Takes what the tier has to tell.
+    pub(super) fn look_at_tier(&mut self) {
+        let events = self.behind.as_mut().map(|behind| behind.tier.poll()).unwrap_or_default();
+        for event in events {
+            let Some(behind) = &mut self.behind else { return };
+            match event {
+                TierEvent::Dropped(key) => {
+                    behind.reads.values_mut().filter(|read| read.aim.1 == key).for_each(|read| read.gone = true);
+                    self.gone_from_tier(&key);
+                }
+                TierEvent::Ended { op, fate } => {
+                    if let Some(write) = behind.writes.remove(&op) {
+                        behind.writing.remove(&write.record.place.key);
+                        self.written(&write, fate);
+                    } else if let Some(read) = behind.reads.remove(&op) {
+                        self.read_ended(op, &read, fate);
+                    }
+                }
+            }
+        }
+    }
+
+    fn written(&mut self, write: &Write, fate: Fate) {
+        let Some(behind) = &mut self.behind else { return };
+        behind.busy &= fate != Fate::Done;
+        match fate {
+            Fate::Done => {
+                self.stats.demotions.add(1, write.record.layout.block_bytes() as u64);
+                let key = write.record.place.key;
+                self.report_tier(&key, Some(&write.record));
+                self.stores.iter_mut().for_each(|store| store.pool.set_clean(&key, true));
+            }
+            Fate::Busy => {
+                behind.busy = true;
+                if let Some(leaving) = &mut behind.leaving {
+                    leaving.push((write.at, write.slot));
+                }
+            }
+            // It is tried again, but not at once.
+            Fate::Full | Fate::Failed => {
+                self.stats.tier_refused += 1;
+                behind.pause = self.now + SECOND;
+            }
+            Fate::Missing | Fate::Corrupt => {}
+        }
+    }
+
+    fn read_ended(&mut self, op: OpId, read: &Read, fate: Fate) {
+        let (aim, key) = (read.aim, read.aim.1);
+        if fate == Fate::Corrupt {
+            self.stats.corrupt_tier += 1;
+            if !read.gone {
+                let Some(behind) = &mut self.behind else { return };
+                behind.reads.values_mut().filter(|other| other.aim.1 == key).for_each(|other| other.gone = true);
+                self.gone_from_tier(&key);
+            }
+        }
+        let Some(flight) = self.flights.get(&aim) else { return };
+        if flight.via != Via::Tier(op) {
+            return;
+        }
+        if fate == Fate::Done
+            && let Some(bytes) = self.land(aim)
+        {
+            self.stats.promotions.add(1, bytes);
+            if let Some(store) = self.stores.get_mut(aim.0) {
+                store.pool.set_clean(&key, true);
+            }
+            return self.flight_done(aim, false, Medium::Ssd);
+        }
+        let refusal = if fate == Fate::Corrupt { Refusal::Corrupt } else { Refusal::Missing };
+        self.source_failed(aim, refusal);
+    }
+
+    /// The tier has let go of a block.
+    fn gone_from_tier(&mut self, key: &BlockKey) {
+        self.report_tier(key, None);
+        self.stores.iter_mut().for_each(|store| store.pool.set_clean(key, false));
+    }
+
+    /// Drops a block from the tier. True if it was there.
+    pub(super) fn remove_from_tier(&mut self, key: &BlockKey) -> bool {
+        let Some(behind) = &mut self.behind else { return false };
+        let known = behind.tier.find(key).is_some();
+        behind.tier.remove(key);
+        if known {
+            behind.reads.values_mut().filter(|read| read.aim.1 == *key).for_each(|read| read.gone = true);
+            self.gone_from_tier(key);
+        }
+        known
+    }
+
+    /// Drops all blocks of an owner from the tier; returns how many.
+    pub(super) fn clear_tier(&mut self, whose: Whose) -> u64 {
+        let Some(behind) = &mut self.behind else { return 0 };
+        // What is still on its way there was not reported.
+        let keys: Vec<BlockKey> = behind.tier.clear(whose);
+        let keys: Vec<BlockKey> = keys.into_iter().filter(|key| !behind.writing.contains(key)).collect();
+        behind.reads.values_mut().filter(|read| keys.contains(&read.aim.1)).for_each(|read| read.gone = true);
+        keys.iter().for_each(|key| self.gone_from_tier(key));
+        keys.len() as u64
+    }
+
+    /// Reports that a block is on the tier now, or is not any more.
+    fn report_tier(&mut self, key: &BlockKey, record: Option<&Record>) {
+        let Some(behind) = &mut self.behind else { return };
+        behind.mark(key, record.is_some());
+        let (key, medium, sequence) = (*key, Medium::Ssd, self.next_sequence);
+        self.next_sequence += 1;
+        self.out.push(Output::Report(match record {
+            Some(Record { place, .. }) => {
+                let (parent, position) = (place.parent, place.position);
+                DaemonReport::Stored { sequence, key, parent, position, medium }
+            }
+            None => DaemonReport::Removed { sequence, key, medium },
+        }));
+    }
+
+    // -- writing -----------------------------------------------------------------------------------------------------
+
+    /// Writes what was found once more since the last call: what is used twice is used again.
+    pub(super) fn write_hits(&mut self) {
+        if self.behind.is_none() {
+            return;
+        }
+        for at in 0..self.stores.iter().count() {
+            let hits = self.stores.get_mut(at).map(|store| store.pool.take_hits()).unwrap_or_default();
+            for slot in hits {
+                self.write_tier(at, slot);
+            }
+        }
+    }
+
+    /// Writes what will be evicted next, so that some of it can go at once when room is needed.
+    pub(super) fn clean_ahead(&mut self) {
+        if self.behind.as_ref().is_none_or(|behind| behind.leaving.is_some()) {
+            return;
+        }
+        for at in 0..self.stores.iter().count() {
+            let (unused, Some(store)) = (self.stores.unused(at), self.stores.get(at)) else { return };
+            if store.objects {
+                continue;
+            }
+            let share = (store.pool.size() as usize / CLEAN_SHARE).clamp(1, CLEAN_LIMIT);
+            let ahead = share.saturating_sub(store.pool.empty().saturating_add(unused));
+            for slot in store.pool.dirty_victims(ahead) {
+                if !self.write_tier(at, slot) {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Begins to write a block. False: not now.
+    fn write_tier(&mut self, at: usize, slot: SlotRef) -> bool {
+        let Some(behind) = &self.behind else { return false };
+        if behind.writes.len() >= WRITES || behind.busy || (self.now < behind.pause && behind.leaving.is_none()) {
+            return false;
+        }
+        let Some(store) = self.stores.get(at) else { return false };
+        let Some((place, owner)) = store.pool.describe(slot) else { return true };
+        let (key, layout) = (place.key, store.layout());
+        if behind.writing.contains(&key) {
+            return true;
+        }
+        if behind.tier.find(&key).is_some() {
+            self.stores.iter_mut().for_each(|store| store.pool.set_clean(&key, true));
+            return true;
+        }
+        let Some(block) = store.arena.begin_read(slot) else { return true };
+        let op = self.number();
+        let Some(behind) = &mut self.behind else { return false };
+        let record = Record { place, owner, layout };
+        behind.writes.insert(op, Write { at, slot, record });
+        behind.writing.insert(key);
+        behind.tier.write(op, record, block);
+        true
+    }
+
+    // -- the end -----------------------------------------------------------------------------------------------------
+
+    /// Begins to write all that is in the arena only.
+    pub(super) fn begin_leaving(&mut self) {
+        let Some(behind) = &mut self.behind else { return };
+        if behind.leaving.is_some() {
+            return;
+        }
+        let stores = self.stores.iter().enumerate().filter(|(_, store)| !store.objects);
+        let mut dirty: Vec<(u32, usize, SlotRef)> = stores
+            .flat_map(|(at, store)| store.pool.dirty().into_iter().map(move |(used, slot)| (used, at, slot)))
+            .collect();
+        dirty.sort_unstable();
+        // What is written last would push out what was written first, if there is not room for all.
+        let mut room = behind.tier.capacity().limit;
+        let fits = |(_, at, _): &&(u32, usize, SlotRef)| {
+            let bytes = self.stores.get(*at).map_or(0, |store| store.layout().block_bytes() as u64);
+            room = room.saturating_sub(bytes);
+            room > 0
+        };
+        let fit = dirty.iter().rev().take_while(fits).count().max(1).min(dirty.len());
+        dirty.drain(..dirty.len() - fit);
+        behind.leaving = Some(dirty.into_iter().map(|(_, at, slot)| (at, slot)).collect());
+        behind.busy = false;
+        self.leave_on();
+    }
+
+    /// Writes on at the end.
+    pub(super) fn leave_on(&mut self) {
+        loop {
+            let Some(behind) = &mut self.behind else { return };
+            behind.busy &= !behind.writes.is_empty();
+            if behind.writes.len() >= WRITES || behind.busy {
+                return;
+            }
+            let Some((at, slot)) = behind.leaving.as_mut().and_then(Vec::pop) else { return };
+            self.write_tier(at, slot);
+        }
+    }
+
+    /// True if nothing is left to be written at the end.
+    pub fn has_left(&self) -> bool {
+        self.behind.as_ref().is_none_or(|behind| {
+            behind.leaving.as_ref().is_none_or(|leaving| leaving.is_empty()) && behind.writes.is_empty()
+        })
+    }
+
+    /// Closes the tier. Nothing is done with it any more.
+    pub fn close(&mut self, within: Duration) {
+        if let Some(behind) = &mut self.behind {
+            behind.tier.close(within);
+        }
+    }
+
+    /// Asserts the laws of this file.
+    pub(super) fn check_tier(&self) {
+        let Some(behind) = &self.behind else { return };
+        let writing: BTreeSet<BlockKey> = behind.writes.values().map(|write| write.record.place.key).collect();
+        assert!(writing == behind.writing && writing.len() == behind.writes.len(), "writes and their keys differ");
+        assert!(behind.writes.len() <= WRITES, "too many writes");
+    }
+}

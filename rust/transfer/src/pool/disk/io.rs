@@ -1,0 +1,352 @@
+//! The seam under the log: files of pages, and the threads that wait for them.
+//!
+//! A [`Medium`] does one thing at a time and blocks. [`Workers`] bring it jobs and tell their ends; without threads they do
+//! a job when its end is asked for, so that a log over a memory medium is deterministic.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, IoSlice};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::error::Error;
+use crate::memory::{ReadHold, WriteHold, checksum_cold};
+
+use super::format::{PAGE, digest};
+
+/// Number of a segment file.
+pub type FileId = u16;
+
+/// A directory of segment files. Offsets and lengths are whole pages, memory is page aligned.
+pub trait Medium: Send + Sync {
+    /// Its files and their bytes. What is not a segment file is left out, and told to the log.
+    fn list(&self) -> io::Result<Vec<(FileId, u64)>>;
+    /// Makes a file (if need be) and makes it just so long, with room for all of it. Durable when it returns.
+    fn allocate(&self, file: FileId, bytes: u64) -> io::Result<()>;
+    /// Removes a file. Durable when it returns.
+    fn remove(&self, file: FileId) -> io::Result<()>;
+    /// Reads all of `into`.
+    fn read(&self, file: FileId, offset: u64, into: &mut [u8]) -> io::Result<()>;
+    /// Writes all parts, one behind the other.
+    fn write(&self, file: FileId, offset: u64, parts: &mut [IoSlice<'_>]) -> io::Result<()>;
+    /// Makes durable what was written to this file.
+    fn sync(&self, file: FileId) -> io::Result<()>;
+    /// Which directory this is: the number that its segments carry.
+    fn store(&self) -> u64;
+    /// How errors and the log call it.
+    fn name(&self) -> String;
+}
+
+/// Memory of whole pages, page aligned.
+#[derive(Debug)]
+pub struct Pages {
+    memory: Vec<u8>,
+    start: usize,
+    length: usize,
+}
+
+impl Pages {
+    /// So many pages of zeros.
+    pub fn zeroed(pages: u32) -> Self {
+        let length = pages as usize * PAGE;
+        let memory = vec![0; length + PAGE - 1];
+        // The address does not change when the value moves.
+        let start = memory.as_ptr().align_offset(PAGE);
+        Self { memory, start, length }
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        &self.memory[self.start..self.start + self.length]
+    }
+
+    /// Its bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.memory[self.start..self.start + self.length]
+    }
+}
+
+/// A piece of what is written.
+#[derive(Debug)]
+pub(super) enum Part {
+    /// Own memory.
+    Pages(Pages),
+    /// A slot of the arena.
+    Block(ReadHold),
+}
+
+impl Part {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Pages(pages) => pages.bytes(),
+            Self::Block(block) => block.pages(),
+        }
+    }
+}
+
+/// What can be asked of a file.
+#[derive(Debug)]
+pub(super) enum Work {
+    /// A block into its slot, verified.
+    Load { offset: u64, into: WriteHold, digest: u32 },
+    /// Pages as they are.
+    Fetch { offset: u64, pages: u32 },
+    /// Parts, one behind the other.
+    Write { offset: u64, parts: Vec<Part> },
+    /// A new use of the file: it gets its length and its header, durably.
+    Prepare { bytes: u64, header: Pages },
+    /// The end of a use: footer written, and the file cut behind it.
+    Finish { offset: u64, footer: Pages },
+    /// What was written so far becomes durable.
+    Sync,
+    /// The file goes.
+    Remove,
+}
+
+/// What became of it.
+#[derive(Debug)]
+pub(super) enum Outcome {
+    /// Done.
+    Done,
+    /// Loads: the bytes are not those that were written.
+    Corrupt,
+    /// Fetches: the pages.
+    Fetched(Pages),
+    /// The medium failed.
+    Failed(io::Error),
+}
+
+fn part_slices(parts: &[Part]) -> Vec<IoSlice<'_>> {
+    parts.iter().map(|part| IoSlice::new(part.bytes())).collect()
+}
+
+/// Reads a block into its slot; its checksums are set if all of it is as it was written.
+fn load(medium: &dyn Medium, file: FileId, offset: u64, into: &mut WriteHold, expected: u32) -> io::Result<bool> {
+    medium.read(file, offset, into.pages_mut())?;
+    let (strips, strip_bytes) = (into.strips(), into.strip_bytes());
+    let mut sums = Vec::with_capacity(strips.len());
+    let mut rest: &[u8] = into.strips_mut(strips.clone());
+    while !rest.is_empty() {
+        let (strip, behind) = rest.split_at(strip_bytes);
+        sums.push(checksum_cold(strip, behind));
+        rest = behind;
+    }
+    if digest(sums.iter().copied()) != expected {
+        return Ok(false);
+    }
+    strips.zip(sums).for_each(|(strip, sum)| into.set_checksum(strip, sum));
+    Ok(true)
+}
+
+/// Does it. What it holds is let go of by then.
+fn run(medium: &dyn Medium, file: FileId, work: Work) -> Outcome {
+    let result = match work {
+        Work::Load { offset, mut into, digest } => match load(medium, file, offset, &mut into, digest) {
+            Ok(false) => return Outcome::Corrupt,
+            // Somebody took the file away or cut it: the device works, and the block is gone.
+            Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::NotFound) => {
+                return Outcome::Corrupt;
+            }
+            other => other.map(|_| ()),
+        },
+        Work::Fetch { offset, pages } => {
+            let mut fetched = Pages::zeroed(pages);
+            match medium.read(file, offset, fetched.bytes_mut()) {
+                Ok(()) => return Outcome::Fetched(fetched),
+                Err(error) => Err(error),
+            }
+        }
+        Work::Write { offset, parts } => medium.write(file, offset, &mut part_slices(&parts)),
+        Work::Prepare { bytes, header } => medium
+            .allocate(file, bytes)
+            .and_then(|()| medium.write(file, 0, &mut [IoSlice::new(header.bytes())]))
+            .and_then(|()| medium.sync(file)),
+        Work::Finish { offset, footer } => finish(medium, file, offset, &footer),
+        Work::Sync => medium.sync(file),
+        Work::Remove => medium.remove(file),
+    };
+    match result {
+        Ok(()) => Outcome::Done,
+        Err(error) => Outcome::Failed(error),
+    }
+}
+
+/// Writes a segment's footer and cuts the file behind it. In this order: cut first, and a crash between would leave a
+/// file whose end is neither footer nor room.
+pub(super) fn finish(medium: &dyn Medium, file: FileId, offset: u64, footer: &Pages) -> io::Result<()> {
+    medium.write(file, offset, &mut [IoSlice::new(footer.bytes())])?;
+    medium.sync(file)?;
+    medium.allocate(file, offset + footer.bytes().len() as u64)
+}
+
+/// Names a job; whoever submits it chooses.
+pub(super) type JobId = u64;
+
+struct Job {
+    id: JobId,
+    file: FileId,
+    work: Work,
+}
+
+#[derive(Default)]
+struct Desk {
+    waiting: VecDeque<Job>,
+    /// Since when.
+    running: BTreeMap<JobId, Instant>,
+    finished: Vec<(JobId, Outcome)>,
+    stopping: bool,
+}
+
+struct Shared {
+    medium: Arc<dyn Medium>,
+    desk: Mutex<Desk>,
+    /// Something waits, or all is to stop.
+    work: Condvar,
+    /// Something has finished.
+    news: Condvar,
+    notify: Arc<dyn Fn() + Send + Sync>,
+}
+
+impl Shared {
+    fn desk(&self) -> MutexGuard<'_, Desk> {
+        // Every critical section is a push or a pop.
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn labour(&self) {
+        let mut desk = self.desk();
+        loop {
+            let Some(job) = desk.waiting.pop_front() else {
+                if desk.stopping {
+                    return;
+                }
+                desk = self.work.wait(desk).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            desk.running.insert(job.id, Instant::now());
+            drop(desk);
+            let outcome = run(&*self.medium, job.file, job.work);
+            desk = self.desk();
+            desk.running.remove(&job.id);
+            desk.finished.push((job.id, outcome));
+            self.news.notify_all();
+            let first = desk.finished.len() == 1;
+            drop(desk);
+            // One call tells of all that is there.
+            if first {
+                (self.notify)();
+            }
+            desk = self.desk();
+        }
+    }
+}
+
+/// Do the jobs of one medium.
+pub(super) struct Workers {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    born: Instant,
+    /// How often finished jobs were asked for: what stands for the time where there are no threads.
+    asked: u64,
+}
+
+/// A device that has not answered for so long has failed. Disks retry by themselves for a second or two.
+const SILENCE: Duration = Duration::from_secs(5);
+/// Milliseconds that one look counts where there are no threads.
+const LOOK_MILLIS: u64 = 10;
+
+impl Workers {
+    /// `threads` may be 0. `notify` is called by them when something has finished.
+    pub fn new(medium: Arc<dyn Medium>, threads: usize, notify: Arc<dyn Fn() + Send + Sync>) -> Result<Self, Error> {
+        let (desk, work, news) = (Mutex::default(), Condvar::new(), Condvar::new());
+        let shared = Arc::new(Shared { medium, desk, work, news, notify });
+        let start = |_| {
+            let shared = shared.clone();
+            std::thread::Builder::new().name("ssd".into()).spawn(move || shared.labour())
+        };
+        let threads = (0..threads).map(start).collect::<Result<_, _>>();
+        let threads =
+            threads.map_err(|error| Error::retry(format!("a thread for the disk cannot be started: {error}")))?;
+        Ok(Self { shared, threads, born: Instant::now(), asked: 0 })
+    }
+
+    /// What they work on.
+    pub fn medium(&self) -> &dyn Medium {
+        &*self.shared.medium
+    }
+
+    /// Tells whoever polls that it should.
+    pub fn notify(&self) {
+        (self.shared.notify)();
+    }
+
+    /// Begins a job.
+    pub fn submit(&self, id: JobId, file: FileId, work: Work) {
+        let mut desk = self.shared.desk();
+        desk.waiting.push_back(Job { id, file, work });
+        drop(desk);
+        if self.threads.is_empty() {
+            (self.shared.notify)();
+        } else {
+            self.shared.work.notify_one();
+        }
+    }
+
+    /// What has finished since the last call.
+    pub(super) fn finished(&mut self) -> Vec<(JobId, Outcome)> {
+        self.asked += 1;
+        let mut desk = self.shared.desk();
+        if self.threads.is_empty() {
+            let jobs = std::mem::take(&mut desk.waiting);
+            drop(desk);
+            return jobs.into_iter().map(|job| (job.id, run(&*self.shared.medium, job.file, job.work))).collect();
+        }
+        std::mem::take(&mut desk.finished)
+    }
+
+    /// Waits until something has finished, or until then. True if something has.
+    pub fn wait(&self, until: Instant) -> bool {
+        let mut desk = self.shared.desk();
+        loop {
+            let news = !desk.finished.is_empty() || (self.threads.is_empty() && !desk.waiting.is_empty());
+            let left = until.saturating_duration_since(Instant::now());
+            if news || left.is_zero() || self.threads.is_empty() {
+                return news;
+            }
+            desk = self.shared.news.wait_timeout(desk, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// True if the device has not answered for seconds.
+    pub fn silent(&self) -> bool {
+        self.shared.desk().running.values().any(|since| since.elapsed() > SILENCE)
+    }
+
+    /// Milliseconds since the start; where there are no threads, as many as is repeatable.
+    pub fn millis(&self) -> u64 {
+        if self.threads.is_empty() { self.asked * LOOK_MILLIS } else { self.born.elapsed().as_millis() as u64 }
+    }
+
+    /// Ends: what waits is not begun any more. Threads that hang in the device are left behind.
+    pub fn stop(&mut self) {
+        let mut desk = self.shared.desk();
+        desk.stopping = true;
+        let dropped = std::mem::take(&mut desk.waiting);
+        drop(desk);
+        drop(dropped);
+        self.shared.work.notify_all();
+        let silent = self.silent();
+        for thread in self.threads.drain(..) {
+            if !silent || thread.is_finished() {
+                // It ends when its job does. A panic in it has been printed.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

@@ -1,0 +1,239 @@
+//! How a log begins: from the footers of its segments, and where one is missing from the chain of its batches.
+//!
+//! Every entry has been verified by a checksum before it is believed; blocks are verified when they are read. The chain of a
+//! segment without a footer ends where the next batch is not whole: what follows was not flushed.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+
+use super::super::tier::Whose;
+use super::format::{
+    Entry, Life, PAGE, Says, batch_header_pages, block_pages, decode_batch, decode_life, decode_table, decode_trailer,
+    digest, footer_pages,
+};
+use super::index::Location;
+use super::io::{FileId, Medium, Pages, Workers};
+use super::log::{Log, Segment, Stage};
+use crate::error::Error;
+use crate::memory::checksum;
+use crate::types::Layout;
+
+/// One segment as it lies there.
+struct Scanned {
+    life: Life,
+    bytes: u64,
+    entries: Vec<Entry>,
+    /// Page behind the last batch.
+    end: u32,
+    footer: bool,
+}
+
+enum Seen {
+    Segment(Scanned),
+    /// Nothing that can be used.
+    Nothing,
+    /// Of another directory.
+    Foreign,
+}
+
+fn read(medium: &dyn Medium, file: FileId, page: u32, pages: u32) -> io::Result<Pages> {
+    let mut into = Pages::zeroed(pages);
+    medium.read(file, u64::from(page) * PAGE as u64, into.bytes_mut())?;
+    Ok(into)
+}
+
+/// The entries of the footer, if there is one.
+fn footer(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> Option<(Vec<Entry>, u32)> {
+    let last = read(medium, file, pages - 1, 1).ok()?;
+    let trailer = decode_trailer(last.bytes(), life, pages).ok()?;
+    let table = read(medium, file, trailer.table, pages - 1 - trailer.table).ok()?;
+    Some((decode_table(table.bytes(), trailer).ok()?, trailer.end))
+}
+
+/// The entries of all batches up to the first that is not whole.
+fn chain(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> (Vec<Entry>, u32) {
+    let (mut entries, mut page) = (Vec::new(), 1);
+    let next = |page: u32| {
+        let first = read(medium, file, page, 1).ok()?;
+        let header = batch_header_pages(first.bytes(), life, page).ok()?;
+        if header > pages - page {
+            return None;
+        }
+        let whole = if header == 1 { first } else { read(medium, file, page, header).ok()? };
+        decode_batch(whole.bytes(), life, page, pages).ok()
+    };
+    while page < pages
+        && let Some(batch) = next(page)
+    {
+        entries.extend(batch.entries);
+        page += batch.pages;
+    }
+    (entries, page)
+}
+
+fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
+    let pages = (bytes / PAGE as u64) as u32;
+    // An empty file is one whose making was cut short.
+    if pages < 2 {
+        return Ok(Seen::Nothing);
+    }
+    let Ok(life) = decode_life(read(medium, file, 0, 1)?.bytes()) else { return Ok(Seen::Nothing) };
+    if life.store != medium.store() {
+        return Ok(Seen::Foreign);
+    }
+    let (entries, end, footer) = match footer(medium, file, life, pages) {
+        Some((entries, end)) => (entries, end, true),
+        None => {
+            let (entries, end) = chain(medium, file, life, pages);
+            (entries, end, false)
+        }
+    };
+    Ok(Seen::Segment(Scanned { life, bytes, entries, end, footer }))
+}
+
+/// True if all bytes of an entry's block are as they were written.
+fn is_whole(medium: &dyn Medium, file: FileId, entry: &Entry) -> bool {
+    let Says::Block(record, expected) = entry.says else { return true };
+    let Layout { strip_bytes, .. } = record.layout;
+    read(medium, file, entry.page, block_pages(record.layout)).is_ok_and(|pages| {
+        let strips = pages.bytes()[..record.layout.block_bytes()].chunks_exact(strip_bytes as usize);
+        digest(strips.map(checksum)) == expected
+    })
+}
+
+/// When something was said: the segment's number, and the page.
+type When = (u64, u32);
+
+#[derive(Default)]
+struct Cleared {
+    all: When,
+    namespaces: FxHashMap<u64, When>,
+    tenants: FxHashMap<u64, When>,
+}
+
+impl Log {
+    /// Begins with what lies on the medium.
+    pub(super) fn recover(
+        medium: Arc<dyn Medium>,
+        threads: usize,
+        notify: Arc<dyn Fn() + Send + Sync>,
+        limit: u64,
+        seed: u64,
+    ) -> Result<Self, Error> {
+        let failed = |error: io::Error| Error::retry(format!("the SSD directory {}: {error}", medium.name()));
+        let mut log =
+            Self::empty(Workers::new(medium.clone(), threads, notify)?, limit, super::segment_bytes(limit), seed);
+        let mut by_number = BTreeMap::new();
+        for (file, bytes) in medium.list().map_err(failed)? {
+            match scan(&*medium, file, bytes).map_err(failed)? {
+                Seen::Segment(scanned) if !scanned.entries.is_empty() => {
+                    by_number.insert(scanned.life.number, (file, scanned));
+                }
+                Seen::Segment(_) | Seen::Nothing => {
+                    let life = Life { store: 0, number: 0, nonce: 0 };
+                    log.adopt(file, Segment::vacant(life, bytes));
+                }
+                Seen::Foreign => {
+                    tracing::warn!(
+                        "{}: segment {file:04x} is of another directory: it is left alone and counted in nothing",
+                        medium.name()
+                    );
+                    log.foreign.insert(file);
+                }
+            }
+        }
+        let mut cleared = Cleared::default();
+        for (number, (file, scanned)) in by_number {
+            log.next_number = number + 1;
+            for entry in &scanned.entries {
+                // A block that was moved, but perhaps not all of it: then the old copy is still what it was.
+                if !scanned.footer && log.has_another(entry) && !is_whole(&*medium, file, entry) {
+                    continue;
+                }
+                log.apply(file, number, entry, &mut cleared);
+            }
+            let mut segment = Segment::vacant(scanned.life, scanned.bytes);
+            let whole = scanned.end + footer_pages(scanned.entries.len());
+            if scanned.footer || whole > (scanned.bytes / PAGE as u64) as u32 {
+                // Only a file that somebody cut has no room for its footer: the next start looks through it again.
+                segment.stage = Stage::Sealed;
+            } else {
+                // It gets its footer as soon as there is time, and the torn rest is cut off.
+                segment.stage = Stage::Sealing { begun: false };
+                (segment.cursor, segment.hole) = (scanned.end, true);
+                segment.table = scanned.entries;
+            }
+            log.order.push_back(file);
+            log.adopt(file, segment);
+        }
+        log.apply_cleared(&cleared);
+        log.shrink(&*medium).map_err(failed)?;
+        log.pump();
+        Ok(log)
+    }
+
+    fn adopt(&mut self, file: FileId, segment: Segment) {
+        self.used += segment.bytes;
+        self.segments.insert(file, segment);
+    }
+
+    /// True if an older copy of this block is known.
+    fn has_another(&self, entry: &Entry) -> bool {
+        matches!(entry.says, Says::Block(record, _) if self.index.number(&record.place.key).is_some())
+    }
+
+    fn apply(&mut self, file: FileId, number: u64, entry: &Entry, cleared: &mut Cleared) {
+        let when = (number, entry.page);
+        match entry.says {
+            Says::Block(record, digest) => self.index.insert(record, Location { file, page: entry.page }, digest),
+            Says::Removed(key) => {
+                self.index.remove(&key);
+            }
+            Says::Cleared(Whose::Namespace(namespace)) => {
+                cleared.namespaces.insert(namespace, when);
+            }
+            Says::Cleared(Whose::Tenant(tenant)) => {
+                cleared.tenants.insert(tenant, when);
+            }
+            Says::ClearedAll => cleared.all = when,
+        }
+    }
+
+    /// What was written before its owner's blocks were cleared goes.
+    fn apply_cleared(&mut self, cleared: &Cleared) {
+        if cleared.all == When::default() && cleared.namespaces.is_empty() && cleared.tenants.is_empty() {
+            return;
+        }
+        let last = |times: &FxHashMap<u64, When>, owner: u64| times.get(&owner).copied().unwrap_or_default();
+        let gone = self.index.iter().filter(|found| {
+            let (owner, location) = (found.record.owner, found.location);
+            let written = (self.segments[&location.file].life.number, location.page);
+            let of_owner = last(&cleared.namespaces, owner.namespace).max(last(&cleared.tenants, owner.tenant));
+            written < cleared.all.max(of_owner)
+        });
+        let gone: Vec<_> = gone.map(|found| found.record.place.key).collect();
+        for key in gone {
+            self.index.remove(&key);
+        }
+    }
+
+    /// The limit may be lower than it was: what is too much goes, the oldest first.
+    fn shrink(&mut self, medium: &dyn Medium) -> io::Result<()> {
+        while self.used > self.limit {
+            let vacant =
+                self.segments.iter().find(|(_, segment)| segment.stage == Stage::Vacant).map(|(&file, _)| file);
+            let Some(file) = vacant.or_else(|| self.order.pop_front()) else { break };
+            for key in self.index.keys_in(file) {
+                self.index.remove(&key);
+            }
+            medium.remove(file)?;
+            if let Some(segment) = self.segments.remove(&file) {
+                self.used -= segment.bytes;
+            }
+        }
+        Ok(())
+    }
+}

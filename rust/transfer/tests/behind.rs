@@ -1,0 +1,468 @@
+//! The medium behind the arena, in virtual time.
+//!
+//! Goal: what leaves the arena is still there, comes back when it is wanted by anybody, right or not at all; nobody fetches
+//! what is on its way already; a stop loses nothing and a start remembers.
+//! Method: two nodes with small arenas and a tier in memory each, whose shelf the test can see and spoil; the engines'
+//! `check` runs after every input.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use pyengine_transfer::engine::{Engine, Settings};
+use pyengine_transfer::memory::{Arena, slot_bytes};
+use pyengine_transfer::messages::{
+    DaemonOrder, DaemonReport, Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
+};
+use pyengine_transfer::pool::policy::Policy;
+use pyengine_transfer::pool::tier::Health;
+use pyengine_transfer::pool::twin::Shelf;
+use pyengine_transfer::transport::sim::{Faults, World};
+use pyengine_transfer::types::{BlockKey, ClientId, Layout, Medium, NodeAddress, SlotRef, Tag};
+
+const LAYOUT: Layout = Layout { strips: 3, strip_bytes: 16 };
+const SECOND: u64 = 1_000_000_000;
+const ROOT: BlockKey = BlockKey([0; 16]);
+const SLOTS: u64 = 8;
+/// Clients, by their node.
+const A: ClientId = 1;
+const A2: ClientId = 2;
+const B: ClientId = 3;
+
+fn key(number: u8) -> BlockKey {
+    BlockKey([number; 16])
+}
+
+fn tag(request: u64) -> Tag {
+    Tag { request, attempt: 1, worker: 9 }
+}
+
+fn block(number: u8) -> Vec<u8> {
+    (0..48).map(|byte| byte ^ number).collect()
+}
+
+fn node_of(client: ClientId) -> &'static str {
+    if client == B { "b" } else { "a" }
+}
+
+struct Stage {
+    world: World,
+    shelves: BTreeMap<&'static str, Shelf>,
+    nodes: BTreeMap<&'static str, NodeAddress>,
+    told: Vec<(ClientId, LocalEvent)>,
+    reports: Vec<(String, DaemonReport)>,
+    next_tag: u64,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let shelves = ["a", "b"].map(|node| (node, Shelf::default())).into();
+        let world = World::new(7, Faults::default());
+        let mut stage =
+            Self { world, shelves, nodes: BTreeMap::new(), told: Vec::new(), reports: Vec::new(), next_tag: 1000 };
+        ["a", "b"].into_iter().for_each(|node| stage.start(node, 1 << 20));
+        [A, A2, B].into_iter().for_each(|client| stage.attach(client));
+        stage
+    }
+
+    fn start(&mut self, node: &'static str, limit: u64) {
+        let bytes = 4096 + SLOTS * slot_bytes(LAYOUT).expect("possible");
+        // What is used last goes last: these tests say what that is.
+        let settings = Settings { eviction: Policy::named("lru").expect("known"), ..Settings::new(bytes) };
+        let tier = Some((self.shelves[node].clone(), limit));
+        let address = self.world.start_over(node, settings, tier);
+        self.nodes.insert(node, address);
+    }
+
+    fn attach(&mut self, client: ClientId) {
+        self.ask(client, LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: 40 + client });
+        assert!(matches!(self.told(client).as_slice(), [LocalEvent::Attached { .. }]));
+    }
+
+    fn ask(&mut self, client: ClientId, request: LocalRequest) {
+        self.world.request(node_of(client), client, request);
+        self.look();
+    }
+
+    fn look(&mut self) {
+        self.told.extend(self.world.take_events().into_iter().map(|(_, client, event)| (client, event)));
+        self.reports.extend(self.world.take_reports());
+    }
+
+    fn run(&mut self, time: u64) {
+        self.world.run(time);
+        self.look();
+    }
+
+    fn told(&mut self, client: ClientId) -> Vec<LocalEvent> {
+        self.look();
+        let (mine, others): (Vec<_>, Vec<_>) = self.told.drain(..).partition(|(told, _)| *told == client);
+        self.told = others;
+        mine.into_iter().map(|(_, event)| event).collect()
+    }
+
+    fn engine(&self, node: &str) -> &Engine {
+        self.world.engine(node).expect("it lives")
+    }
+
+    fn arena(&self, client: ClientId) -> Arc<Arena> {
+        self.engine(node_of(client)).arena(client).expect("attached")
+    }
+
+    fn counter(&self, node: &str, name: &str, labels: &str) -> u64 {
+        let mut counters = self.engine(node).counters().into_iter();
+        let found = counters.find(|(sample, _)| sample.starts_with(name) && sample.contains(labels));
+        found.unwrap_or_else(|| panic!("no {name} {labels}")).1
+    }
+
+    /// A grant that is held at once.
+    fn granted(&mut self, client: ClientId, tag: Tag, numbers: &[u8]) -> Vec<GrantedSlot> {
+        let keys = numbers.iter().map(|number| key(*number)).collect();
+        let mode = GrantMode::Wait;
+        self.ask(client, LocalRequest::Grant { tag, keys, private: 0, parent: ROOT, position: 0, mode, tenant: 6 });
+        match self.told(client).as_slice() {
+            [LocalEvent::Granted { slots, .. }] => slots.clone(),
+            other => panic!("not granted but {other:?}"),
+        }
+    }
+
+    fn end(&mut self, client: ClientId, tag: Tag) {
+        self.ask(client, LocalRequest::End { tag });
+    }
+
+    fn tag(&mut self) -> Tag {
+        self.next_tag += 1;
+        tag(self.next_tag)
+    }
+
+    /// Makes blocks, each by itself, and lets go of them.
+    fn store(&mut self, client: ClientId, numbers: impl IntoIterator<Item = u8>) {
+        for number in numbers {
+            let tag = self.tag();
+            let slots = self.granted(client, tag, &[number]);
+            self.arena(client).store(slots[0].slot, 0, &block(number)).expect("in range");
+            self.ask(client, LocalRequest::Commit { tag, indices: vec![0] });
+            self.end(client, tag);
+        }
+    }
+
+    fn fetch(&mut self, client: ClientId, tag: Tag, count: u32, from: &[&str]) {
+        let from = from.iter().map(|node| self.nodes[node].clone()).collect();
+        self.ask(client, LocalRequest::Fetch { tag, indices: (0..count).collect(), from });
+    }
+
+    /// Fetches one block under a tag of its own: where it came from, and its slot, checked.
+    fn fetch_one(&mut self, client: ClientId, number: u8, from: &[&str]) -> Result<(bool, Medium), Refusal> {
+        let tag = self.tag();
+        let slots = self.granted(client, tag, &[number]);
+        assert!(!slots[0].committed, "{number} is in the arena");
+        self.fetch(client, tag, 1, from);
+        self.run(SECOND / 10);
+        let found = self.fetched(client, tag, 0);
+        if let Ok(found) = found {
+            assert_eq!(self.load(client, found.slot), Some(block(number)));
+        }
+        self.end(client, tag);
+        found.map(|found| (found.peer, found.medium))
+    }
+
+    fn fetched(&mut self, client: ClientId, tag: Tag, index: u32) -> Result<Found, Refusal> {
+        let told = self.told(client);
+        match told.as_slice() {
+            [LocalEvent::Fetched { tag: its, index: of, found }] if *its == tag && *of == index => *found,
+            other => panic!("not fetched but {other:?}"),
+        }
+    }
+
+    fn load(&self, client: ClientId, slot: SlotRef) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; LAYOUT.block_bytes()];
+        self.arena(client).load(slot, 0, &mut bytes).expect("in range").then_some(bytes)
+    }
+
+    /// Which of these are in the arena.
+    fn here(&mut self, client: ClientId, numbers: impl IntoIterator<Item = u8>) -> Vec<u8> {
+        let mut here = Vec::new();
+        for number in numbers {
+            let tag = self.tag();
+            self.ask(client, LocalRequest::Lookup { tag, keys: vec![key(number)] });
+            let told = self.told(client);
+            let [LocalEvent::Located { slots, .. }] = told.as_slice() else { panic!("{told:?}") };
+            here.extend((slots.len() == 1).then_some(number));
+            self.end(client, tag);
+        }
+        here
+    }
+
+    /// What the conductor would know of a node from a dump: block and medium.
+    fn dump(&mut self, node: &str) -> Vec<(u8, Medium)> {
+        self.look();
+        self.reports.clear();
+        self.world.order(node, DaemonOrder::Dump);
+        self.look();
+        let mut known = Vec::new();
+        for (_, report) in &self.reports {
+            if let DaemonReport::Dump { blocks, .. } = report {
+                known.extend(blocks.iter().map(|(key, _, _, medium)| (key.0[0], *medium)));
+            }
+        }
+        known.sort_unstable();
+        known
+    }
+
+    fn expect_idle(&mut self) {
+        self.run(SECOND);
+        for node in ["a", "b"] {
+            if let Some(engine) = self.world.engine(node) {
+                assert!(engine.idle(), "{node}: {:#?}", engine.unfinished());
+            }
+        }
+    }
+}
+
+// Goal: what is used twice is written, and what is about to go; so the arena can be used for new blocks and the old ones
+// are found on the disk, by their maker and by a peer. Method: more blocks than there are slots, in steps.
+#[test]
+fn what_leaves_the_arena_is_on_the_disk() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=3);
+    stage.run(SECOND);
+    assert_eq!(stage.counter("a", "pyengine_pool_demotions_total", ""), 0, "nobody needs room, nobody came twice");
+    assert_eq!(stage.here(A, [2]), [2]);
+    stage.run(SECOND);
+    assert_eq!(stage.dump("a"), [(1, Medium::Dram), (2, Medium::Dram), (2, Medium::Ssd), (3, Medium::Dram)]);
+    // One at a time: there is always time to write what goes next.
+    for number in 4..=20 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    assert_eq!(stage.counter("a", "pyengine_pool_dropped_total", ""), 0);
+    let known: Vec<u8> = stage.dump("a").iter().filter(|(_, medium)| *medium == Medium::Ssd).map(|at| at.0).collect();
+    assert!((1..=12).all(|number| known.contains(&number)), "{known:?}");
+    // Its own client reads it, and so does a peer, through the arena.
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
+    assert_eq!(stage.here(A2, [1]), [1], "it is in the arena again");
+    assert_eq!(stage.fetch_one(B, 3, &["a"]), Ok((true, Medium::Ssd)));
+    assert_eq!(stage.here(A, [3]), [3], "it went through the arena there");
+    assert_eq!(stage.fetch_one(B, 1, &["a"]), Ok((true, Medium::Dram)));
+    assert_eq!(stage.counter("a", "pyengine_pool_promotions_total", ""), 2);
+    assert_eq!(stage.counter("a", "pyengine_pool_hits_total", "ssd"), 2);
+    stage.expect_idle();
+}
+
+// Goal: several clients that want one block get it by one read or one copy, each in a slot that it holds; if the one for
+// whom it is fetched leaves, the next goes on. Method: two clients of one node and one block, by disk and by peer.
+#[test]
+fn one_flight_for_all_who_want_it() {
+    let mut stage = Stage::new();
+    stage.store(B, [1, 2, 3, 4]);
+    // From a peer: the second asks while the first one's copy is on its way.
+    for (number, first_leaves) in [(1, false), (2, true)] {
+        let (first, second) = (stage.tag(), stage.tag());
+        let slots = [(A, first), (A2, second)].map(|(client, tag)| stage.granted(client, tag, &[number])[0].slot);
+        assert_ne!(slots[0], slots[1]);
+        stage.fetch(A, first, 1, &["b"]);
+        stage.fetch(A2, second, 1, &["b"]);
+        if first_leaves {
+            stage.end(A, first);
+        }
+        stage.run(SECOND / 10);
+        let second_has = stage.fetched(A2, second, 0).expect("it is there");
+        assert!(second_has.peer && stage.load(A2, second_has.slot) == Some(block(number)));
+        if first_leaves {
+            assert_eq!(second_has.slot, slots[1], "it was fetched for this one then");
+            assert_eq!(stage.told(A), []);
+        } else {
+            let first_has = stage.fetched(A, first, 0).expect("it is there");
+            assert_eq!((first_has.slot, second_has.slot), (slots[0], slots[0]), "both have the one that came");
+            // It stays for the second when the first lets go.
+            stage.end(A, first);
+            assert_eq!(stage.load(A2, slots[0]), Some(block(number)));
+        }
+        stage.end(A2, second);
+    }
+    assert_eq!(stage.counter("a", "pyengine_single_flight_total", ""), 2);
+    let copies = stage.counter("b", "pyengine_transfer_blocks_total", r#"transport="sim",direction="out""#);
+    assert!((2..=3).contains(&copies), "one copy for the first block, at most two for the second, not {copies}");
+
+    // From the disk: the same.
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    [A, A2].into_iter().for_each(|client| stage.attach(client));
+    let (first, second) = (stage.tag(), stage.tag());
+    let slot = stage.granted(A, first, &[1])[0].slot;
+    stage.granted(A2, second, &[1]);
+    stage.fetch(A, first, 1, &[]);
+    stage.fetch(A2, second, 1, &[]);
+    stage.run(SECOND / 10);
+    for (client, tag) in [(A, first), (A2, second)] {
+        assert_eq!(stage.fetched(client, tag, 0), Ok(Found { slot, peer: false, medium: Medium::Ssd }));
+        stage.end(client, tag);
+    }
+    assert_eq!(stage.counter("a", "pyengine_pool_promotions_total", ""), 1);
+    assert_eq!(stage.counter("a", "pyengine_pool_hits_total", "ssd"), 2);
+    // What came meanwhile by other means is found, and the slot that was reserved for it goes back.
+    let late = stage.tag();
+    let mine = stage.granted(A2, late, &[77])[0].slot;
+    stage.store(A, [77]);
+    stage.fetch(A2, late, 1, &["b"]);
+    let found = stage.fetched(A2, late, 0).expect("it is there");
+    assert!(!found.peer && found.medium == Medium::Dram && found.slot != mine);
+    assert_eq!(stage.load(A2, found.slot), Some(block(77)));
+    stage.end(A2, late);
+    stage.expect_idle();
+}
+
+// Goal: sources are asked in their order, the own disk first; what one lacks or has rotten the next may have; at the end
+// the last one's refusal is told; parts of one fetch come from several. Method: blocks that are here and there, and rot.
+#[test]
+fn each_source_is_tried_once_and_in_order() {
+    let mut stage = Stage::new();
+    stage.store(B, [1, 2, 3]);
+    stage.store(A, [3, 4]);
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    stage.attach(A);
+    assert_eq!(stage.dump("a"), [(3, Medium::Ssd), (4, Medium::Ssd)]);
+    let nobody = NodeAddress { node: "c".into(), address: "c:1".into(), incarnation: 9 };
+    let (b, a) = (stage.nodes["b"].clone(), stage.nodes["a"].clone());
+    let wanted = stage.tag();
+    stage.granted(A, wanted, &[1, 3, 4, 5]);
+    let from = vec![a, nobody.clone(), b.clone()];
+    stage.ask(A, LocalRequest::Fetch { tag: wanted, indices: (0..4).collect(), from });
+    stage.run(SECOND);
+    let mut told = stage.told(A);
+    told.sort_by_key(|event| format!("{event:?}"));
+    let origin = |event: &LocalEvent| match event {
+        LocalEvent::Fetched { found, .. } => found.map(|found| (found.peer, found.medium)),
+        other => panic!("{other:?}"),
+    };
+    let expected =
+        [Ok((true, Medium::Dram)), Ok((false, Medium::Ssd)), Ok((false, Medium::Ssd)), Err(Refusal::Missing)];
+    assert_eq!(told.iter().map(origin).collect::<Vec<_>>(), expected);
+    stage.end(A, wanted);
+    // The last refusal counts.
+    let wanted = stage.tag();
+    stage.granted(A, wanted, &[6]);
+    stage.ask(A, LocalRequest::Fetch { tag: wanted, indices: vec![0], from: vec![b, nobody] });
+    stage.run(SECOND);
+    assert_eq!(stage.fetched(A, wanted, 0), Err(Refusal::Unreachable));
+    stage.end(A, wanted);
+    // Rotten on the disk: dropped there and told, and the peer has it.
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    stage.attach(A);
+    stage.run(SECOND);
+    assert!(stage.shelves["a"].rot(&key(3)) && stage.shelves["a"].rot(&key(4)));
+    assert_eq!(stage.fetch_one(A, 3, &["b"]), Ok((true, Medium::Dram)));
+    assert_eq!(stage.fetch_one(A, 4, &[]), Err(Refusal::Corrupt));
+    assert_eq!(stage.fetch_one(A, 4, &["b"]), Err(Refusal::Missing));
+    assert_eq!(stage.counter("a", "pyengine_checksum_failures_total", "ssd"), 2);
+    assert_eq!(stage.dump("a"), [(1, Medium::Ssd), (3, Medium::Dram)], "and so the conductor knows");
+    // Rotten in the arena: the disk still has it.
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
+    let held = stage.tag();
+    let slot = stage.granted(A, held, &[1])[0].slot;
+    stage.arena(A).corrupt_for_test(slot.slot, 0);
+    assert_eq!(stage.load(A, slot), None);
+    stage.ask(A, LocalRequest::Corrupt { tag: held, index: 0 });
+    stage.end(A, held);
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
+    stage.expect_idle();
+}
+
+// Goal: a stop loses nothing that is published, a start remembers it with all that is known of it, and serves it though no
+// client has come back. Method: stop and start; ask from the peer; a kill loses what was not written, and only that.
+#[test]
+fn a_stop_loses_nothing() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=5);
+    let held = stage.tag();
+    stage.granted(A, held, &[9]);
+    let before = stage.dump("a");
+    assert_eq!(before, [1, 2, 3, 4, 5].map(|number| (number, Medium::Dram)));
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    assert_eq!(stage.engine("a").next_sequence(), 5, "so that whoever keeps an index asks for a dump");
+    assert_eq!(stage.dump("a"), [1, 2, 3, 4, 5].map(|number| (number, Medium::Ssd)), "nobody has attached");
+    stage.reports.clear();
+    stage.run(2 * SECOND);
+    let beat = stage.reports.iter().rev().find_map(|(node, report)| match report {
+        DaemonReport::Heartbeat { count, xor, .. } if node == "a" => Some((*count, xor.0)),
+        _ => None,
+    });
+    assert_eq!(beat, Some((5, [1 ^ 2 ^ 3 ^ 4 ^ 5; 16])));
+    for number in [2, 4] {
+        assert_eq!(stage.fetch_one(B, number, &["a"]), Ok((true, Medium::Ssd)), "served with no client of its own");
+    }
+    // All that is known of them came back too.
+    stage.attach(A);
+    let keys = (1..=5).map(key).collect();
+    let (parent, from) = (ROOT, Vec::new());
+    stage.ask(A, LocalRequest::Prefetch { keys, parent, position: 0, from });
+    stage.run(SECOND);
+    assert_eq!(stage.told(A), [], "a hint is never answered");
+    assert_eq!(stage.here(A, 1..=5), [1, 2, 3, 4, 5]);
+    // A kill loses what was not written.
+    stage.store(A, [6]);
+    stage.world.kill("a");
+    stage.start("a", 1 << 20);
+    assert_eq!(stage.dump("a"), [1, 2, 3, 4, 5].map(|number| (number, Medium::Ssd)));
+    stage.expect_idle();
+}
+
+// Goal: a hint brings blocks from peers too, as far as there is room, and holds nothing. Method: more than fit.
+#[test]
+fn hints_are_taken_as_far_as_there_is_room() {
+    let mut stage = Stage::new();
+    stage.store(B, 1..=7);
+    let keys = (1..=7).chain([99]).map(key).collect();
+    let from = vec![stage.nodes["b"].clone()];
+    stage.ask(A, LocalRequest::Prefetch { keys, parent: ROOT, position: 0, from });
+    stage.run(SECOND);
+    assert_eq!(stage.here(A, 1..=7).len(), 7);
+    assert_eq!(stage.counter("a", "pyengine_pool_hits_total", "ssd"), 0);
+    stage.expect_idle();
+    // Nobody attached may hint at anything.
+    stage.ask(77, LocalRequest::Prefetch { keys: vec![key(50)], parent: ROOT, position: 0, from: Vec::new() });
+    stage.expect_idle();
+}
+
+// Goal: a disk that fails or is full costs its blocks and nothing else: what is in the arena is served, what leaves it is
+// counted, and a disk that does well again is used again. Method: let it fail, and make it too small.
+#[test]
+fn a_failing_disk_costs_only_its_blocks() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=4);
+    assert_eq!(stage.here(A, 1..=2), [1, 2]);
+    stage.run(SECOND);
+    stage.shelves["a"].set_health(Health::Failed);
+    for number in 5..=14 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    assert!(stage.counter("a", "pyengine_pool_dropped_total", "") >= 4);
+    assert!(stage.counter("a", "pyengine_tier_refused_writes_total", "") > 0);
+    assert_eq!(stage.counter("a", "pyengine_tier_trouble", ""), 2);
+    assert_eq!(stage.fetch_one(A, 1, &[]), Err(Refusal::Missing));
+    stage.shelves["a"].set_health(Health::Good);
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)), "it was there all the time");
+    stage.run(2 * SECOND);
+    for number in 20..=30 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    assert_eq!(stage.fetch_one(A, 21, &[]), Ok((false, Medium::Ssd)));
+    // One block fits: the newest stays, and each that goes is told.
+    stage.world.stop("a");
+    stage.shelves.insert("a", Shelf::default());
+    stage.start("a", 48);
+    stage.attach(A);
+    for number in 40..=60 {
+        stage.store(A, [number]);
+        stage.run(SECOND);
+    }
+    let there: Vec<_> = stage.dump("a").into_iter().filter(|(_, medium)| *medium == Medium::Ssd).collect();
+    assert_eq!(there.len(), 1);
+    stage.world.stop("a");
+    stage.start("a", 48);
+    assert_eq!(stage.dump("a"), [(60, Medium::Ssd)], "what was used last is written first, and is not pushed out");
+}

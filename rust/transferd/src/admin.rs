@@ -1,0 +1,538 @@
+//! The commands that speak to a running daemon on this machine, over its unix socket: how it does, what it keeps, and to
+//! take on nothing new.
+
+use std::io::{self, BufWriter, Write};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Subcommand, ValueEnum};
+use serde::Serialize;
+use transfer::admin::{
+    AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, KEYS_LIMIT, Listed, Prefix, Status, Verified, hex,
+};
+use transfer::config::open_key;
+use transfer::error::Error;
+use transfer::pool::tier::Whose;
+use transfer::types::{BlockKey, Medium};
+
+use crate::engine::{seconds, size_name};
+use crate::settings::way_in;
+
+/// How often a drain says what is still held.
+const PROGRESS: Duration = Duration::from_secs(1);
+
+/// They end with 0 if all is well, 1 if not, 2 for a mistake in the arguments.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Says how a running daemon does: its tiers, its workers, its peers, what is held
+    Status {
+        #[command(flatten)]
+        daemon: Way,
+    },
+    /// Shows a running daemon's counters
+    Stats {
+        #[command(flatten)]
+        daemon: Way,
+    },
+    /// Lists the blocks that a running daemon has
+    Keys {
+        #[command(flatten)]
+        daemon: Way,
+        /// Only keys that begin so
+        #[arg(long, value_name = "HEX", default_value = "", hide_default_value = true, value_parser = prefix)]
+        prefix: Prefix,
+        /// Only so many
+        #[arg(long, value_name = "N")]
+        limit: Option<u64>,
+        /// Only those on this medium
+        #[arg(long)]
+        medium: Option<OnMedium>,
+    },
+    /// Computes the checksums of all blocks in a running daemon's memory; what is rotten is dropped, and it ends with 1
+    Verify {
+        #[command(flatten)]
+        daemon: Way,
+    },
+    /// Drops blocks that nobody holds from a running daemon's memory; ends with 1 if one of those named stays or is not there
+    Evict {
+        #[command(flatten)]
+        daemon: Way,
+        /// Keys of 32 hex digits
+        #[arg(value_name = "KEY", required_unless_present = "all", conflicts_with = "all", value_parser = key)]
+        keys: Vec<BlockKey>,
+        /// All that nobody holds
+        #[arg(long)]
+        all: bool,
+    },
+    /// Drops an owner's blocks that nobody holds from a running daemon's memory; ends with 1 if some are held and stay
+    #[command(group = clap::ArgGroup::new("whose").required(true))]
+    Clear {
+        #[command(flatten)]
+        daemon: Way,
+        /// All blocks of this namespace
+        #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
+        namespace: Option<u64>,
+        /// All blocks of this tenant, in every namespace
+        #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
+        tenant: Option<u64>,
+    },
+    /// Lets a running daemon take on nothing new, and waits until nothing is held: then it can be stopped
+    Drain {
+        #[command(flatten)]
+        daemon: Way,
+        /// Seconds to wait; the daemon drains on when they are over
+        #[arg(long, value_name = "N", default_value = "25", value_parser = seconds)]
+        within: Duration,
+        /// Let it take on work again
+        #[arg(long)]
+        cancel: bool,
+    },
+}
+
+/// Which daemon, and how it answers.
+#[derive(clap::Args, Debug)]
+pub struct Way {
+    /// The file that the daemon was started with
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Its unix socket, if not as the file says
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// The cluster's secret, if not as the file says
+    #[arg(long, value_name = "FILE")]
+    secret_file: Option<PathBuf>,
+    /// JSON instead of text
+    #[arg(long)]
+    json: bool,
+    /// Seconds to wait for an answer
+    #[arg(long, default_value = "30", value_parser = seconds)]
+    timeout: Duration,
+}
+
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnMedium {
+    /// The arena
+    Dram,
+    /// Solid-state disks
+    Ssd,
+}
+
+fn prefix(text: &str) -> Result<Prefix, String> {
+    Prefix::parse(text).map_err(|error| error.message)
+}
+
+fn key(text: &str) -> Result<BlockKey, String> {
+    let whole = Prefix::parse(text).map_err(|error| error.message)?.whole();
+    whole.ok_or_else(|| format!("a key has 32 hex digits, not {}", text.len()))
+}
+
+fn digest(text: &str) -> Result<u64, String> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let number = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
+    number.ok_or_else(|| format!("{text:?} is no owner: write at most 16 hex digits, as `keys --json` shows them"))
+}
+
+/// Does one of them.
+pub fn run(command: &Command) -> Result<(), Error> {
+    match command {
+        Command::Status { daemon } => status(daemon),
+        Command::Stats { daemon } => stats(daemon),
+        Command::Keys { daemon, prefix, limit, medium } => keys(daemon, *prefix, *limit, *medium),
+        Command::Verify { daemon } => verify(daemon),
+        Command::Evict { daemon, all: true, .. } => evict_all(daemon, None),
+        Command::Evict { daemon, keys, .. } => evict(daemon, keys),
+        Command::Clear { daemon, namespace, tenant } => {
+            evict_all(daemon, namespace.map(Whose::Namespace).or(tenant.map(Whose::Tenant)))
+        }
+        Command::Drain { daemon, cancel: true, .. } => cancel(daemon),
+        Command::Drain { daemon, within, .. } => drain(daemon, *within),
+    }
+}
+
+impl Way {
+    fn connect(&self) -> Result<AdminClient, Error> {
+        let (socket, key) = way_in(self.config.as_deref(), self.socket.as_deref(), self.secret_file.as_deref())?;
+        AdminClient::connect(&socket, key.unwrap_or_else(open_key), self.timeout)
+    }
+
+    /// One JSON object, or the text.
+    fn print(&self, value: &impl Serialize, text: impl FnOnce() -> String) -> Result<(), Error> {
+        let mut out = io::stdout().lock();
+        let written = if self.json { writeln!(out, "{}", json(value)?) } else { write!(out, "{}", text()) };
+        written.and_then(|()| out.flush()).or_else(gone).map(|_| ())
+    }
+}
+
+fn json(value: &impl Serialize) -> Result<String, Error> {
+    serde_json::to_string(value).map_err(|error| Error::bug(error.to_string()))
+}
+
+/// Nobody reads the rest: then there is no more to do. True if so.
+fn gone(error: io::Error) -> Result<(), Error> {
+    if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(Error::retry(format!("stdout: {error}"))) }
+}
+
+fn another(reply: &AdminReply) -> Error {
+    Error::bug(format!("the daemon answers something else than it was asked: {reply:?}"))
+}
+
+fn status(way: &Way) -> Result<(), Error> {
+    match way.connect()?.ask(&AdminRequest::Status)? {
+        AdminReply::Status(status) => way.print(&status, || status_text(&status)),
+        other => Err(another(&other)),
+    }
+}
+
+fn status_text(status: &Status) -> String {
+    let Status { node, address, incarnation, version, .. } = status;
+    let address = if address.is_empty() { "no peers" } else { address };
+    let state = match (status.draining, status.listening) {
+        (true, _) => "draining",
+        (false, true) => "serving",
+        (false, false) => "accepting no connections",
+    };
+    let mut text = format!("{node}: {state} for {}\n", duration(Duration::from_millis(status.uptime_ms)));
+    let mut line = |name: &str, value: String| text += &format!("  {name:<12}{value}\n");
+    line("address", address.into());
+    line("life", incarnation.to_string());
+    line("version", version.clone());
+    line(
+        "conductor",
+        match &status.conductor {
+            None => "none".into(),
+            Some(conductor) if conductor.connected => format!("{}, connected", conductor.address),
+            Some(conductor) => format!("{}, does not answer", conductor.address),
+        },
+    );
+    line("http", status.http.clone().unwrap_or_else(|| "none".into()));
+    line("held", held_text(&status.held));
+    let tiers = status.tiers.iter().map(|tier| {
+        let share = 100.0 * tier.used_bytes as f64 / (tier.limit_bytes.max(1) as f64);
+        [
+            tier.medium.clone(),
+            size_name(tier.limit_bytes),
+            tier.used_bytes.to_string(),
+            format!("{share:.1}%"),
+            tier.blocks.to_string(),
+            tier.health.clone(),
+        ]
+    });
+    text += &table(["tier", "limit", "used bytes", "used", "blocks", "health"], tiers);
+    let layouts = status.layouts.iter().map(|layout| {
+        let block = u64::from(layout.strips) * u64::from(layout.strip_bytes);
+        let numbers = [layout.slots, layout.free, layout.cached, layout.pinned, layout.reserved, layout.quarantine];
+        let [slots, free, cached, pinned, reserved, quarantine] = numbers.map(|number| number.to_string());
+        let layout = format!("{} x {}", layout.strips, size_name(layout.strip_bytes.into()));
+        [layout, size_name(block), slots, free, cached, pinned, reserved, quarantine]
+    });
+    text += &table(["layout", "block", "slots", "free", "cached", "pinned", "reserved", "quarantine"], layouts);
+    let clients = status.clients.iter().map(|client| [client.client.to_string(), client.tags.to_string()]);
+    text += &table(["worker", "tags"], clients);
+    let peers = status.peers.iter().map(|peer| {
+        let state = if peer.connected { "connected" } else { "connecting" };
+        [peer.node.clone(), peer.address.clone(), peer.incarnation.to_string(), state.into(), peer.copies.to_string()]
+    });
+    text + &table(["peer", "address", "life", "session", "copies"], peers)
+}
+
+/// A head and its rows, in columns; nothing if there are none.
+fn table<const N: usize>(head: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let rows: Vec<[String; N]> = rows.collect();
+    if rows.is_empty() {
+        return String::new();
+    }
+    let wide = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..N).map(|column| wide(column).max(head[column].len())).collect();
+    let line = |cells: [&str; N]| {
+        let padded = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        format!("  {}", padded.collect::<Vec<_>>().join("  ")).trim_end().to_owned() + "\n"
+    };
+    let mut text = "\n".to_owned() + &line(head);
+    for row in &rows {
+        text += &line(std::array::from_fn(|column| row[column].as_str()));
+    }
+    text
+}
+
+fn held_text(held: &Held) -> String {
+    let counts = [
+        (held.tags, "tag", "tags"),
+        (held.grants, "grant", "grants"),
+        (held.waiting, "waiting grant", "waiting grants"),
+        (held.opens, "open", "opens"),
+        (held.visits, "visitor", "visitors"),
+        (held.fetches, "fetch", "fetches"),
+        (held.serving, "fetch by a peer", "fetches by peers"),
+        (held.copies, "copy", "copies"),
+        (held.quarantine, "slot in quarantine", "slots in quarantine"),
+    ];
+    let some: Vec<String> = counts
+        .iter()
+        .filter(|(count, ..)| *count > 0)
+        .map(|(count, one, many)| format!("{count} {}", if *count == 1 { one } else { many }))
+        .collect();
+    if some.is_empty() { "nothing".into() } else { some.join(", ") }
+}
+
+fn duration(time: Duration) -> String {
+    let seconds = time.as_secs();
+    let (days, hours, minutes) = (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{:.1} s", time.as_secs_f64()),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, _, _) => format!("{hours} h {minutes} min"),
+        _ => format!("{days} d {hours} h"),
+    }
+}
+
+fn stats(way: &Way) -> Result<(), Error> {
+    match way.connect()?.ask(&AdminRequest::Counters)? {
+        AdminReply::Counters(values) => {
+            let object: serde_json::Map<_, _> =
+                values.iter().map(|(name, value)| (name.clone(), (*value).into())).collect();
+            let width = values.iter().map(|(_, value)| value.to_string().len()).max().unwrap_or(0);
+            let lines = values.iter().map(|(name, value)| format!("{value:>width$}  {name}\n"));
+            way.print(&object, || lines.collect())
+        }
+        other => Err(another(&other)),
+    }
+}
+
+#[derive(Serialize)]
+struct KeyLine {
+    key: String,
+    medium: &'static str,
+    position: u32,
+    bytes: u64,
+    held: bool,
+    parent: String,
+    namespace: String,
+    tenant: String,
+}
+
+fn keys(way: &Way, prefix: Prefix, limit: Option<u64>, medium: Option<OnMedium>) -> Result<(), Error> {
+    let medium = medium.map(|medium| match medium {
+        OnMedium::Dram => Medium::Dram,
+        OnMedium::Ssd => Medium::Ssd,
+    });
+    let mut client = way.connect()?;
+    let mut out = BufWriter::new(io::stdout().lock());
+    if !way.json {
+        let head = format!("{:<32}  medium  position  held  {:>10}  parent", "key", "bytes");
+        if let Err(error) = writeln!(out, "{head}") {
+            return gone(error);
+        }
+    }
+    let mut left = limit.unwrap_or(u64::MAX);
+    let mut from = Some(Cursor::default());
+    while let Some(at) = from.filter(|_| left > 0) {
+        let (blocks, next) = match client.ask(&AdminRequest::Keys { from: at, prefix, medium })? {
+            AdminReply::Keys { blocks, next } => (blocks, next),
+            other => return Err(another(&other)),
+        };
+        for block in blocks.iter().take(usize::try_from(left).unwrap_or(usize::MAX)) {
+            if let Err(error) = writeln!(out, "{}", key_line(block, way.json)?) {
+                return gone(error);
+            }
+        }
+        left = left.saturating_sub(blocks.len() as u64);
+        from = next;
+    }
+    out.flush().or_else(gone)
+}
+
+fn key_line(block: &Listed, as_json: bool) -> Result<String, Error> {
+    let Listed { position, bytes, held, .. } = *block;
+    let line = KeyLine {
+        key: hex(&block.key),
+        medium: block.medium.name(),
+        position,
+        bytes,
+        held,
+        parent: hex(&block.parent),
+        namespace: format!("{:016x}", block.owner.namespace),
+        tenant: format!("{:016x}", block.owner.tenant),
+    };
+    if as_json {
+        return json(&line);
+    }
+    let KeyLine { key, medium, parent, .. } = line;
+    let held = if held { "yes" } else { "no" };
+    Ok(format!("{key}  {medium:<6}  {position:<8}  {held:<4}  {bytes:>10}  {parent}"))
+}
+
+#[derive(Serialize)]
+struct VerifyLine {
+    blocks: u64,
+    bytes: u64,
+    gone: u64,
+    bad: Vec<String>,
+}
+
+fn verify(way: &Way) -> Result<(), Error> {
+    let mut client = way.connect()?;
+    let mut all = Verified::default();
+    let mut from = Some(Cursor::default());
+    while let Some(at) = from {
+        let (found, next) = match client.ask(&AdminRequest::Verify { from: at })? {
+            AdminReply::Verified { found, next } => (found, next),
+            other => return Err(another(&other)),
+        };
+        all.blocks += found.blocks;
+        all.bytes += found.bytes;
+        all.gone += found.gone;
+        all.bad.extend(found.bad);
+        from = next;
+    }
+    let bad: Vec<String> = all.bad.iter().map(hex).collect();
+    let line = VerifyLine { blocks: all.blocks, bytes: all.bytes, gone: all.gone, bad };
+    way.print(&line, || {
+        let mut text =
+            format!("{} blocks, {} bytes read; {} were gone before their turn\n", all.blocks, all.bytes, all.gone);
+        line.bad.iter().for_each(|key| text += &format!("rotten: {key}\n"));
+        text
+    })?;
+    match line.bad.len() {
+        0 => Ok(()),
+        count => Err(Error::retry(format!(
+            "{count} blocks did not fit their checksums and were dropped: they will be computed again; test this \
+             machine's memory"
+        ))),
+    }
+}
+
+fn evict(way: &Way, keys: &[BlockKey]) -> Result<(), Error> {
+    let mut client = way.connect()?;
+    let mut sum = Evicted::default();
+    for keys in keys.chunks(KEYS_LIMIT) {
+        drop_some(&mut client, &AdminRequest::Evict { keys: keys.to_vec() }, &mut sum)?;
+    }
+    say_evicted(way, sum)?;
+    match sum.held + sum.missing {
+        0 => Ok(()),
+        left => Err(Error::retry(format!("{left} of {} were not dropped", keys.len()))),
+    }
+}
+
+/// All that nobody holds, or what an owner has.
+fn evict_all(way: &Way, whose: Option<Whose>) -> Result<(), Error> {
+    let mut client = way.connect()?;
+    let mut sum = Evicted::default();
+    let mut from = Some(Cursor::default());
+    while let Some(at) = from {
+        from = drop_some(&mut client, &AdminRequest::EvictAll { from: at, whose }, &mut sum)?;
+    }
+    say_evicted(way, sum)?;
+    match (whose, sum.held) {
+        (None, _) | (_, 0) => Ok(()),
+        (_, held) => Err(Error::retry(format!("{held} blocks are held and were kept: ask again when they are let go"))),
+    }
+}
+
+fn drop_some(client: &mut AdminClient, request: &AdminRequest, sum: &mut Evicted) -> Result<Option<Cursor>, Error> {
+    match client.ask(request)? {
+        AdminReply::Evicted { evicted, next } => {
+            sum.dropped += evicted.dropped;
+            sum.held += evicted.held;
+            sum.missing += evicted.missing;
+            Ok(next)
+        }
+        other => Err(another(&other)),
+    }
+}
+
+fn say_evicted(way: &Way, sum: Evicted) -> Result<(), Error> {
+    let Evicted { dropped, held, missing } = sum;
+    way.print(&sum, || format!("{dropped} dropped, {held} held and kept, {missing} not there\n"))
+}
+
+#[derive(Serialize)]
+struct DrainLine {
+    draining: bool,
+    held: Held,
+}
+
+fn drain(way: &Way, within: Duration) -> Result<(), Error> {
+    let mut client = way.connect()?;
+    let until = Instant::now() + within;
+    let mut told = String::new();
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let within_ms = left.min(PROGRESS).as_millis() as u64;
+        let (draining, held) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
+            AdminReply::Drain { draining, held } => (draining, held),
+            other => return Err(another(&other)),
+        };
+        let line = DrainLine { draining, held };
+        let node = &client.node().node;
+        if held.is_nothing() {
+            return way.print(&line, || format!("{node} is drained: nothing is held, nothing new is taken on\n"));
+        }
+        if left.is_zero() {
+            way.print(&line, || format!("{node} drains: {} held\n", held_text(&held)))?;
+            return Err(Error::retry(
+                "something is still held; nothing new is taken on: ask again, stop the daemon anyway, or `drain --cancel`",
+            ));
+        }
+        let text = held_text(&held);
+        if text != told {
+            eprintln!("{node} drains: {text} held");
+            told = text;
+        }
+    }
+}
+
+fn cancel(way: &Way) -> Result<(), Error> {
+    let mut client = way.connect()?;
+    match client.ask(&AdminRequest::Drain { on: false, within_ms: 0 })? {
+        AdminReply::Drain { draining, held } => {
+            let node = &client.node().node;
+            way.print(&DrainLine { draining, held }, || format!("{node} takes on work again\n"))
+        }
+        other => Err(another(&other)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: numbers and tables read well. Method: examples.
+    use super::*;
+
+    #[test]
+    fn times_and_tables() {
+        let seconds = [0.25, 61.0, 3600.0 * 5.0 + 120.0, 86_400.0 * 3.0 + 3600.0];
+        let texts = seconds.map(|seconds| duration(Duration::from_secs_f64(seconds)));
+        assert_eq!(texts, ["0.2 s", "1 min 1 s", "5 h 2 min", "3 d 1 h"]);
+        let rows = [["a".to_owned(), "22".to_owned()], ["long name".to_owned(), String::new()]];
+        assert_eq!(table(["x", "number"], rows.into_iter()), "\n  x          number\n  a          22\n  long name\n");
+        assert_eq!(table(["x"], std::iter::empty()), "");
+        assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
+        assert_eq!(held_text(&Held::default()), "nothing");
+    }
+
+    #[test]
+    fn a_drain_waits_as_long_as_a_signal_does() {
+        use clap::Parser;
+
+        #[derive(Parser)]
+        struct Line {
+            #[command(subcommand)]
+            command: Command,
+        }
+
+        let line = Line::try_parse_from(["transferd", "drain"]).expect("good flags");
+        let default = Duration::from_secs(transfer::config::DRAIN_SECONDS);
+        assert!(matches!(line.command, Command::Drain { within, cancel: false, .. } if within == default));
+    }
+
+    #[test]
+    fn keys_are_whole() {
+        assert_eq!(key(&"0f".repeat(16)), Ok(BlockKey([15; 16])));
+        assert!(key("0f").expect_err("short").contains("32 hex digits, not 2"));
+        assert!(key("no").is_err());
+        assert_eq!(digest("00000000000000ff"), Ok(255));
+        for wrong in ["", "+5", "0x5", "12345678123456781"] {
+            assert!(digest(wrong).is_err(), "{wrong:?}");
+        }
+    }
+}
