@@ -44,6 +44,7 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::values::count_forks();
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("KEY_BYTES", size_of::<::transfer::types::BlockKey>())?;
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;

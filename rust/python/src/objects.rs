@@ -15,7 +15,7 @@ use transfer::types::BlockKey;
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
-use crate::values::{Living, seconds};
+use crate::values::{Living, forks, seconds};
 
 /// A key as its user gives it: text, which counts as UTF-8, or bytes.
 pub struct Name(Vec<u8>);
@@ -155,7 +155,7 @@ fn apart(items: &[(&[u8], &mut [u8])]) -> PyResult<()> {
 /// A value in the pool, read-only.
 #[pyclass(frozen, module = "pyengine._native")]
 pub struct View {
-    process: u32,
+    forks: u32,
     inner: Mutex<Inner>,
 }
 
@@ -168,7 +168,7 @@ struct Inner {
 
 impl View {
     fn new(value: Value) -> Self {
-        Self { process: std::process::id(), inner: Mutex::new(Inner { value: Some(value), exports: 0 }) }
+        Self { forks: forks(), inner: Mutex::new(Inner { value: Some(value), exports: 0 }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -258,7 +258,7 @@ impl View {
 impl View {
     fn end(&self, value: Option<Value>) {
         // A forked child has the pin of its parent, not one of its own, and nothing to say to the daemon.
-        if self.process != std::process::id() {
+        if self.forks != forks() {
             std::mem::forget(value);
         }
     }

@@ -31,8 +31,6 @@ const QUEUE_LIMIT: usize = 64 << 20;
 const READ_BYTES: usize = 256 << 10;
 /// How long a dial may take before the peer counts as unreachable.
 pub const DIAL_WITHIN: Duration = Duration::from_secs(3);
-/// How long an answer is looked for before its asker sleeps.
-const LOOK: Duration = Duration::from_micros(30);
 /// How long a side that ends a session waits for its reason to be read.
 const FAREWELL: Duration = Duration::from_millis(300);
 
@@ -523,13 +521,6 @@ impl Connection {
     /// the next one that comes. `None`: nothing came until then.
     pub fn ask(&mut self, payloads: &[Vec<u8>], until: Instant) -> Result<Option<Vec<u8>>, Ended> {
         payloads.iter().for_each(|payload| self.session.send(payload, now()));
-        self.pending.extend(self.session.take_output());
-        self.write()?;
-        // To sleep and be woken takes as long as the answer: first it is looked for.
-        let look_until = Instant::now() + LOOK;
-        while self.events.is_empty() && Instant::now() < look_until {
-            self.take()?;
-        }
         loop {
             if !self.events.is_empty() {
                 if let Event::Message(payload) = self.events.remove(0) {
@@ -581,17 +572,15 @@ impl Connection {
         if ready(&wait[1]) {
             self.link.wake().clear();
         }
-        if readable { self.take() } else { Ok(()) }
-    }
-
-    /// Takes what has come.
-    fn take(&mut self) -> Result<(), Ended> {
-        match self.stream.read(&mut self.buffer, &mut self.descriptors) {
-            Ok(0) => Err(Ended::Closed("the other side hung up".into())),
-            Ok(bytes) => self.session.receive(&self.buffer[..bytes], now(), &mut self.events),
-            Err(error) if retry(&error) => Ok(()),
-            Err(error) => Err(closed(error)),
+        if readable {
+            match self.stream.read(&mut self.buffer, &mut self.descriptors) {
+                Ok(0) => return Err(Ended::Closed("the other side hung up".into())),
+                Ok(bytes) => self.session.receive(&self.buffer[..bytes], now(), &mut self.events)?,
+                Err(error) if retry(&error) => {}
+                Err(error) => return Err(closed(error)),
+            }
         }
+        Ok(())
     }
 
     /// Moves queued messages into the session, as long as little is pending. True if some are left that could go next.

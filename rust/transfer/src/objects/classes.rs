@@ -150,29 +150,33 @@ impl<'a> Trailer<'a> {
     pub fn read(arena: &Arena, slot: SlotRef, space: &'a mut Tail) -> Option<Self> {
         let block = arena.layout().block_bytes();
         let read = |tail: &mut [u8]| arena.peek(slot.slot, block - tail.len(), tail).ok();
-        // Most names are short: then this is all.
-        let first = space.len() - FIRST_LOOK;
-        read(&mut space[first..])?;
-        let length = &space[space.len() - 8..space.len() - 4];
+        read(&mut space.short)?;
+        let length = &space.short[SHORT - 8..SHORT - 4];
         let length = u32::from_le_bytes(length.try_into().ok()?) as usize;
-        if length + FOOTER > FIRST_LOOK {
-            let from = space.len().checked_sub(length + FOOTER)?;
-            read(&mut space[from..])?;
-            return Self::decode(&space[from..], block);
+        if length + FOOTER <= SHORT {
+            return Self::decode(&space.short, block);
         }
-        Self::decode(&space[first..], block)
+        if length > NAME_LIMIT {
+            return None;
+        }
+        space.long = vec![0; length + FOOTER];
+        read(&mut space.long)?;
+        Self::decode(&space.long, block)
     }
 }
 
-/// Space for the end of a block.
-pub type Tail = [u8; NAME_LIMIT + FOOTER];
+/// Bytes of a block's end that are looked at first: most names are short, and then this is all.
+const SHORT: usize = 128;
 
-/// Bytes of a block's end that are looked at first.
-const FIRST_LOOK: usize = 128;
+/// Space for the end of a block.
+pub struct Tail {
+    short: [u8; SHORT],
+    long: Vec<u8>,
+}
 
 /// An empty space.
 pub fn tail() -> Tail {
-    [0; NAME_LIMIT + FOOTER]
+    Tail { short: [0; SHORT], long: Vec::new() }
 }
 
 fn largest() -> usize {
