@@ -38,6 +38,7 @@ bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.serve --compare --quick
 	$(BIN)/python -m bench.abort --quick
 	$(BIN)/python -m bench.transfer --quick
+	$(BIN)/python -m bench.eviction --quick
 
 # libFuzzer's flags are unstable ones of the compiler; RUSTC_BOOTSTRAP lets the stable one take them. New inputs go to
 # target/; what is worth keeping is copied to fuzz/corpus by hand (`cargo fuzz cmin`).

@@ -151,12 +151,18 @@ class Findings:
     def run(self, capacities: Sequence[float]) -> None:
         for capacity in capacities:
             limit = self.by["belady", capacity] = belady(self.trace, capacity)
-            say(self.trace, "belady", capacity, "hits", limit.hit_rate, "hit rate")
-            say(self.trace, "belady", capacity, "saved s", limit.saved, "s", reuse=limit.reuse)
+            self.say("belady", capacity, limit, None)
             for policy in EVICTION_POLICIES:
                 result = self.by[policy, capacity] = replay(self.trace, policy, capacity)
-                say(self.trace, policy, capacity, "hits", result.hit_rate, "hit rate", limit=limit.hit_rate)
-                say(self.trace, policy, capacity, "saved s", result.saved, "s", limit=limit.saved, reuse=result.reuse)
+                self.say(policy, capacity, result, limit)
+
+    def say(self, policy: str, capacity: float, result: Result, limit: Result | None) -> None:
+        case = f"{self.trace.name} {policy} {spell(capacity)}"
+        against = None if limit is None else "belady"
+        hits = None if limit is None or not limit.hit_rate else result.hit_rate / limit.hit_rate
+        saved = None if limit is None or not limit.saved else result.saved / limit.saved
+        line("eviction", f"{case} hits", result.hit_rate, "hit rate", against=against, ratio=hits)
+        line("eviction", f"{case} saved s", result.saved, "s", against=against, ratio=saved, reuse=result.reuse)
 
     def beside_the_table(self) -> None:
         for policy, row in PAPER_TABLE.items():
@@ -175,12 +181,14 @@ class Findings:
 
     def overall(self) -> None:
         """Means over the capacities at which somebody has to go, in shares of the best possible."""
-        scarce = sorted({capacity for _, capacity in self.by if capacity < self.trace.distinct})
+        limits = {capacity: limit for (policy, capacity), limit in self.by.items() if policy == "belady"}
+        scarce = [capacity for capacity in limits if capacity < self.trace.distinct and limits[capacity].hit_rate > 0]
+        if not scarce:
+            return
         for policy in EVICTION_POLICIES:
             for what in ("hit_rate", "saved"):
                 shares = [
-                    getattr(self.by[policy, capacity], what) / getattr(self.by["belady", capacity], what)
-                    for capacity in scarce
+                    getattr(self.by[policy, capacity], what) / getattr(limits[capacity], what) for capacity in scarce
                 ]
                 case = f"{self.trace.name} {policy} mean {'hits' if what == 'hit_rate' else 'saved s'}"
                 line("eviction", case, mean(shares), "of belady", capacities=len(scarce))
@@ -188,25 +196,6 @@ class Findings:
 
 def spell(capacity: float) -> str:
     return "endless" if capacity == math.inf else f"{capacity:.0f} blocks"
-
-
-def say(
-    trace: Trace,
-    policy: str,
-    capacity: float,
-    what: str,
-    value: float,
-    unit: str,
-    *,
-    limit: float | None = None,
-    reuse: float | None = None,
-) -> None:
-    case = f"{trace.name} {policy} {spell(capacity)} {what}"
-    more = {} if reuse is None else {"reuse": reuse}
-    if limit is None:
-        line("eviction", case, value, unit, **more)
-    else:
-        line("eviction", case, value, unit, against="belady", ratio=value / limit if limit else None, **more)
 
 
 def beside(trace: Trace, what: str, capacity: float, ours: float, paper: float, *, shape: float) -> None:
@@ -265,7 +254,7 @@ def main() -> None:
 
             matplotlib.use("Agg")
         except ImportError:
-            parser.error("--plot needs matplotlib: pip install matplotlib, or leave it out")
+            parser.error("--plot needs matplotlib: install pyengine-llm[bench]")
 
     all_findings = []
     for name, file in TRACES.items():

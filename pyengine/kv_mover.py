@@ -477,7 +477,8 @@ class KvMover:
 
     def _fetched(self, job: Job, index: int, slot: Slot | None, tier: str | None) -> None:
         if slot is not None and tier is not None and job.local is not None:
-            job.local.found(index, slot, tier)
+            # What a prefetch has brought into DRAM since the grant was where it was planned to be.
+            job.local.found(index, slot, job.prefetched.get(index, tier) if tier == "dram" else tier)
         fetch = job.fetching.pop(index, None)
         if fetch is not None:
             fetch.tiers[tier] += 1

@@ -21,6 +21,9 @@ PATIENCE = 10_000
 @pytest.fixture
 def context() -> Iterator[zmq.Context[Any]]:
     context: zmq.Context[Any] = zmq.Context()
+    # Nothing blocks for ever: a send that finds no link raises Again in the end.
+    context.setsockopt(zmq.SNDTIMEO, PATIENCE)
+    context.setsockopt(zmq.RCVTIMEO, PATIENCE)
     yield context
     context.destroy(linger=0)
 

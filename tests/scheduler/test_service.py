@@ -55,6 +55,7 @@ class Peer:
 
     def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
+        self._context.setsockopt(zmq.SNDTIMEO, int(PATIENCE * 1000))
         self._socket = dial(self._context.socket(zmq.DEALER), endpoint, KEY)
         self._codec = Codec(ConductorToGateway)
 

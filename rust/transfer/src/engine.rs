@@ -364,6 +364,8 @@ impl Engine {
             | LocalRequest::Open { tag, .. }
             | LocalRequest::Push { tag, .. }
             | LocalRequest::Corrupt { tag, .. } => tag,
+            // A hint is never answered.
+            LocalRequest::Prefetch { .. } if self.draining => return,
             LocalRequest::Prefetch { keys, parent, position, from } => {
                 return self.prefetch(client, &keys, parent, position, &from);
             }

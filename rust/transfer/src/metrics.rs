@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 /// What each family of samples says. One that is not listed is shown without.
-const HELP: [(&str, &str); 22] = [
+const HELP: [(&str, &str); 27] = [
     ("pyengine_transfer_bytes_total", "Bytes of whole blocks that crossed between nodes, verified at the destination"),
     ("pyengine_transfer_blocks_total", "Whole blocks that crossed between nodes, or were handed over within the arena"),
     ("pyengine_transfer_retries_total", "Copies that were sent again"),
@@ -12,15 +12,20 @@ const HELP: [(&str, &str); 22] = [
     ("pyengine_pool_evictions_total", "Blocks that were removed to make room"),
     ("pyengine_pool_hits_total", "Keys that grants, lookups and fetches have found"),
     ("pyengine_pool_misses_total", "Keys that grants and lookups have not found"),
-    ("pyengine_pool_demotions_total", "Blocks that were written from DRAM to SSD"),
-    ("pyengine_pool_promotions_total", "Blocks that were read from SSD into DRAM"),
     ("pyengine_pool_dropped_total", "Blocks that were evicted and are on no medium of this node any more"),
+    ("pyengine_pool_demotions_total", "Blocks that were written from DRAM to SSD"),
+    ("pyengine_pool_demoted_bytes_total", "Bytes of blocks that were written from DRAM to SSD"),
+    ("pyengine_pool_promotions_total", "Blocks that were read from SSD into DRAM"),
+    ("pyengine_pool_promoted_bytes_total", "Bytes of blocks that were read from SSD into DRAM"),
     (
         "pyengine_single_flight_total",
         "Wanted blocks that waited for a read already under way instead of one of their own",
     ),
-    ("pyengine_tier_bytes", "Bytes that a medium uses, and may use"),
-    ("pyengine_tier_health", "0: good, 1: read-only, 2: failed"),
+    ("pyengine_tier_limit_bytes", "Bytes that a medium may take"),
+    ("pyengine_tier_used_bytes", "Bytes that a medium takes, with all it keeps for itself"),
+    ("pyengine_tier_waiting_bytes", "Bytes that wait to be written to a medium"),
+    ("pyengine_tier_refused_writes_total", "Writes that a medium had no room for, or failed at"),
+    ("pyengine_tier_trouble", "How a medium does. 0: good, 1: reads only, 2: failed"),
     ("pyengine_checksum_failures_total", "Checksums that did not hold, by where the bytes were damaged"),
     ("pyengine_fenced_writes_total", "Writes that were refused because the life of their slot was over"),
     ("pyengine_daemon_uptime_seconds", "Since this life of the daemon began"),

@@ -18,8 +18,10 @@ use pyengine_transfer::config::Config;
 use pyengine_transfer::daemon::Daemon;
 use pyengine_transfer::engine::{Engine, Input, Output, Settings};
 use pyengine_transfer::error::ErrorKind;
-use pyengine_transfer::messages::{DaemonOrder, DaemonReport, GrantMode, LocalEvent, LocalRequest, Refusal};
+use pyengine_transfer::link::{Connection, Link, Stream, now};
+use pyengine_transfer::messages::{DaemonOrder, DaemonReport, GrantMode, LocalEvent, LocalRequest, Purpose, Refusal};
 use pyengine_transfer::pool::tier::Whose;
+use pyengine_transfer::session::{Ended, Session};
 use pyengine_transfer::types::{BlockKey, Layout, Medium, NodeAddress, Owner, Tag};
 
 use lanes::{KEY, PATIENCE};
@@ -560,6 +562,14 @@ fn strangers_are_told_why_not() {
     assert!(error.message.contains("no daemon listens"), "{error}");
     std::fs::write(directory.0.join("file"), "").expect("writable");
     assert!(refusal(&directory.0.join("file"), KEY).message.contains("no daemon listens"));
+
+    // From beyond the host nobody comes in, whatever he knows.
+    let stream = TcpStream::connect(&daemon.address().address).expect("listens");
+    let session = Session::dial(KEY, Purpose::Admin, [3; 32], now());
+    let mut connection =
+        Connection::new(Stream::Tcp(stream), session, Link::new().expect("an eventfd")).expect("a socket");
+    let ended = connection.handshake().expect_err("not let in");
+    assert!(matches!(&ended, Ended::Refused(why) if why.contains("unix socket")), "{ended}");
 
     // Who answers is something else.
     let other = directory.0.join("other.sock");

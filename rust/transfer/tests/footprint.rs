@@ -1,7 +1,7 @@
 //! What the books over a cached block take in memory, beside its strips' checksums.
 //!
 //! Goal: a node with small blocks does not spend its memory on books, and an arena that could hold many blocks costs nothing
-//! before it does. Method: an allocator that counts; a pool over an arena, filled with prefixes as a store fills it.
+//! before it does: 136 bytes with the policy `cost`, of which it takes 20. Method: an allocator that counts; a pool over an arena, filled with prefixes as a store fills it.
 
 use std::alloc::{GlobalAlloc, Layout as Bytes, System};
 use std::sync::atomic::{AtomicIsize, Ordering};
@@ -72,9 +72,12 @@ fn books_over_a_block_are_small() {
             pool.commit(holder, index, None).expect("written");
         }
         pool.release(holder);
+        // As an engine does after every input.
+        pool.take_changes();
+        pool.end(holder.tag);
     }
     let Some(each) = (TAKEN.load(Ordering::Relaxed) - before - empty).checked_div(blocks as isize) else { return };
     pool.check();
-    println!("{each} bytes for the books over a block");
-    assert!(pool.occupancy().cached == blocks && each <= 256, "{each} bytes for the books over a block");
+    println!("{each} bytes for the books over a block, policy {}", DEFAULT.name);
+    assert!(pool.occupancy().cached == blocks && each <= 140, "{each} bytes for the books over a block");
 }

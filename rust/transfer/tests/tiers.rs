@@ -120,6 +120,22 @@ fn what_is_written_is_read<K: Kind>(kind: K) {
         assert_eq!(desk.tier.find(&block.place.key), K::KEEPS.then_some(block));
     }
     assert_eq!(desk.tier.records().count(), if K::KEEPS { 20 } else { 0 });
+    // In steps of any size it is the same, each once.
+    for count in [1, 7, 20, 100_000] {
+        let (mut stepped, mut from) = (Vec::new(), Some(0));
+        while let Some(at) = from {
+            let (records, next) = desk.tier.page(at, count);
+            assert!(records.len() <= count as usize && next.is_none_or(|next| next > at));
+            stepped.extend(records);
+            from = next;
+        }
+        let sorted = |mut all: Vec<Record>| {
+            all.sort_unstable_by_key(|record| record.place.key);
+            all
+        };
+        assert_eq!(sorted(stepped), sorted(desk.tier.records().collect()), "in steps of {count}");
+    }
+    assert_eq!(desk.tier.page(u32::MAX, 10), (Vec::new(), None));
     for block in (0..20).map(record) {
         let expected = if K::KEEPS { Ok(content(&block, 0)) } else { Err(Fate::Missing) };
         assert_eq!(desk.get(&block), expected);

@@ -48,12 +48,13 @@ pub enum Command {
         #[arg(long)]
         medium: Option<OnMedium>,
     },
-    /// Computes the checksums of all blocks in a running daemon's memory; what is rotten is dropped, and it ends with 1
+    /// Computes the checksums of all blocks in a running daemon's memory; what is rotten is dropped, and it ends with 1. (What
+    /// is on SSD is verified whenever it is read)
     Verify {
         #[command(flatten)]
         daemon: Way,
     },
-    /// Drops blocks that nobody holds from a running daemon's memory; ends with 1 if one of those named stays or is not there
+    /// Drops blocks that nobody holds from all tiers of a running daemon; ends with 1 if one of those named stays or is not there
     Evict {
         #[command(flatten)]
         daemon: Way,
@@ -64,7 +65,7 @@ pub enum Command {
         #[arg(long)]
         all: bool,
     },
-    /// Drops an owner's blocks that nobody holds from a running daemon's memory; ends with 1 if some are held and stay
+    /// Drops an owner's blocks that nobody holds from all tiers of a running daemon; ends with 1 if some are held and stay
     #[command(group = clap::ArgGroup::new("whose").required(true))]
     Clear {
         #[command(flatten)]

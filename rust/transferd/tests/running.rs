@@ -311,6 +311,49 @@ fn every_command_says_what_is_so() {
 }
 
 #[test]
+fn what_is_on_ssd_is_seen_survives_and_can_be_dropped() {
+    let directory = std::env::temp_dir().join(format!("pyengine-running-ssd-{}/ssd", std::process::id()));
+    let place = Place::new("ssd", &format!("ssd_dirs = [{directory:?}]\nssd_bytes = \"64MiB\""));
+    let on_ssd = |daemon: &Running<'_>| -> Vec<String> {
+        let (code, out, why) = told(&daemon.obey(&["keys", "--medium", "ssd", "--json"]));
+        assert_eq!(code, Some(0), "{why}");
+        let lines = out.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+        let mut keys: Vec<String> = lines.map(|line| line["key"].as_str().expect("text").into()).collect();
+        keys.sort_unstable();
+        keys
+    };
+    let [first, second, third] = ["0a", "0b", "0c"].map(|byte| byte.repeat(16));
+    let daemon = Running::start(&place);
+    publish(&daemon.attach(1), 1, &[0x0a, 0x0b, 0x0c]);
+    assert_eq!(daemon.json(&["status"])["tiers"][1]["medium"], "ssd");
+    let body = daemon.becomes("/health/deep", 200);
+    assert!(body["checks"].as_array().expect("a list").iter().any(|check| check["check"] == "ssd"), "{body}");
+    // A stop writes what lies in memory only; the next life has it.
+    daemon.signal(Signal::SIGTERM);
+    let (status, log) = daemon.ended();
+    assert_eq!(status.code(), Some(0), "{log}");
+    let daemon = Running::start(&place);
+    assert_eq!(on_ssd(&daemon), [first.clone(), second.clone(), third]);
+    assert_eq!(daemon.json(&["status"])["tiers"][1]["blocks"], 3);
+    let families = daemon.get("/metrics").1;
+    for line in families.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+        let name = line.split(' ').next().expect("a name");
+        assert!(families.contains(&format!("# HELP {name} ")), "{name} is not explained");
+    }
+    // What is dropped is gone in the next life too.
+    let (code, text, why) = told(&daemon.obey(&["evict", &first]));
+    assert_eq!((code, text.as_str()), (Some(0), "1 dropped, 0 held and kept, 0 not there\n"), "{why}");
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.ended().0.code(), Some(0));
+    let daemon = Running::start(&place);
+    assert_eq!(on_ssd(&daemon).first(), Some(&second));
+    assert_eq!(told(&daemon.obey(&["clear", "--namespace", "0"])).1, "2 dropped, 0 held and kept, 0 not there\n");
+    assert_eq!((on_ssd(&daemon).len(), daemon.json(&["evict", "--all"])["dropped"].as_u64()), (0, Some(0)));
+    drop(daemon);
+    let _ = std::fs::remove_dir_all(directory.parent().expect("ours"));
+}
+
+#[test]
 fn a_reader_that_goes_away_is_no_error() {
     let place = Place::new("pipe", "");
     let daemon = Running::start(&place);

@@ -162,15 +162,16 @@ impl Engine {
 
     /// Blocks on the tier: the place behind all stores.
     fn tier_keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
-        let meant = |key: &BlockKey| medium.is_none_or(|medium| medium == Medium::Ssd) && prefix.begins(key);
-        let mut seen = 0;
-        let records = self.tier_records().skip(from.slot as usize).take(STRETCH as usize).inspect(|_| seen += 1);
-        let listed = records.filter(|record| meant(&record.place.key)).map(|record| {
+        let known = self.tier_stretch().is_some_and(|tier| tier.store == from.store);
+        if !known || medium == Some(Medium::Dram) {
+            return (Vec::new(), None);
+        }
+        let (records, next) = self.tier_page(from.slot, STRETCH);
+        let listed = records.into_iter().filter(|record| prefix.begins(&record.place.key)).map(|record| {
             let (Place { key, parent, position }, bytes) = (record.place, record.layout.block_bytes() as u64);
             Listed { key, parent, position, medium: Medium::Ssd, bytes, owner: record.owner, held: false }
         });
-        let listed = listed.collect();
-        (listed, (seen == STRETCH).then_some(Cursor { slot: from.slot.saturating_add(STRETCH), ..from }))
+        (listed.collect(), next.map(|slot| Cursor { slot, ..from }))
     }
 
     /// Where the blocks on the tier begin, if there is one.

@@ -117,6 +117,11 @@ impl Engine {
         self.behind.iter().flat_map(|behind| behind.tier.records())
     }
 
+    /// Some of them, see [`Tier::page`].
+    pub(super) fn tier_page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
+        self.behind.as_ref().map_or((Vec::new(), None), |behind| behind.tier.page(from, count))
+    }
+
     /// True if this read is under way, for this block.
     pub(super) fn reads_tier(&self, op: OpId, aim: Aim) -> bool {
         self.behind.as_ref().and_then(|behind| behind.reads.get(&op)).is_some_and(|read| read.aim == aim)

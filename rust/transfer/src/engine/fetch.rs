@@ -218,8 +218,8 @@ impl Engine {
     /// Asks peers for all that was decided since the last call: in one message what one holder wants of one peer.
     pub(super) fn send_asks(&mut self) {
         while !self.asks.is_empty() {
-            let mut groups: BTreeMap<(NodeId, u64, usize, Option<Holder>), (NodeAddress, Vec<BlockKey>)> =
-                BTreeMap::new();
+            // By peer and its life, store and holder.
+            let mut groups = BTreeMap::<_, (NodeAddress, Vec<BlockKey>)>::new();
             for (from, aim) in std::mem::take(&mut self.asks) {
                 let Some(flight) = self.flights.get(&aim).filter(|flight| flight.via == Via::Asked) else { continue };
                 let holder = match flight.want.who {

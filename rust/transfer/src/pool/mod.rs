@@ -15,25 +15,33 @@
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
+mod check;
 pub mod disk;
 mod ended;
+mod index;
 pub mod model;
 pub mod null;
 pub mod policy;
 mod room;
+mod share;
+mod slot;
 pub mod tier;
 pub mod twin;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
+use rustc_hash::FxHashSet;
+
 use crate::memory::Arena;
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
-use crate::types::{BlockKey, ClientId, Nanos, Owner, SlotRef, Tag};
+use crate::types::{BlockKey, ClientId, Owner, SlotRef, Tag};
 
 pub use ended::Remembered;
+use index::Index;
 use policy::{Evict, Gone};
-use room::{Kin, Room};
+use room::Room;
+use slot::{Owners, Slot, State};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -183,59 +191,6 @@ pub enum Dropped {
     Now,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Free,
-    Reserved,
-    /// `place` is `None` for a private block. Published: the index leads here.
-    Committed {
-        published: bool,
-    },
-    Quarantine,
-    /// Given up.
-    Absent,
-}
-
-#[derive(Clone, Debug)]
-struct Slot {
-    life: SlotRef,
-    state: State,
-    /// What it is (or will be), `None` for a private block.
-    place: Option<Place>,
-    /// References of holders.
-    pins: u32,
-    /// Copies that read it.
-    reads: u32,
-    /// Local clients, other than the holder, that may write it.
-    writers: u32,
-    /// When it was last let go of, on the clock of [`Pool::turn`].
-    used: u32,
-    owner: Owner,
-    /// Published, and on another medium too.
-    clean: bool,
-    /// Whether it may go.
-    kin: Kin,
-}
-
-impl Slot {
-    fn new(slot: u32) -> Self {
-        let life = SlotRef { slot, generation: 0 };
-        let (state, owner) = (State::Free, Owner::default());
-        Self {
-            life,
-            state,
-            place: None,
-            pins: 0,
-            reads: 0,
-            writers: 0,
-            used: 0,
-            owner,
-            clean: false,
-            kin: Kin::default(),
-        }
-    }
-}
-
 /// A grant that waits.
 #[derive(Clone, Debug)]
 struct Waiting {
@@ -289,7 +244,8 @@ pub struct Pool<M: Lives> {
     limit: u32,
     /// Turns so far, and the time of the last one, coarse.
     turn: (u64, u32),
-    index: HashMap<BlockKey, u32>,
+    index: Index,
+    owners: Owners,
     room: Room,
     quarantine: BTreeSet<u32>,
     /// Slots that are read in place, by holds of the memory alone, see [`Pool::noticed`].
@@ -316,12 +272,13 @@ impl<M: Lives> Pool<M> {
     pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize, policy: Box<dyn Evict>) -> Self {
         Self {
             memory,
-            slots: (0..slots).map(Slot::new).collect(),
+            slots: vec![Slot::new(); slots as usize],
             free: (0..slots).rev().collect(),
             absent: Vec::new(),
             limit: slots,
             turn: (0, 0),
-            index: HashMap::new(),
+            index: Index::default(),
+            owners: Owners::default(),
             room: Room::new(policy),
             quarantine: BTreeSet::new(),
             viewed: BTreeSet::new(),
@@ -352,7 +309,7 @@ impl<M: Lives> Pool<M> {
         }
         let taken = self.granted.contains_key(&holder.tag) && holder.client.is_some();
         let granted = self.held.get(&holder).is_some_and(|held| held.grant.is_some());
-        let distinct: HashSet<_> = wish.keys.iter().collect();
+        let distinct: FxHashSet<_> = wish.keys.iter().collect();
         let overflow = u32::try_from(wish.keys.len()).ok().and_then(|n| wish.position.checked_add(n)).is_none();
         if taken || granted || distinct.len() != wish.keys.len() || overflow {
             return Granting::Refused(Refusal::Protocol);
@@ -361,7 +318,7 @@ impl<M: Lives> Pool<M> {
             return Granting::Refused(Refusal::TooLarge);
         }
         // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
-        let present = wish.keys.iter().filter(|key| self.index.contains_key(key)).count();
+        let present = wish.keys.iter().filter(|key| self.at(key).is_some()).count();
         let next = match mode {
             GrantMode::Staging => self.waiting.front().is_none_or(|first| first.mode != GrantMode::Staging),
             GrantMode::Wait | GrantMode::Now => self.waiting.is_empty(),
@@ -419,10 +376,10 @@ impl<M: Lives> Pool<M> {
         since: u64,
         more: More<'_, M>,
     ) -> Option<Vec<GrantedSlot>> {
-        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.index.get(key).copied()).collect();
+        let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.at(key)).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
-        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].kin.idle).count();
+        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].idle).count();
         // What takes no room may be had even when there is none.
         let takes_room = need + kept > 0;
         let enough = |pool: &Self| !takes_room || need + spare(mode) <= pool.free.len() + pool.room.idle() - kept;
@@ -449,8 +406,8 @@ impl<M: Lives> Pool<M> {
                     let life = self.memory.issue(slot);
                     let place = (index < wish.keys.len()).then(|| wish.place(index));
                     let owner = wish.owner;
-                    self.slots[slot as usize] =
-                        Slot { life, state: State::Reserved, place, pins: 1, owner, ..Slot::new(slot) };
+                    let owner = self.owners.add(owner);
+                    self.slots[slot as usize] = Slot::reserved(life, place, owner);
                     slot
                 }
             };
@@ -486,8 +443,8 @@ impl<M: Lives> Pool<M> {
 
     /// As `lookup`; asks for more slots rather than find less.
     pub fn lookup_with(&mut self, holder: Holder, keys: &[BlockKey], more: More<'_, M>) -> Vec<SlotRef> {
-        let published = keys.iter().map_while(|key| self.index.get(key).copied());
-        let takes: HashSet<u32> = published.filter(|&slot| self.slots[slot as usize].kin.idle).collect();
+        let published = keys.iter().map_while(|key| self.at(key));
+        let takes: FxHashSet<u32> = published.filter(|&slot| self.slots[slot as usize].idle).collect();
         let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.room.idle());
         if !takes.is_empty() && wanted > 0 {
             more(self, Lack { wanted, needed: 1, since: self.turn.0 });
@@ -495,18 +452,18 @@ impl<M: Lives> Pool<M> {
         let mut available = self.free.len() + self.room.idle();
         // Pinning once more what is pinned takes no room.
         let may_pin = |slot: &u32| {
-            let takes = usize::from(self.slots[*slot as usize].kin.idle);
+            let takes = usize::from(self.slots[*slot as usize].idle);
             let may = takes == 0 || available > 1;
             available -= if may { takes } else { 0 };
             may
         };
-        let published = keys.iter().map_while(|key| self.index.get(key).copied());
+        let published = keys.iter().map_while(|key| self.at(key));
         let found: Vec<u32> = published.take_while(may_pin).collect();
         self.tally.hits += found.len() as u64;
         self.tally.misses += (keys.len() - found.len()) as u64;
         if !found.is_empty() {
             let mut held = self.held.remove(&holder).unwrap_or_default();
-            let mut known: HashSet<u32> = held.looked.iter().copied().collect();
+            let mut known: FxHashSet<u32> = held.looked.iter().copied().collect();
             for &slot in &found {
                 if known.insert(slot) {
                     held.looked.push(slot);
@@ -516,7 +473,7 @@ impl<M: Lives> Pool<M> {
             }
             self.held.insert(holder, held);
         }
-        found.iter().map(|&slot| self.slots[slot as usize].life).collect()
+        found.iter().map(|&slot| self.life(slot)).collect()
     }
 
     /// Makes a reserved block readable: published, unless it is private or its key is published already.
@@ -537,17 +494,18 @@ impl<M: Lives> Pool<M> {
         if let Some(writer) = by {
             self.forget_writer(writer, slot);
         }
-        let record = &mut self.slots[slot as usize];
-        if record.state != State::Reserved {
+        if !self.is(slot, State::Reserved) {
             return Ok(());
         }
-        if !self.memory.seal(record.life) {
+        if !self.memory.seal(self.life(slot)) {
             return Err(Refusal::Corrupt);
         }
-        let place = record.place.filter(|place| publish && !self.index.contains_key(&place.key));
+        let place = self.slots[slot as usize].place();
+        let place = place.filter(|place| publish && self.at(&place.key).is_none());
+        let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: place.is_some() };
         if let Some(place) = place {
-            self.index.insert(place.key, slot);
+            self.index.insert(&self.slots, slot);
             self.join(slot, place);
             self.mark(place.key);
             self.change(Change::Stored(place));
@@ -559,15 +517,17 @@ impl<M: Lives> Pool<M> {
     /// slot, or the key is not published.
     pub fn adopt(&mut self, holder: Holder, index: u32) -> Option<SlotRef> {
         let own = self.granted_index(holder, index)?;
-        let slot = *self.index.get(&self.slots[own as usize].place?.key)?;
+        let slot = self.at(&self.slots[own as usize].place()?.key)?;
         if slot != own {
             self.pin(slot);
             self.hit(slot);
             let grant = self.held.get_mut(&holder).and_then(|held| held.grant.as_mut());
-            grant.and_then(|slots| Some(*slots.get_mut(index as usize)? = slot));
+            if let Some(place) = grant.and_then(|slots| slots.get_mut(index as usize)) {
+                *place = slot;
+            }
             self.unpin(own);
         }
-        Some(self.slots[slot as usize].life)
+        Some(self.life(slot))
     }
 
     /// Lets a local client write the uncommitted slots of somebody else's grant, until it commits them or lets go.
@@ -601,7 +561,8 @@ impl<M: Lives> Pool<M> {
     /// A copy begins to read a committed block. False if that life is over or not committed.
     pub fn begin_copy(&mut self, slot: SlotRef) -> bool {
         let Some(record) = self.slots.get_mut(slot.slot as usize) else { return false };
-        if record.life != slot || !matches!(record.state, State::Committed { .. }) {
+        let same = record.generation == slot.generation && record.reads < u16::MAX;
+        if !same || !matches!(record.state, State::Committed { .. }) {
             return false;
         }
         record.reads += 1;
@@ -622,7 +583,7 @@ impl<M: Lives> Pool<M> {
     /// told. A block that was taken counts as used, and as in use until no hold is out on it.
     pub fn noticed(&mut self, slot: SlotRef, taken: bool) {
         let Some(record) = self.slots.get(slot.slot as usize) else { return };
-        if record.life != slot || !matches!(record.state, State::Committed { .. }) {
+        if record.generation != slot.generation || !matches!(record.state, State::Committed { .. }) {
             return;
         }
         let published = record.state == State::Committed { published: true };
@@ -678,7 +639,7 @@ impl<M: Lives> Pool<M> {
     /// A block was found corrupt: nobody finds it any more; who holds it keeps its slot. True if it was published.
     pub fn unpublish(&mut self, slot: SlotRef) -> bool {
         let Some(record) = self.slots.get(slot.slot as usize) else { return false };
-        if record.life != slot || record.state != (State::Committed { published: true }) {
+        if record.generation != slot.generation || !record.is_published() {
             return false;
         }
         self.unpublish_slot(slot.slot, Gone::Removed);
@@ -688,8 +649,8 @@ impl<M: Lives> Pool<M> {
 
     /// Drops a block that nobody holds.
     pub fn drop_block(&mut self, key: &BlockKey) -> Dropped {
-        let Some(&slot) = self.index.get(key) else { return Dropped::Missing };
-        if !self.slots[slot as usize].kin.idle {
+        let Some(slot) = self.at(key) else { return Dropped::Missing };
+        if !self.slots[slot as usize].idle {
             return Dropped::Held;
         }
         self.unpublish_slot(slot, Gone::Removed);
@@ -742,8 +703,9 @@ impl<M: Lives> Pool<M> {
 
     fn discard(&mut self, slot: u32) {
         let record = &mut self.slots[slot as usize];
-        self.memory.retire(record.life);
-        record.place = None;
+        self.memory.retire(SlotRef { slot, generation: record.generation });
+        record.set_place(None);
+        self.owners.remove(std::mem::replace(&mut record.owner, Owners::NOBODY));
         if record.writers == 0 && self.memory.quiet(slot) {
             record.state = State::Free;
             self.free.push(slot);
@@ -757,8 +719,8 @@ impl<M: Lives> Pool<M> {
         let record = &mut self.slots[slot as usize];
         record.state = State::Committed { published: false };
         record.clean = false;
-        let place = record.place.expect("a published block has a place");
-        self.index.remove(&place.key);
+        let place = record.place().expect("a published block has a place");
+        self.index.remove(&self.slots, slot);
         self.leave(slot, place, gone);
         self.mark(place.key);
         self.change(Change::Removed(place.key));
@@ -772,141 +734,6 @@ impl<M: Lives> Pool<M> {
         self.xor.iter_mut().zip(key.0).for_each(|(sum, byte)| *sum ^= byte);
     }
 
-    // -- sharing memory with other pools ---------------------------------------------------------------------------
-
-    /// Something is about to happen at `now`, for the so many-th time; the same for all pools that share memory.
-    pub fn turn(&mut self, turn: u64, now: Nanos) {
-        // In steps of 1/8 s the time wraps after 18 years.
-        self.turn = (turn, (now >> 27) as u32);
-    }
-
-    /// How many slots it has.
-    pub fn size(&self) -> u32 {
-        (self.slots.len() - self.absent.len()) as u32
-    }
-
-    /// Most slots it can ever have. Returns who waits for more than that, and waits no more.
-    pub fn set_limit(&mut self, limit: u32) -> Vec<Holder> {
-        self.limit = limit;
-        let fits = |waiting: &Waiting| waiting.wish.slots() + spare(waiting.mode) <= limit as usize;
-        let (fit, never): (VecDeque<_>, VecDeque<_>) = self.waiting.drain(..).partition(fits);
-        self.waiting = fit;
-        never.iter().filter(|waiting| waiting.holder.client.is_some()).for_each(|waiting| {
-            self.granted.remove(&waiting.holder.tag);
-        });
-        never.into_iter().map(|waiting| waiting.holder).collect()
-    }
-
-    /// It has so many more slots.
-    pub fn grow(&mut self, count: u32) {
-        let known = self.absent.len().min(count as usize);
-        let back = self.absent.split_off(self.absent.len() - known);
-        back.iter().for_each(|&slot| self.slots[slot as usize].state = State::Free);
-        let first = self.slots.len() as u32;
-        let new = first..first + (count - known as u32);
-        // Just so many: what may never be used is not kept ready.
-        self.slots.reserve_exact(new.len());
-        self.slots.extend(new.clone().map(Slot::new));
-        self.free.extend(new.rev().chain(back));
-    }
-
-    /// How many slots it could give up now: one that may be had stays, for staging.
-    pub fn givable(&self) -> usize {
-        (self.free.len() + self.room.idle()).saturating_sub(1)
-    }
-
-    /// How many slots are empty.
-    pub fn empty(&self) -> usize {
-        self.free.len()
-    }
-
-    /// When the block that it would evict next was last used; for ever, if that is not known.
-    pub fn coldest_use(&self) -> u64 {
-        self.coldest(1).first().map_or(u64::MAX, |&slot| self.slots[slot as usize].used.into())
-    }
-
-    /// Since when the first of those who wait do, in turns.
-    pub fn waits_since(&self) -> Option<u64> {
-        let firsts = [self.waiting.front(), self.waiting.get(self.staging())];
-        firsts.into_iter().flatten().map(|waiting| waiting.since).min()
-    }
-
-    /// Gives up an empty slot, or that of the block that it would evict next. `None`: it has neither, or somebody
-    /// still touches the victim, which waits in quarantine.
-    pub fn give_up(&mut self) -> Option<u32> {
-        if self.free.is_empty() {
-            self.make_room(1);
-        }
-        let slot = self.free.pop()?;
-        self.slots[slot as usize].state = State::Absent;
-        self.absent.push(slot);
-        Some(slot)
-    }
-
-    // -- for a medium behind this one --------------------------------------------------------------------------------
-
-    /// From now on, [`Pool::take_hits`] is called after every input.
-    pub fn watch_hits(&mut self) {
-        self.hits = Some(Vec::new());
-    }
-
-    /// The published blocks that were found since the last call, and are on no other medium.
-    pub fn take_hits(&mut self) -> Vec<SlotRef> {
-        let hits = self.hits.as_mut().map(std::mem::take).unwrap_or_default();
-        hits.into_iter().filter(|&slot| self.is_dirty(slot)).map(|slot| self.slots[slot as usize].life).collect()
-    }
-
-    /// A block that is published here is, or is not any more, on another medium.
-    pub fn set_clean(&mut self, key: &BlockKey, clean: bool) {
-        if let Some(&slot) = self.index.get(key) {
-            self.slots[slot as usize].clean = clean;
-        }
-    }
-
-    /// What is known of a published block.
-    pub fn describe(&self, slot: SlotRef) -> Option<(Place, Owner)> {
-        let record = self.slots.get(slot.slot as usize)?;
-        let published = record.life == slot && record.state == State::Committed { published: true };
-        record.place.filter(|_| published).map(|place| (place, record.owner))
-    }
-
-    /// Of so many blocks that are about to be evicted, those that are on no other medium.
-    pub fn dirty_victims(&self, limit: usize) -> Vec<SlotRef> {
-        let mut victims = Vec::new();
-        let mut looked = 0;
-        for slot in self.coldest(limit) {
-            // A prefix goes from its tail at one stretch, as far as nobody uses it.
-            let mut next = Some(slot);
-            while let Some(slot) = next.filter(|&slot| looked < limit && self.slots[slot as usize].kin.idle) {
-                looked += 1;
-                if self.is_dirty(slot) {
-                    victims.push(self.slots[slot as usize].life);
-                }
-                let place = self.slots[slot as usize].place.filter(|place| place.position > 0);
-                next = place.and_then(|place| self.index.get(&place.parent).copied());
-                next = next.filter(|&parent| {
-                    let other = self.slots[parent as usize].place;
-                    place.zip(other).is_some_and(|(place, other)| other.position + 1 == place.position)
-                });
-            }
-        }
-        victims.sort_unstable();
-        victims.dedup();
-        victims
-    }
-
-    /// All published blocks that are on no other medium, and when they were used last.
-    pub fn dirty(&self) -> Vec<(u32, SlotRef)> {
-        let dirty = (0..self.slots()).filter(|&slot| self.is_dirty(slot)).map(|slot| &self.slots[slot as usize]);
-        // What somebody holds is in use now.
-        dirty.map(|record| (if record.kin.idle { record.used } else { u32::MAX }, record.life)).collect()
-    }
-
-    fn is_dirty(&self, slot: u32) -> bool {
-        let record = &self.slots[slot as usize];
-        record.state == State::Committed { published: true } && !record.clean
-    }
-
     // -- asking ------------------------------------------------------------------------------------------------------
 
     /// Slots have numbers below this one.
@@ -916,12 +743,16 @@ impl<M: Lives> Pool<M> {
 
     /// How many copies read this slot.
     pub fn copies(&self, slot: u32) -> u32 {
-        self.slots[slot as usize].reads
+        self.slots[slot as usize].reads.into()
+    }
+
+    fn at(&self, key: &BlockKey) -> Option<u32> {
+        self.index.get(&self.slots, key)
     }
 
     /// The slot of a published block. Pins nothing.
     pub fn find(&self, key: &BlockKey) -> Option<SlotRef> {
-        self.index.get(key).map(|&slot| self.slots[slot as usize].life)
+        self.at(key).map(|slot| self.life(slot))
     }
 
     /// True if the tag has ended and is still remembered.
@@ -948,32 +779,32 @@ impl<M: Lives> Pool<M> {
     /// What a slot of a held grant is to hold; `None` for a private block or no such slot.
     pub fn told(&self, holder: Holder, index: u32) -> Option<(Place, Owner)> {
         let record = &self.slots[self.granted_index(holder, index)? as usize];
-        record.place.map(|place| (place, record.owner))
+        record.place().map(|place| (place, self.owners.get(record.owner)))
     }
 
     /// The key of one slot of a held grant; `None` for a private block or no such slot.
     pub fn key_at(&self, holder: Holder, index: u32) -> Option<BlockKey> {
-        self.slots[self.granted_index(holder, index)? as usize].place.map(|place| place.key)
+        self.slots[self.granted_index(holder, index)? as usize].place().map(|place| place.key)
     }
 
     /// One slot that a lookup has pinned.
     pub fn looked_at(&self, holder: Holder, index: u32) -> Option<SlotRef> {
         let slot = *self.held.get(&holder)?.looked.get(index as usize)?;
-        Some(self.slots[slot as usize].life)
+        Some(self.life(slot))
     }
 
     /// All published blocks.
     pub fn published(&self) -> impl Iterator<Item = Place> {
-        let published = |slot: &&Slot| slot.state == State::Committed { published: true };
-        self.slots.iter().filter(published).filter_map(|slot| slot.place)
+        let published = |slot: &&Slot| slot.is_published();
+        self.slots.iter().filter(published).filter_map(|slot| slot.place())
     }
 
     /// The published blocks among `count` slots from this one on.
     pub fn published_within(&self, from: u32, count: u32) -> impl Iterator<Item = Published> {
-        let published = |slot: &&Slot| slot.state == State::Committed { published: true };
-        let slots = self.slots.iter().skip(from as usize).take(count as usize).filter(published);
-        slots.filter_map(|slot| {
-            Some(Published { slot: slot.life, place: slot.place?, owner: slot.owner, held: !slot.kin.idle })
+        let slots = (from..self.slots()).take(count as usize).map(|slot| (slot, &self.slots[slot as usize]));
+        slots.filter(|(_, record)| record.is_published()).filter_map(|(slot, record)| {
+            let (place, owner) = (record.place()?, self.owners.get(record.owner));
+            Some(Published { slot: self.life(slot), place, owner, held: !record.idle })
         })
     }
 
@@ -1006,7 +837,7 @@ impl<M: Lives> Pool<M> {
                 State::Reserved => sum.reserved += 1,
                 State::Quarantine => sum.quarantine += 1,
                 State::Absent => {}
-                State::Committed { .. } if record.kin.idle => sum.cached += 1,
+                State::Committed { .. } if record.idle => sum.cached += 1,
                 State::Committed { .. } => sum.pinned += 1,
             }
         }
@@ -1033,79 +864,14 @@ impl<M: Lives> Pool<M> {
 
     fn granted_slot(&self, slot: u32) -> GrantedSlot {
         let record = &self.slots[slot as usize];
-        GrantedSlot { slot: record.life, committed: matches!(record.state, State::Committed { .. }) }
+        GrantedSlot { slot: self.life(slot), committed: matches!(record.state, State::Committed { .. }) }
+    }
+
+    fn life(&self, slot: u32) -> SlotRef {
+        SlotRef { slot, generation: self.slots[slot as usize].generation }
     }
 
     fn is(&self, slot: u32, state: State) -> bool {
         self.slots[slot as usize].state == state
-    }
-
-    /// Asserts every invariant of the pool.
-    ///
-    /// # Panics
-    /// If one does not hold.
-    pub fn check(&self) {
-        let mut pins = vec![0; self.slots.len()];
-        for (holder, held) in &self.held {
-            assert!(held.grant.is_some() || !held.looked.is_empty(), "{holder:?} holds nothing");
-            for &slot in held.grant.iter().flatten().chain(&held.looked) {
-                pins[slot as usize] += 1;
-            }
-            if let (Some(client), Some(_)) = (holder.client, &held.grant) {
-                assert_eq!(self.granted.get(&holder.tag), Some(&client), "{holder:?} is not known by its tag");
-            }
-        }
-        let clients = |holder: &Holder, held: &Held| holder.client.is_some() && held.grant.is_some();
-        let known = self.held.iter().filter(|(holder, held)| clients(holder, held)).count()
-            + self.waiting.iter().filter(|waiting| waiting.holder.client.is_some()).count();
-        assert_eq!(self.granted.len(), known, "a tag is known without a grant");
-        let mut writers = vec![0; self.slots.len()];
-        self.writers.values().flatten().for_each(|&slot| writers[slot as usize] += 1);
-        let free: HashSet<u32> = self.free.iter().copied().collect();
-        assert_eq!(free.len(), self.free.len(), "a slot is free twice");
-        let mut absent: HashSet<u32> = self.absent.iter().copied().collect();
-        assert_eq!(absent.len(), self.absent.len(), "a slot was given up twice");
-        let mut published = 0;
-        let mut xor = [0; 16];
-        for (number, slot) in (0..).zip(&self.slots) {
-            assert_eq!(slot.pins, pins[number as usize], "pins of slot {number}: {slot:?}");
-            assert_eq!(slot.writers, writers[number as usize], "writers of slot {number}: {slot:?}");
-            assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
-            let quarantined = self.quarantine.contains(&number);
-            assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
-            let viewed = self.viewed.contains(&number);
-            assert!(!viewed || matches!(slot.state, State::Committed { .. }), "slot {number} is viewed and {slot:?}");
-            let referenced = slot.pins > 0 || slot.reads > 0 || viewed;
-            match slot.state {
-                State::Free => {
-                    assert!(!referenced && slot.writers == 0 && self.memory.quiet(number), "slot {number} is not free");
-                }
-                State::Quarantine => assert!(!referenced, "slot {number} is quarantined and referenced"),
-                State::Absent => {
-                    assert!(
-                        !referenced && slot.writers == 0 && self.memory.quiet(number),
-                        "slot {number} is not given up"
-                    );
-                    assert!(absent.remove(&number), "slot {number} was not given up");
-                }
-                State::Reserved => assert!(slot.pins == 1 && slot.reads == 0, "slot {number} is reserved once"),
-                State::Committed { published: true } => {
-                    let place = slot.place.expect("a published block has a place");
-                    assert_eq!(self.index.get(&place.key), Some(&number), "the index does not lead to slot {number}");
-                    published += 1;
-                    xor.iter_mut().zip(place.key.0).for_each(|(sum, byte)| *sum ^= byte);
-                }
-                State::Committed { published: false } => {
-                    assert!(referenced && !slot.clean, "slot {number} serves nobody")
-                }
-            }
-        }
-        assert!(absent.is_empty(), "given up, and not: {absent:?}");
-        assert_eq!(self.index.len(), published, "the index and the published slots differ");
-        assert_eq!(self.xor, xor, "the XOR of the keys has drifted");
-        self.check_room();
-        assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
-        let staging = self.waiting.iter().map(|waiting| waiting.mode == GrantMode::Staging);
-        assert!(staging.is_sorted_by(|before, after| before >= after), "a staging grant waits behind another kind");
     }
 }

@@ -13,10 +13,12 @@
 //! any order. Only a block one position further counts as a child, so that made-up keys cannot form a circle, in which
 //! nobody would go first.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
+
+use rustc_hash::FxHashMap;
 
 use super::policy::{Evict, Gone};
-use super::{Lives, Place, Pool, Slot, State};
+use super::{Lives, Place, Pool};
 use crate::types::BlockKey;
 
 /// Of a block's children, how many there are, and how many of those are idle.
@@ -28,7 +30,7 @@ pub(super) struct Children {
 
 /// What a slot's block may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Role {
+pub(super) enum Role {
     /// In use, not published, or its children go first.
     #[default]
     Stays,
@@ -36,15 +38,12 @@ enum Role {
     Stem,
 }
 
-/// What is noted of a slot to know whether its block may go.
+/// What is noted of a published block's family.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Kin {
-    /// Of a published block. Its parent's slot at the last look: it may be another's by now.
+    /// Its parent's slot at the last look: it may be another's by now.
     parent: u32,
     children: Children,
-    /// Published, and nobody refers to it.
-    pub(super) idle: bool,
-    role: Role,
 }
 
 /// The blocks that may go.
@@ -54,14 +53,14 @@ pub(super) struct Room {
     /// In the order in which they are taken; few, as each has a child in use.
     stems: BTreeSet<u32>,
     /// Children of blocks that are not here, by the parent's key and the children's position.
-    orphans: HashMap<(BlockKey, u32), Children>,
+    orphans: FxHashMap<(BlockKey, u32), Children>,
     /// Slots of idle blocks: what could be had.
     idle: usize,
 }
 
 impl Room {
     pub(super) fn new(policy: Box<dyn Evict>) -> Self {
-        Self { policy, stems: BTreeSet::new(), orphans: HashMap::new(), idle: 0 }
+        Self { policy, stems: BTreeSet::new(), orphans: FxHashMap::default(), idle: 0 }
     }
 
     /// How many blocks could go.
@@ -88,18 +87,16 @@ impl<M: Lives> Pool<M> {
     pub(super) fn leave(&mut self, slot: u32, place: Place, gone: Gone) {
         self.wake(slot);
         self.room.policy.remove(slot, gone);
-        let kin = std::mem::take(&mut self.slots[slot as usize].kin);
-        if kin.children.all > 0 {
-            self.room.orphans.insert((place.key, place.position + 1), kin.children);
+        let children = std::mem::take(&mut self.slots[slot as usize].kin.children);
+        if children.all > 0 {
+            self.room.orphans.insert((place.key, place.position + 1), children);
         }
-        self.slots[slot as usize].kin.parent = kin.parent;
         self.tell_parent(slot, |children| children.all -= 1);
     }
 
     /// Somebody refers to the slot's block now. True if it was idle.
     pub(super) fn wake(&mut self, slot: u32) -> bool {
-        let kin = &mut self.slots[slot as usize].kin;
-        if !std::mem::replace(&mut kin.idle, false) {
+        if !std::mem::replace(&mut self.slots[slot as usize].idle, false) {
             return false;
         }
         self.room.idle -= 1;
@@ -110,8 +107,7 @@ impl<M: Lives> Pool<M> {
 
     /// Nobody refers to the slot's published block any more.
     pub(super) fn rest(&mut self, slot: u32) {
-        let kin = &mut self.slots[slot as usize].kin;
-        if std::mem::replace(&mut kin.idle, true) {
+        if std::mem::replace(&mut self.slots[slot as usize].idle, true) {
             return;
         }
         self.room.idle += 1;
@@ -123,7 +119,7 @@ impl<M: Lives> Pool<M> {
     /// The idle block that goes next; it is a candidate no more.
     pub(super) fn victim(&mut self) -> Option<u32> {
         let slot = self.room.policy.pop().or_else(|| self.room.stems.pop_first())?;
-        self.slots[slot as usize].kin.role = Role::Stays;
+        self.slots[slot as usize].role = Role::Stays;
         Some(slot)
     }
 
@@ -133,18 +129,19 @@ impl<M: Lives> Pool<M> {
     }
 
     fn tell_parent(&mut self, slot: u32, change: impl Fn(&mut Children)) {
-        let Slot { place: Some(place), kin, .. } = self.slots[slot as usize] else { return };
+        let kin = self.slots[slot as usize].kin;
+        let Some(place) = self.slots[slot as usize].place() else { return };
         let Some(position) = place.position.checked_sub(1) else { return };
         let is_parent = |number: u32| {
             self.slots.get(number as usize).is_some_and(|record| {
-                record.state == State::Committed { published: true }
-                    && record.place.is_some_and(|other| other.key == place.parent && other.position == position)
+                let place_of = record.place().filter(|_| record.is_published());
+                place_of.is_some_and(|other| other.key == place.parent && other.position == position)
             })
         };
         let parent = if is_parent(kin.parent) {
             Some(kin.parent)
         } else {
-            self.index.get(&place.parent).copied().filter(|&number| is_parent(number))
+            self.at(&place.parent).filter(|&number| is_parent(number))
         };
         if let Some(parent) = parent {
             self.slots[slot as usize].kin.parent = parent;
@@ -165,14 +162,14 @@ impl<M: Lives> Pool<M> {
 
     /// Decides what the slot's block may do after something about it has changed.
     fn review(&mut self, slot: u32) {
-        let kin = &mut self.slots[slot as usize].kin;
-        let role = match kin.children {
-            _ if !kin.idle => Role::Stays,
+        let record = &mut self.slots[slot as usize];
+        let role = match record.kin.children {
+            _ if !record.idle => Role::Stays,
             Children { all: 0, .. } => Role::Candidate,
             Children { idle: 0, .. } => Role::Stem,
             Children { .. } => Role::Stays,
         };
-        let before = std::mem::replace(&mut kin.role, role);
+        let before = std::mem::replace(&mut record.role, role);
         if before == role {
             return;
         }
@@ -190,22 +187,22 @@ impl<M: Lives> Pool<M> {
 
     /// Asserts the laws of this file.
     pub(super) fn check_room(&self) {
-        let mut families: HashMap<(BlockKey, u32), Children> = HashMap::new();
-        for (slot, place) in self.slots.iter().filter_map(|slot| Some((slot, slot.place?))) {
-            if slot.state == (State::Committed { published: true }) && place.position > 0 {
+        let mut families: FxHashMap<(BlockKey, u32), Children> = FxHashMap::default();
+        for (slot, place) in self.slots.iter().filter_map(|slot| Some((slot, slot.place()?))) {
+            if slot.is_published() && place.position > 0 {
                 let children = families.entry((place.parent, place.position)).or_default();
                 children.all += 1;
-                children.idle += u32::from(slot.kin.idle);
+                children.idle += u32::from(slot.idle);
             }
         }
         let (mut idle, mut candidates, mut stems) = (0, 0, 0);
         for (number, slot) in (0..).zip(&self.slots) {
-            let published = slot.state == State::Committed { published: true };
+            let published = slot.is_published();
             let unused =
                 published && slot.pins == 0 && slot.reads == 0 && slot.writers == 0 && !self.viewed.contains(&number);
-            assert_eq!(slot.kin.idle, unused, "idle and slot {number}: {slot:?}");
+            assert_eq!(slot.idle, unused, "idle and slot {number}: {slot:?}");
             let next =
-                slot.place.filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));
+                slot.place().filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));
             let children = next.and_then(|family| families.remove(&family)).unwrap_or_default();
             if published {
                 assert_eq!(slot.kin.children, children, "children of slot {number}: {slot:?}");

@@ -256,10 +256,19 @@ impl Index {
         !self.firsts.contains_key(&file)
     }
 
+    /// Numbers that entries have had: below this one.
+    pub fn places(&self) -> u32 {
+        (self.chunks.len() * CHUNK) as u32
+    }
+
+    /// What the entry of this number says, if it is one.
+    pub fn place(&self, number: u32) -> Option<Found> {
+        (number < self.places() && self.slot(number).used).then(|| self.at(number))
+    }
+
     /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = Found> + '_ {
-        let numbers = 0..(self.chunks.len() * CHUNK) as u32;
-        numbers.filter(|&number| self.slot(number).used).map(|number| self.at(number))
+        (0..self.places()).filter_map(|number| self.place(number))
     }
 
     /// Panics if its parts contradict each other.

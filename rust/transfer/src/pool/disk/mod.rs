@@ -32,8 +32,8 @@ use log::Log;
 
 /// What a directory takes beside its segments: the pages of `format` and `lock`.
 pub const OVERHEAD: u64 = 2 * PAGE as u64;
-/// Threads of a device: so many requests it has before it at once. Beyond 8 of 64 KiB no disk that we know gets faster.
-const THREADS: usize = 8;
+/// Threads of a device: so many requests it has before it at once. They sleep in the kernel nearly all the time.
+const THREADS: usize = 16;
 /// The least that a device can be given: eight segments of 64 KiB.
 const LEAST: u64 = (8 << 16) + OVERHEAD;
 
@@ -157,6 +157,16 @@ impl Tier for Ssd {
 
     fn records(&self) -> Box<dyn Iterator<Item = Record> + '_> {
         Box::new(self.devices.iter().flat_map(Log::records))
+    }
+
+    /// The devices in turn, so that the place of a block stays while they grow.
+    fn page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
+        let devices = self.devices.len() as u64;
+        let (from, until) = (u64::from(from), u64::from(from) + u64::from(count));
+        let end = self.devices.iter().map(Log::places).max().map_or(0, |places| u64::from(places) * devices);
+        let at = |place: u64| self.devices[(place % devices) as usize].place((place / devices) as u32);
+        let records = (from..until.min(end)).filter_map(at).collect();
+        (records, u32::try_from(until).ok().filter(|_| until < end))
     }
 
     fn flush(&mut self, op: OpId) {

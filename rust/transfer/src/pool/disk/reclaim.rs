@@ -1,10 +1,11 @@
-//! How the oldest segment becomes room: its warm blocks move on, the others go.
+//! Where room comes from: a spare segment is kept ready. When the limit is reached the oldest becomes one: its warm blocks move on,
+//! the others go.
 
 use super::super::tier::TierEvent;
-use super::format::{PAGE, block_pages};
+use super::format::{Life, PAGE, block_pages, encode_life};
 use super::index::Location;
 use super::io::{FileId, Work};
-use super::log::{Asker, Doing, Log, Stage};
+use super::log::{Asker, Doing, FILES, Log, Segment, Stage};
 use crate::types::BlockKey;
 
 /// Blocks that move at once.
@@ -36,6 +37,46 @@ enum Durability {
 }
 
 impl Log {
+    /// Sees to it that a spare segment is there. True if something else may be possible now.
+    pub(super) fn make_room(&mut self) -> bool {
+        // Nothing is dropped before something is written; and at the end only what is needed.
+        let writing = (self.head.is_some() && !self.closing) || (self.head.is_none() && self.has_work());
+        let wanted = self.spare.is_none() && writing;
+        let busy = |doing: &Doing| matches!(doing, Doing::Prepare { .. } | Doing::Remove { .. });
+        if !wanted || !self.may_write() || self.jobs.values().any(busy) {
+            return false;
+        }
+        let vacant = self.segments.iter().find(|(_, segment)| segment.stage == Stage::Vacant).map(|(&file, _)| file);
+        if let Some(file) = vacant {
+            if self.used - self.segments[&file].bytes + self.segment_bytes <= self.limit {
+                self.prepare(file);
+            } else {
+                self.submit(file, Work::Remove, Doing::Remove { file });
+            }
+            return false;
+        }
+        let unused =
+            (0..FILES as FileId).find(|file| !self.segments.contains_key(file) && !self.foreign.contains(file));
+        if let Some(file) = unused.filter(|_| self.used + self.segment_bytes <= self.limit) {
+            let life = Life { store: 0, number: 0, nonce: 0 };
+            self.segments.insert(file, Segment::vacant(life, 0));
+            self.prepare(file);
+            return false;
+        }
+        self.reclaim_oldest()
+    }
+
+    pub(super) fn prepare(&mut self, file: FileId) {
+        let life = Life { store: self.io.medium().store(), number: self.next_number, nonce: self.random.bits() };
+        self.next_number += 1;
+        let bytes = self.segment_bytes;
+        let segment = self.segment(file);
+        let before = segment.bytes;
+        *segment = Segment { stage: Stage::Preparing, ..Segment::vacant(life, bytes) };
+        self.used = self.used - before + bytes;
+        self.submit(file, Work::Prepare { bytes, header: encode_life(life) }, Doing::Prepare { file });
+    }
+
     /// Goes on to reclaim the oldest segment. True if something else may be possible now.
     pub(super) fn reclaim_oldest(&mut self) -> bool {
         if self.reclaim.is_none() && !self.begin_reclaim() {

@@ -163,6 +163,7 @@ impl Log {
             } else {
                 // It gets its footer as soon as there is time, and the torn rest is cut off.
                 segment.stage = Stage::Sealing { begun: false };
+                log.unsealed += 1;
                 (segment.cursor, segment.hole) = (scanned.end, true);
                 segment.table = scanned.entries;
             }
@@ -232,6 +233,7 @@ impl Log {
             medium.remove(file)?;
             if let Some(segment) = self.segments.remove(&file) {
                 self.used -= segment.bytes;
+                self.unsealed -= usize::from(segment.stage == Stage::Sealing { begun: false });
             }
         }
         Ok(())

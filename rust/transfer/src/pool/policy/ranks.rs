@@ -23,8 +23,8 @@ impl<K: Copy + Default + Ord> Ranks<K> {
     pub fn set(&mut self, slot: u32, rank: K) {
         let number = slot as usize;
         if number >= self.ranks.len() {
-            self.ranks.resize(number + 1, K::default());
-            self.at.resize(number + 1, ABSENT);
+            cover(&mut self.ranks, number, K::default());
+            cover(&mut self.at, number, ABSENT);
         }
         self.ranks[number] = rank;
         if self.at[number] != ABSENT {
@@ -128,6 +128,16 @@ impl<K: Copy + Default + Ord> Ranks<K> {
     fn put(&mut self, at: usize, slot: u32) {
         self.heap[at] = slot;
         self.at[slot as usize] = at as u32;
+    }
+}
+
+/// Makes a vector have this index. What is kept ready for more is an eighth, not as much again: a pool has millions of slots.
+pub fn cover<T: Clone>(all: &mut Vec<T>, index: usize, empty: T) {
+    if index >= all.capacity() {
+        all.reserve_exact(index + 1 - all.len() + index / 8);
+    }
+    if index >= all.len() {
+        all.resize(index + 1, empty);
     }
 }
 

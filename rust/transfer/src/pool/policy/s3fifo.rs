@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use rustc_hash::FxHashMap;
 
-use super::ranks::Ranks;
+use super::ranks::{Ranks, cover};
 use super::{Evict, Gone};
 use crate::pool::Place;
 use crate::types::BlockKey;
@@ -68,9 +68,7 @@ impl Evict for S3Fifo {
         let number = slot as usize;
         let fingerprint = fingerprint(place.key);
         let block = Block { fingerprint, in_main: self.ghosts.remove(fingerprint), uses: 0 };
-        if number >= self.blocks.len() {
-            self.blocks.resize(number + 1, block);
-        }
+        cover(&mut self.blocks, number, block);
         self.blocks[number] = block;
         self.known += 1;
         self.enter(slot);
