@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyengine.llm import LLM
+    from pyengine.pool import AsyncPool, Pool
     from pyengine.scheduler.types import SamplingParams
     from pyengine.transfer import TransferEngine
 
 #: Public name -> module that defines it.
 _LAZY = {
     "LLM": "pyengine.llm",
+    "AsyncPool": "pyengine.pool",
+    "Pool": "pyengine.pool",
     "SamplingParams": "pyengine.scheduler.types",
     "TransferEngine": "pyengine.transfer",
 }
 
-__all__ = ["LLM", "SamplingParams", "TransferEngine"]
+__all__ = ["LLM", "AsyncPool", "Pool", "SamplingParams", "TransferEngine"]
 
 
 def __getattr__(name: str) -> Any:

@@ -303,9 +303,53 @@ class Daemon:
     def address(self) -> NodeAddress: ...
     def attach(self, incarnation: int, strips: int, strip_bytes: int, namespace: int = 0) -> PoolClient:
         """A client within this process, with no socket."""
+    def objects(self, object_key: _Bytes) -> ObjectPool:
+        """The pool of objects, for this process. `object_key` is 32 bytes (`derive_key` with "object")."""
     def counters(self) -> dict[str, int]: ...
     def stop(self) -> None:
         """Ends all links and threads; returns when they are gone. Idempotent."""
+
+# Objects. `pyengine.pool` says what all of this means, and is what users use.
+
+_Key: TypeAlias = str | bytes
+
+@final
+class View:
+    """The value of an object, read-only: a buffer. A context manager, which closes it.
+
+    Its bytes stay, and do not change, until it is closed, or it and all buffers made from it are gone.
+    """
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __len__(self) -> int: ...
+    @property
+    def pinned(self) -> bool:
+        """True if it lies in the pool itself; False if it is a copy, as a value of more than 1 MiB is."""
+    @property
+    def closed(self) -> bool: ...
+    def verify(self) -> bool:
+        """True if the bytes are those that were put, by the checksums that were made then."""
+    def close(self) -> None:
+        """Lets go of it. Idempotent. Raises BufferError while a buffer made from it is in use."""
+    def __enter__(self) -> View: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class ObjectPool:
+    """A client of a node's objects, from `connect` or `Daemon.objects`. Use it from any thread."""
+    @staticmethod
+    def connect(socket: str, session_key: _Bytes, object_key: _Bytes, timeout: float) -> ObjectPool: ...
+    def put(self, keys: Sequence[_Key], values: Sequence[_Bytes]) -> list[bool]: ...
+    def get(self, keys: Sequence[_Key]) -> list[View | None]: ...
+    def get_into(self, keys: Sequence[_Key], buffers: Sequence[_Bytes]) -> list[int | None]: ...
+    def exists(self, keys: Sequence[_Key]) -> list[bool]: ...
+    def remove(self, keys: Sequence[_Key]) -> list[bool]: ...
+    def list(
+        self, prefix: _Key, cursor: tuple[int, bytes | None] | None, limit: int
+    ) -> tuple[list[tuple[bytes, int]], tuple[int, bytes | None] | None]:
+        """Some (key, bytes of the value), and where the list goes on; None: there is no more."""
+    def stats(self) -> tuple[int, int, int, int, int]:
+        """(objects, bytes, capacity, hits, misses)."""
+    def close(self) -> None: ...
 
 # What a ReportEndpoint's `events` returns. Blocks are (key, parent, position, medium); medium is "dram" or "ssd".
 

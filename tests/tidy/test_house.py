@@ -34,6 +34,7 @@ FLOORS = {
     "pyengine.secret": 2,
     "pyengine._transferd": 2,
     "pyengine.transfer": 2,
+    "pyengine.pool": 2,
     "pyengine.kernels": 1,
     "pyengine._native": 1,
     "pyengine.scheduler": 0,
@@ -46,8 +47,9 @@ TRANSFER_USERS = (
     "pyengine.llm",
     "pyengine.worker.service",
     "pyengine.transfer",
+    "pyengine.pool",
 )
-TRANSFER_NAMES = {"PoolClient", "Daemon", "ReportEndpoint", "Endpoint"}
+TRANSFER_NAMES = {"PoolClient", "ObjectPool", "Daemon", "ReportEndpoint", "Endpoint"}
 FLOOR_0_LIBRARIES = set(sys.stdlib_module_names) | {"numpy", "msgspec", "pyengine"}
 
 

@@ -11,6 +11,7 @@ use transfer::types::Layout;
 
 use crate::buffers::Readable;
 use crate::errors::exception;
+use crate::objects::ObjectPool;
 use crate::pool::PoolClient;
 use crate::values::{Living, NodeAddress, counters};
 
@@ -68,6 +69,11 @@ impl Daemon {
             .with(py, |daemon| daemon.attach(incarnation, layout, namespace))?
             .map(PoolClient::new)
             .map_err(exception)
+    }
+
+    fn objects(&self, py: Python<'_>, object_key: Readable) -> PyResult<ObjectPool> {
+        let key = object_key.exactly("object_key")?;
+        self.living.with(py, |daemon| daemon.objects(key))?.map(ObjectPool::new).map_err(exception)
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

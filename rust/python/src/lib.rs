@@ -7,6 +7,7 @@ mod daemon;
 mod errors;
 mod keys;
 mod model;
+mod objects;
 mod pool;
 mod report;
 mod transfer;
@@ -26,6 +27,8 @@ mod _native {
     #[pymodule_export]
     use super::model::CacheModel;
     #[pymodule_export]
+    use super::objects::{ObjectPool, View};
+    #[pymodule_export]
     use super::pool::{
         Arrived, Complete, Counters, Disconnected, Fetched, Granted, Located, Opened, PoolClient, Pushed, Refused,
     };
@@ -41,6 +44,7 @@ mod _native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::values::count_forks();
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("KEY_BYTES", size_of::<::transfer::types::BlockKey>())?;
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;

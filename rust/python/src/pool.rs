@@ -284,7 +284,7 @@ fn convert<'py>(py: Python<'py>, event: ClientEvent) -> PyResult<Option<Bound<'p
         ClientEvent::Arena(_) => return Ok(None),
         ClientEvent::Disconnected(reason) => Bound::new(py, Disconnected { reason })?.into_any(),
         ClientEvent::Event(event) => match event {
-            LocalEvent::Attached { .. } | LocalEvent::AttachRefused { .. } => return Ok(None),
+            LocalEvent::Attached { .. } | LocalEvent::AttachRefused { .. } | LocalEvent::Objects(_) => return Ok(None),
             LocalEvent::Granted { tag, slots } => {
                 Bound::new(py, Granted { tag: Tag(tag), slots: list(slots)? })?.into_any()
             }

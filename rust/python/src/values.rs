@@ -1,5 +1,6 @@
 //! Small values, and objects with threads behind them.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{PoisonError, RwLock};
 use std::time::Duration;
 
@@ -131,6 +132,29 @@ pub fn counters<'py>(py: Python<'py>, values: Vec<(String, u64)>) -> PyResult<Bo
 /// Seconds as Python gives them.
 pub fn seconds(value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value).map_err(|_| bug(format!("{value} is no number of seconds to wait")))
+}
+
+/// How often this process has come out of a fork: what was made in its parent knows it by that, with no system call.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// Which process of a line of forks this is.
+pub fn forks() -> u32 {
+    FORKS.load(Ordering::Relaxed)
+}
+
+/// Begins to count forks. Once, before anything asks.
+pub fn count_forks() {
+    extern "C" fn forked() {
+        FORKS.fetch_add(1, Ordering::Relaxed);
+    }
+
+    type Handler = Option<extern "C" fn()>;
+    unsafe extern "C" {
+        fn pthread_atfork(prepare: Handler, parent: Handler, child: Handler) -> std::os::raw::c_int;
+    }
+    // SAFETY: POSIX declares it so. The handler touches one atomic, which is allowed in a forked child, and lives as long
+    // as the module, which Python never unloads. It fails only without memory; then a fork goes uncounted.
+    let _ = unsafe { pthread_atfork(None, None, Some(forked)) };
 }
 
 /// Something with threads behind it: it can be closed, and it does not survive a fork.

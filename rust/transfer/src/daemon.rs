@@ -34,8 +34,12 @@ use crate::http;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
+use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
+use crate::objects::catalog::Catalog;
+use crate::objects::pool::Pool;
+use crate::objects::reader::{Answer, Reader};
 use crate::paths::{self, Doors, Notify};
 use crate::pool::disk::Ssd;
 use crate::pool::tier::{Capacity, Tier};
@@ -123,6 +127,7 @@ struct Shared {
     happenings: SyncSender<Happening>,
     threads: Arc<Threads>,
     doors: Doors,
+    catalog: Arc<Catalog>,
     /// When it began, in [`now`]'s time.
     began: Nanos,
     /// True while connections are accepted.
@@ -164,28 +169,29 @@ impl Daemon {
         let lanes = LaneSettings { tls: config.tls, ..LaneSettings::default() };
         let (transports, doors) = paths::open(kinds, config.key(), &me, &lanes, bell)?;
         let threads = Arc::new(Threads::default());
-        let shared = Arc::new(Shared {
-            key: config.key(),
-            tls: config.tls,
-            me: me.clone(),
-            happenings,
-            threads: threads.clone(),
-            doors,
-            began: now(),
-            listening: AtomicBool::new(!listeners.is_empty()),
-            conductor: config.conductor.clone(),
-            http: http.as_ref().map(|(_, bound)| bound.to_string()),
-        });
         let transports_shown = match config.transport {
             Via::Auto => kinds.to_vec(),
             Via::Only(kind) => vec![kind],
         };
         let settings = Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) };
         let rung = Arc::new(AtomicBool::new(false));
-        let engine = match open_ssd(config, &rung, &shared.happenings)? {
-            Some(ssd) => Engine::with_tier(me, settings, Box::new(ssd)),
-            None => Engine::new(me, settings),
+        let engine = match open_ssd(config, &rung, &happenings)? {
+            Some(ssd) => Engine::with_tier(me.clone(), settings, Box::new(ssd)),
+            None => Engine::new(me.clone(), settings),
         };
+        let shared = Arc::new(Shared {
+            key: config.key(),
+            tls: config.tls,
+            me,
+            happenings,
+            threads: threads.clone(),
+            doors,
+            catalog: engine.catalog().clone(),
+            began: now(),
+            listening: AtomicBool::new(!listeners.is_empty()),
+            conductor: config.conductor.clone(),
+            http: http.as_ref().map(|(_, bound)| bound.to_string()),
+        });
         let mover = Mover::new(transports, mover::Settings::default());
         let actor = Actor::new(shared.clone(), engine, mover, config, rung);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
@@ -257,6 +263,24 @@ impl Daemon {
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
         PoolClient::inside(self.shared.happenings.clone(), client, mailbox, layout, namespace)
+    }
+
+    /// The pool of objects, for this process.
+    ///
+    /// `object_key`: names become keys by it (`derive_key` with `object`).
+    ///
+    /// # Errors
+    /// Retry: the daemon has stopped.
+    pub fn objects(&self, object_key: Key) -> Result<Pool, Error> {
+        let mailbox = Arc::new(Mailbox::new(crate::client::EVENT_LIMIT)?);
+        let client = self.threads.number();
+        let port = Port::Inside(mailbox.clone());
+        self.shared
+            .happenings
+            .send(Happening::Attach { client, port })
+            .map_err(|_| Error::retry("the daemon has stopped"))?;
+        let (happenings, catalog) = (self.shared.happenings.clone(), self.shared.catalog.clone());
+        Ok(Pool::inside(happenings, client, mailbox, catalog, object_key))
     }
 
     /// All counters by Prometheus sample name.
@@ -397,10 +421,22 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             connection.welcome();
             connection.unwatch();
             shared.tell(Happening::Attach { client: number, port: Port::Socket(link.clone()) });
-            let ended = connection.drive(|payload, _| {
-                let request = wire::decode(&payload)?;
+            let mut reader = Reader::new(shared.catalog.clone());
+            let ended = connection.converse(|payload, _| {
+                let request = match wire::decode(&payload)? {
+                    LocalRequest::Objects(request) => match reader.answer(request) {
+                        Answer::Pass(request) => LocalRequest::Objects(request),
+                        Answer::Tell(event, None) => return Ok(Some(wire::encode(&LocalEvent::Objects(event)))),
+                        Answer::Tell(event, Some(arena)) => {
+                            say(link, &LocalEvent::Objects(event), arena);
+                            return Ok(None);
+                        }
+                        Answer::Done => return Ok(None),
+                    },
+                    request => request,
+                };
                 shared.tell(Happening::Local { client: number, request });
-                Ok(())
+                Ok(None)
             });
             tracing::debug!("local client {number}: {ended}");
             drop(connection);
@@ -410,6 +446,14 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
         _ => connection.refuse("this is a daemon: peers come by TCP, local workers by its unix socket"),
     }
     Ok(())
+}
+
+/// Descriptors travel beside what is queued.
+fn say(link: &Link, event: &LocalEvent, arena: Arc<Arena>) {
+    if link.send_with_arena(wire::encode(event), arena).is_err() {
+        tracing::warn!("a client of objects does not take its answers: asked to let go");
+        link.cut();
+    }
 }
 
 /// Answers an engine as one that has registered nothing: enough for `transferd ping`, which wants to know that this daemon

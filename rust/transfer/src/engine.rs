@@ -22,6 +22,7 @@ mod behind;
 mod copies;
 mod fetch;
 mod grants;
+mod objects;
 mod push;
 mod replicate;
 mod serve;
@@ -34,6 +35,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
+use crate::objects::classes::Class;
 use crate::pool::policy::{self, Policy};
 use crate::pool::tier::Tier;
 use crate::pool::{Change, Holder, Remembered, Wish};
@@ -43,11 +45,13 @@ use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress,
 
 pub use admin::Stretch;
 pub use copies::Copied;
+pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
 use copies::Job;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
+use objects::Objects;
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
 use serve::Serving;
@@ -179,6 +183,7 @@ pub struct Engine {
     now: Nanos,
     out: Vec<Output>,
     stores: Stores,
+    objects: Objects,
     clients: BTreeMap<ClientId, Client>,
     links: BTreeMap<NodeId, Link>,
     /// Who writes, or waits for, grants of this pool.
@@ -215,12 +220,14 @@ impl Engine {
     pub fn new(node: NodeAddress, settings: Settings) -> Self {
         let ended_opens = Remembered::new(settings.ended_tags);
         let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
+        let objects = Objects::new(settings.dram_bytes);
         Self {
             node,
             settings,
             now: 0,
             out: Vec::new(),
             stores,
+            objects,
             clients: BTreeMap::new(),
             links: BTreeMap::new(),
             visits: BTreeMap::new(),
@@ -258,6 +265,7 @@ impl Engine {
     pub fn handle(&mut self, input: Input, now: Nanos, out: &mut Vec<Output>) {
         self.now = now;
         self.stores.turn(now);
+        self.notice_reads();
         match input {
             Input::Local { client, request } => self.local(client, request),
             Input::LocalGone { client } => {
@@ -266,6 +274,7 @@ impl Engine {
                     self.end(client, tag);
                 }
                 self.clients.remove(&client);
+                self.object_client_gone(client);
             }
             Input::PeerUp { peer } => self.peer_up(peer),
             Input::PeerDown { peer } => self.peer_down(&peer),
@@ -336,6 +345,7 @@ impl Engine {
             LocalRequest::Attach { ticket, layout, namespace } => {
                 return self.attach(client, ticket, layout, namespace);
             }
+            LocalRequest::Objects(request) => return self.object_request(client, request),
             LocalRequest::Counters { ticket } => {
                 let values = self.counters();
                 return self.tell(client, LocalEvent::Counters { ticket, values });
@@ -389,6 +399,7 @@ impl Engine {
             LocalRequest::Attach { .. }
             | LocalRequest::End { .. }
             | LocalRequest::Counters { .. }
+            | LocalRequest::Objects(_)
             | LocalRequest::Prefetch { .. } => {}
         }
     }
@@ -397,6 +408,10 @@ impl Engine {
         let attached = self.clients.get(&client).and_then(|client| self.stores.get(client.store));
         if attached.is_some_and(|store| store.layout() != layout) {
             let reason = "this client has attached with another layout: use a connection for each".to_owned();
+            return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
+        }
+        if Class::of(layout).is_some() {
+            let reason = "blocks of this layout are objects: cut yours into more strips".to_owned();
             return self.tell(client, LocalEvent::AttachRefused { ticket, reason });
         }
         let store = match self.store_for(layout) {
@@ -413,14 +428,20 @@ impl Engine {
 
     /// The store of a layout; makes it if it is new.
     fn store_for(&mut self, layout: Layout) -> Result<usize, Error> {
+        if let Some(store) = self.stores.of(layout) {
+            return Ok(store);
+        }
         let (at, never) = self.stores.attach(layout, self.now)?;
         for Holder { client, tag } in never {
             if let Some(client) = client {
                 self.refuse(client, tag, Refusal::TooLarge);
             }
         }
-        if let (Some(_), Some(store)) = (&self.behind, self.stores.get_mut(at)) {
-            store.pool.watch_hits();
+        match self.stores.get_mut(at) {
+            // They stay in DRAM, see `engine/objects.rs`.
+            Some(store) if store.objects => self.objects.catalog.add_arena(store.region, store.arena.clone()),
+            Some(store) if self.behind.is_some() => store.pool.watch_hits(),
+            _ => {}
         }
         Ok(at)
     }
@@ -582,7 +603,8 @@ impl Engine {
         self.look_at_tier();
         self.report_changes();
         let sequence = self.next_sequence();
-        let published = self.stores.iter().flat_map(|store| store.pool.published());
+        let stores = self.stores.iter().filter(|store| !store.objects);
+        let published = stores.flat_map(|store| store.pool.published());
         let published = published.map(|place| (place, Medium::Dram));
         let kept = self.tier_records().map(|record| (record.place, Medium::Ssd));
         let all = published.chain(kept);
@@ -611,6 +633,7 @@ impl Engine {
 
     /// Tells the conductor what has become readable in the arena, and what is not any more.
     fn report_changes(&mut self) {
+        self.note_objects();
         let changes: Vec<Change> = self.stores.iter_mut().flat_map(|store| store.pool.take_changes()).collect();
         for change in changes {
             let sequence = self.next_sequence;
@@ -640,6 +663,7 @@ impl Engine {
         all.extend(
             self.clients.iter().filter(|(_, known)| !known.tags.is_empty()).map(|client| format!("owed {client:?}")),
         );
+        all.extend(self.objects.unfinished());
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
@@ -688,6 +712,7 @@ impl Engine {
         self.check_fetches();
         self.check_tier();
         self.stores.check();
+        self.check_objects();
         for (at, store) in self.stores.iter().enumerate() {
             for slot in 0..store.pool.slots() {
                 let expected = reads.remove(&(at, slot)).unwrap_or(0);

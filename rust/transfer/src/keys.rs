@@ -59,6 +59,30 @@ pub fn block_keys(
         .collect())
 }
 
+/// Key of an object's first block, made from its name under the *object-key key* (`derive_key` with `object`), so that no
+/// name can be found whose key is that of KV.
+pub fn object_key(name: &[u8], object_key: &Key) -> BlockKey {
+    // In one piece: for a short name a hasher is most of the work.
+    let mut short = [0; 64];
+    match short.get_mut(1..=name.len()) {
+        Some(space) => {
+            space.copy_from_slice(name);
+            cut(blake3::keyed_hash(object_key, &short[..=name.len()]))
+        }
+        None => cut(blake3::Hasher::new_keyed(object_key).update(&[0]).update(name).finalize()),
+    }
+}
+
+/// Keys of the `count` blocks after the first of a value that was put under `head`, and for which `nonce` was drawn.
+pub fn chunk_keys(head: BlockKey, nonce: &[u8; 16], count: u32, object_key: &Key) -> Vec<BlockKey> {
+    let make = |index: u32| {
+        let mut hasher = blake3::Hasher::new_keyed(object_key);
+        // The first byte tells them from names.
+        cut(hasher.update(&[1]).update(&head.0).update(nonce).update(&index.to_le_bytes()).finalize())
+    };
+    (1..=count).map(make).collect()
+}
+
 fn cut(hash: blake3::Hash) -> BlockKey {
     let mut key = [0; 16];
     key.copy_from_slice(&hash.as_bytes()[..16]);
@@ -89,6 +113,21 @@ mod tests {
         let second = blake3::keyed_hash(&hash_key, &[&keys[0].0[..], &tokens[64..128]].concat());
         assert_eq!(keys[1].0, second.as_bytes()[..16]);
         assert_eq!(block_keys(&tokens[64..], 16, keys[0], &hash_key).expect("whole ids"), keys[1..]);
+    }
+
+    #[test]
+    fn objects_have_keys_of_their_own() {
+        let (object, hash) =
+            (derive_key(b"secret", "object").expect("known"), derive_key(b"secret", "hash").expect("known"));
+        let head = object_key(b"a name", &object);
+        assert_eq!(head.0, blake3::keyed_hash(&object, b"\0a name").as_bytes()[..16]);
+        assert_ne!(head, object_key(b"a name", &hash));
+        let chunks = chunk_keys(head, &[1; 16], 3, &object);
+        assert_ne!(chunks, chunk_keys(head, &[2; 16], 3, &object));
+        let mut all = [&[head], &chunks[..]].concat();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 4);
     }
 
     #[test]

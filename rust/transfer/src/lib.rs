@@ -21,6 +21,7 @@ pub mod memory;
 pub mod messages;
 pub mod metrics;
 pub mod mover;
+pub mod objects;
 pub mod paths;
 pub mod pool;
 pub mod random;

@@ -480,15 +480,33 @@ impl Connection {
 
     /// Runs until the connection ends; returns why. `deliver` gets each message. The socket closes with the connection.
     pub fn drive(&mut self, mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<(), Ended>) -> Ended {
+        self.converse(|payload, descriptors| deliver(payload, descriptors).map(|()| None))
+    }
+
+    /// As `drive`, and `deliver` may answer at once: no thread is woken for that.
+    pub fn converse(
+        &mut self,
+        mut deliver: impl FnMut(Vec<u8>, &mut VecDeque<OwnedFd>) -> Result<Option<Vec<u8>>, Ended>,
+    ) -> Ended {
         let mut result = Ok(());
         loop {
             for event in std::mem::take(&mut self.events) {
-                if let Event::Message(payload) = event
-                    && let Err(ended) = deliver(payload, &mut self.descriptors)
-                {
-                    self.session.refuse(&ended.to_string(), now());
-                    result = Err(ended);
-                    break;
+                let Event::Message(payload) = event else { continue };
+                match deliver(payload, &mut self.descriptors) {
+                    Ok(None) => {}
+                    Ok(Some(answer)) => {
+                        self.session.send(&answer, now());
+                        self.pending.extend(self.session.take_output());
+                        // It asks and does not listen.
+                        if self.pending.len() - self.sent > QUEUE_LIMIT {
+                            self.link.cut();
+                        }
+                    }
+                    Err(ended) => {
+                        self.session.refuse(&ended.to_string(), now());
+                        result = Err(ended);
+                        break;
+                    }
                 }
             }
             if let Err(ended) = result {
@@ -499,8 +517,36 @@ impl Connection {
         }
     }
 
-    /// Waits for one thing to happen, and does what can be done.
+    /// For a caller that drives an established connection itself, a question at a time: sends these messages and returns
+    /// the next one that comes. `None`: nothing came until then.
+    pub fn ask(&mut self, payloads: &[Vec<u8>], until: Instant) -> Result<Option<Vec<u8>>, Ended> {
+        payloads.iter().for_each(|payload| self.session.send(payload, now()));
+        loop {
+            if !self.events.is_empty() {
+                if let Event::Message(payload) = self.events.remove(0) {
+                    return Ok(Some(payload));
+                }
+            } else if Instant::now() >= until {
+                return Ok(None);
+            } else {
+                self.step_until(Some(until))?;
+            }
+        }
+    }
+
+    /// As `ask`, where no answer is wanted. Sends what can be sent at once; the rest goes with what is said next.
+    pub fn tell(&mut self, payload: &[u8]) -> Result<(), Ended> {
+        self.session.send(payload, now());
+        self.pending.extend(self.session.take_output());
+        self.write()
+    }
+
     fn step(&mut self) -> Result<(), Ended> {
+        self.step_until(None)
+    }
+
+    /// Waits for one thing to happen, or until then, and does what can be done.
+    fn step_until(&mut self, until: Option<Instant>) -> Result<(), Ended> {
         self.session.tick(now())?;
         // Until the queue is empty or the socket full; to wait earlier would leave the rest until the next wake.
         loop {
@@ -514,7 +560,8 @@ impl Connection {
             if self.sent < self.pending.len() { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
         let rest = self.stream.has_rest();
         let left = self.session.next_tick().map(|at| Duration::from_nanos(at.saturating_sub(now())));
-        let left = if rest { Some(Duration::ZERO) } else { left };
+        let within = until.map(|until| until.saturating_duration_since(Instant::now()));
+        let left = if rest { Some(Duration::ZERO) } else { left.into_iter().chain(within).min() };
         let mut wait =
             [PollFd::new(self.stream.as_fd(), wants), PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN)];
         match poll(&mut wait, poll_timeout(left)) {

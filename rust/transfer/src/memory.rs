@@ -482,6 +482,33 @@ impl Arena {
         Ok(alive())
     }
 
+    /// Copies bytes out of a block as they are, from so far behind its start: whoever has pinned it, and checks them itself.
+    ///
+    /// # Errors
+    /// Bug: out of range.
+    pub fn peek(&self, slot: u32, offset: usize, into: &mut [u8]) -> Result<(), Error> {
+        let block = self.layout.block_bytes();
+        if slot >= self.slots || offset.checked_add(into.len()).is_none_or(|end| end > block) {
+            return Err(Error::bug(format!("{} bytes at {offset} of slot {slot} are outside a block", into.len())));
+        }
+        // SAFETY: the range was checked; `into` is private memory and cannot overlap the mapping. A racing writer breaks
+        // the protocol, and the caller has checksums.
+        unsafe {
+            let from = self.strip_pointer(slot, 0).add(offset);
+            std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
+        };
+        Ok(())
+    }
+
+    /// Where a block begins in this process: for views, whose maker pins the block as long as they live.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    pub fn block_pointer(&self, slot: u32) -> NonNull<u8> {
+        assert!(slot < self.slots, "slot {slot} is outside the arena of {}", self.slots);
+        NonNull::new(self.strip_pointer(slot, 0)).expect("inside a mapping")
+    }
+
     /// Flips one bit of a strip behind everybody's back: a test's way to make memory rot.
     #[doc(hidden)]
     pub fn corrupt_for_test(&self, slot: u32, strip: u32) {
@@ -627,6 +654,11 @@ pub struct ReadHold {
 }
 
 impl ReadHold {
+    /// The arena that the slot is in.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
     /// Which slot, in which life.
     pub fn slot(&self) -> SlotRef {
         self.slot

@@ -9,6 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::objects::messages::{ObjectEvent, ObjectRequest};
 use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
@@ -108,6 +109,8 @@ pub enum LocalRequest {
     End { tag: Tag },
     /// Asks for the daemon's counters.
     Counters { ticket: Ticket },
+    /// From a client of objects, which need not have attached.
+    Objects(ObjectRequest),
 }
 
 /// From a daemon to a local client. Names the tag (or ticket) it answers.
@@ -135,6 +138,8 @@ pub enum LocalEvent {
     Pushed { tag: Tag, indices: Vec<u32>, note: bool },
     /// Counters by Prometheus-style name with labels, e.g. `pyengine_pool_blocks{tier="dram",state="free"}`.
     Counters { ticket: Ticket, values: Vec<(String, u64)> },
+    /// To a client of objects.
+    Objects(ObjectEvent),
 }
 
 /// Between two daemons, on their session. Either side may send each of them.

@@ -66,6 +66,7 @@ impl Engine {
             && self.fetches.is_empty()
             && self.serving.is_empty()
             && self.copies.is_empty()
+            && self.objects.idle()
             && self.links.values().all(|link| link.waiting.is_empty())
             && self.stores.iter().all(|store| store.pool.idle())
     }

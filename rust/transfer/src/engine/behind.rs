@@ -280,6 +280,9 @@ impl Engine {
         }
         for at in 0..self.stores.iter().count() {
             let (unused, Some(store)) = (self.stores.unused(at), self.stores.get(at)) else { return };
+            if store.objects {
+                continue;
+            }
             let size = store.pool.size() as usize;
             let share = store.pool.demand().max(size / CLEAN_SHARE).clamp(1, CLEAN_LIMIT).min(size / 2);
             let ahead = share.saturating_sub(store.pool.empty().saturating_add(unused));
@@ -325,7 +328,7 @@ impl Engine {
         if behind.leaving.is_some() {
             return;
         }
-        let stores = self.stores.iter().enumerate();
+        let stores = self.stores.iter().enumerate().filter(|(_, store)| !store.objects);
         let mut dirty: Vec<(u32, usize, SlotRef)> = stores
             .flat_map(|(at, store)| store.pool.dirty().into_iter().map(move |(used, slot)| (used, at, slot)))
             .collect();

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::memory::{ARENA_BYTES, Arena, slot_bytes};
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
+use crate::objects::classes::Class;
 use crate::pool::policy::{Policy, cost::Costs};
 use crate::pool::{Granting, Holder, Lack, More, Occupancy, Pool, Wish};
 use crate::types::{BlockKey, ClientId, Layout, Nanos, RegionId, SlotRef, Tag};
@@ -36,6 +37,8 @@ pub(super) struct Store {
     pub pool: Pool<Arc<Arena>>,
     /// The number of the arena, here and in what is said to peers.
     pub region: RegionId,
+    /// Its blocks are objects: the conductor hears nothing of them.
+    pub objects: bool,
     slot_bytes: u64,
 }
 
@@ -115,7 +118,8 @@ impl Stores {
         let policy = self.eviction.make(&Costs::default());
         let mut pool = Pool::new(arena.clone(), 0, self.waiting_limit, self.ended_limit, policy);
         pool.turn(self.budget.turn, now);
-        self.all.push(Store { arena, pool, region, slot_bytes });
+        let objects = Class::of(layout).is_some();
+        self.all.push(Store { arena, pool, region, objects, slot_bytes });
         let mut never = Vec::new();
         for at in 0..self.all.len() {
             let limit = self.most(at);
@@ -251,9 +255,9 @@ impl Stores {
         sum
     }
 
-    /// Number and XOR of the published keys.
+    /// Number and XOR of the published keys that the conductor hears of.
     pub fn digest(&self) -> (u64, [u8; 16]) {
-        self.all.iter().fold((0, [0; 16]), |(count, mut xor), store| {
+        self.all.iter().filter(|store| !store.objects).fold((0, [0; 16]), |(count, mut xor), store| {
             let (its, BlockKey(key)) = store.pool.digest();
             xor.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
             (count + its, xor)

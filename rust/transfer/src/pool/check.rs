@@ -40,7 +40,9 @@ impl<M: Lives> Pool<M> {
             assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
             let quarantined = self.quarantine.contains(&number);
             assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
-            let referenced = slot.pins > 0 || slot.reads > 0;
+            let viewed = self.viewed.contains(&number);
+            assert!(!viewed || matches!(slot.state, State::Committed { .. }), "slot {number} is viewed and {slot:?}");
+            let referenced = slot.pins > 0 || slot.reads > 0 || viewed;
             match slot.state {
                 State::Free => {
                     assert!(!referenced && slot.writers == 0 && self.memory.quiet(number), "slot {number} is not free");

@@ -248,6 +248,8 @@ pub struct Pool<M: Lives> {
     owners: Owners,
     room: Room,
     quarantine: BTreeSet<u32>,
+    /// Slots that are read in place, by holds of the memory alone, see [`Pool::noticed`].
+    viewed: BTreeSet<u32>,
     held: HashMap<Holder, Held>,
     /// Which client was granted a tag (or waits for it).
     granted: HashMap<Tag, ClientId>,
@@ -282,6 +284,7 @@ impl<M: Lives> Pool<M> {
             room: Room::new(policy),
             quarantine: BTreeSet::new(),
             demand: 0,
+            viewed: BTreeSet::new(),
             held: HashMap::new(),
             granted: HashMap::new(),
             waiting: VecDeque::new(),
@@ -582,6 +585,37 @@ impl<M: Lives> Pool<M> {
         self.settle(slot.slot);
     }
 
+    /// Somebody began, or ended, to read a published block in place, by a hold of the memory of which the pool was not
+    /// told. A block that was taken counts as used, and as in use until no hold is out on it.
+    pub fn noticed(&mut self, slot: SlotRef, taken: bool) {
+        let Some(record) = self.slots.get(slot.slot as usize) else { return };
+        if record.generation != slot.generation || !matches!(record.state, State::Committed { .. }) {
+            return;
+        }
+        let published = record.state == State::Committed { published: true };
+        let quiet = self.memory.quiet(slot.slot);
+        if taken && published {
+            self.wake(slot.slot);
+            self.hit(slot.slot);
+            if !quiet {
+                self.viewed.insert(slot.slot);
+            }
+        } else if quiet {
+            self.viewed.remove(&slot.slot);
+        }
+        self.settle(slot.slot);
+    }
+
+    /// Looks at all that is read in place: what ended may have gone unnoticed.
+    pub fn look_at_views(&mut self) {
+        for slot in self.viewed.iter().copied().collect::<Vec<_>>() {
+            if self.memory.quiet(slot) {
+                self.viewed.remove(&slot);
+                self.settle(slot);
+            }
+        }
+    }
+
     // -- letting go --------------------------------------------------------------------------------------------------
 
     /// Drops everything a holder has: waiting, reserved, pinned. True if it had or awaited a grant.
@@ -660,7 +694,7 @@ impl<M: Lives> Pool<M> {
     /// Decides what becomes of a slot after somebody has let go of it.
     fn settle(&mut self, slot: u32) {
         let record = &self.slots[slot as usize];
-        if record.pins > 0 || record.reads > 0 {
+        if record.pins > 0 || record.reads > 0 || self.viewed.contains(&slot) {
             return;
         }
         match record.state {

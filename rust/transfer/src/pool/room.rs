@@ -198,7 +198,8 @@ impl<M: Lives> Pool<M> {
         let (mut idle, mut candidates, mut stems) = (0, 0, 0);
         for (number, slot) in (0..).zip(&self.slots) {
             let published = slot.is_published();
-            let unused = published && slot.pins == 0 && slot.reads == 0 && slot.writers == 0;
+            let unused =
+                published && slot.pins == 0 && slot.reads == 0 && slot.writers == 0 && !self.viewed.contains(&number);
             assert_eq!(slot.idle, unused, "idle and slot {number}: {slot:?}");
             let next =
                 slot.place().filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));

@@ -1,0 +1,299 @@
+"""The pool as a key-value store: bytes and buffers by name, in the memory that a node's daemon keeps.
+
+    with Pool.open(dram="1GiB") as pool:             # the daemon runs in this process
+        pool.put("weights/0", array)                 # anything with the buffer protocol, or a tensor in host memory
+        with pool.get("weights/0") as view:          # no copy: it lies in the pool, and stays while the view lives
+            numpy.frombuffer(view, numpy.float32)
+
+    pool = Pool.connect("/run/pyengine/node.sock")   # any process of the host
+
+An object is immutable until it is removed: `put` of a name that is there stores nothing and says so (False). So a view
+never changes under its reader, copies of an object on several nodes can never differ, and of several that put one name
+at once one wins. To replace one, remove it and put it anew; who has a view of the old one keeps it.
+
+A pool is a cache: when room is needed, what was used longest ago and is not in use goes. A miss is None or False, never
+an exception. Errors say what to do: RetryError (no room now, daemon gone), GiveUpError (larger than the pool, wrong
+secret), BugError (impossible key, closed pool, buffer too short). Every call releases the GIL; use it from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+from pyengine import _native
+from pyengine._native import View
+from pyengine.config import parse_size
+from pyengine.secret import read_secret
+from pyengine.transfer import _in_host_memory
+
+__all__ = ["AsyncPool", "Entry", "Pool", "PoolStats", "View"]
+
+#: 1 to 1024 bytes; text counts as UTF-8.
+Key: TypeAlias = str | bytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Entry(NamedTuple):
+    """One object of a list."""
+
+    key: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Numbers of a pool.
+
+    objects: that can be got. bytes: of the blocks they take, with all that is kept beside the values. capacity: bytes
+    that all blocks of the node may take, those of KV included. hits, misses: names that all clients have asked for by
+    `get` and `get_into` since the daemon's start.
+    """
+
+    objects: int
+    bytes: int
+    capacity: int
+    hits: int
+    misses: int
+
+
+class Pool:
+    """A pool of objects: `Pool.open` or `Pool.connect`. See the module's head. After a fork, make a new one."""
+
+    def __init__(self, native: _native.ObjectPool, daemon: _native.Daemon | None = None) -> None:
+        self._native = native
+        self._daemon = daemon
+
+    @classmethod
+    def open(
+        cls,
+        dram: int | str = "1GiB",
+        *,
+        socket: str | Path | None = None,
+        secret_file: str | Path | None = None,
+        node: str | None = None,
+    ) -> Pool:
+        """Starts a daemon in this process, which ends with the pool.
+
+        dram: bytes that all blocks may take, such as "8GiB"; memory is used when it is first written.
+        socket: a path in a directory that only you can write, where other processes connect; None: they cannot.
+        secret_file: the cluster's secret, which those who connect must know too; None: the socket's mode 0600 is all.
+        node: the node's id, if it shall have one.
+        Raises GiveUpError if that is impossible, with what to do.
+        """
+        session_key, object_key = _keys(secret_file)
+        daemon = _native.Daemon(
+            node=node or f"pool-{os.getpid()}",
+            dram_bytes=parse_size(dram),
+            session_key=session_key,
+            socket=None if socket is None else str(socket),
+        )
+        return cls(daemon.objects(object_key), daemon)
+
+    @classmethod
+    def connect(cls, socket: str | Path, *, secret_file: str | Path | None = None, timeout: float = 5.0) -> Pool:
+        """Connects to the daemon of this host that listens at `socket`: a `Pool.open(socket=...)` or a `transferd`.
+
+        Raises RetryError if none answers within `timeout` seconds, GiveUpError if the secrets differ.
+        """
+        session_key, object_key = _keys(secret_file)
+        return cls(_native.ObjectPool.connect(str(socket), session_key, object_key, timeout))
+
+    # -- one -------------------------------------------------------------------------------------------------------
+
+    def put(self, key: Key, value: Any) -> bool:
+        """Stores a value. False: there is one of this name already, and it stays as it is.
+
+        value: contiguous, with the buffer protocol, or a tensor in host memory; it must not change until this returns.
+        Raises RetryError if all that could go has gone and there is no room, GiveUpError if there never will be.
+        """
+        return self._native.put([key], [_in_host_memory(value)])[0]
+
+    def get(self, key: Key) -> View | None:
+        """The value; None: there is none.
+
+        The view is a read-only buffer: `memoryview(view)`, `numpy.frombuffer(view, ...)`, `torch.frombuffer(view, ...)`
+        copy nothing. Its bytes stay as long as the view, or a buffer made from it, lives. A value above 1 MiB lies in
+        several pieces and is copied (and verified), which `get_into` does into memory of your own.
+        """
+        return self._native.get([key])[0]
+
+    def get_into(self, key: Key, buffer: Any) -> int | None:
+        """Copies the value into a writable buffer, verified, and returns its length; None: there is none.
+
+        Raises BugError if the buffer is too short. If None is returned the buffer may have been written.
+        """
+        return self._native.get_into([key], [_in_host_memory(buffer)])[0]
+
+    def exists(self, key: Key) -> bool:
+        """Whether there is such an object. It pins nothing, so it may be gone a moment later."""
+        return self._native.exists([key])[0]
+
+    def remove(self, key: Key) -> bool:
+        """Forgets an object. False: there was none. Who has a view of it keeps it."""
+        return self._native.remove([key])[0]
+
+    # -- many: one message each way --------------------------------------------------------------------------------
+
+    def batch_put(self, keys: Sequence[Key], values: Sequence[Any]) -> list[bool]:
+        """As `put`, for each. If some cannot be stored the others are, and the error of the first is raised: the same
+        call may then be made again, as what is there is not stored twice."""
+        return self._native.put(keys, [_in_host_memory(value) for value in values])
+
+    def batch_get(self, keys: Sequence[Key]) -> list[View | None]:
+        """As `get`, for each."""
+        return self._native.get(keys)
+
+    def batch_get_into(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[int | None]:
+        """As `get_into`, for each."""
+        return self._native.get_into(keys, [_in_host_memory(buffer) for buffer in buffers])
+
+    def batch_exists(self, keys: Sequence[Key]) -> list[bool]:
+        """As `exists`, for each."""
+        return self._native.exists(keys)
+
+    def batch_remove(self, keys: Sequence[Key]) -> list[bool]:
+        """As `remove`, for each."""
+        return self._native.remove(keys)
+
+    # -- all -------------------------------------------------------------------------------------------------------
+
+    def list(self, prefix: Key = b"", limit: int | None = None) -> Iterator[Entry]:
+        """Names that begin so, with the sizes of their values, at most `limit`, in no order.
+
+        One that comes or goes meanwhile may be among them or not; all others are, once.
+        """
+        cursor: tuple[int, bytes | None] | None = None
+        left = limit
+        while left is None or left > 0:
+            entries, cursor = self._native.list(prefix, cursor, _PAGE if left is None else min(left, _PAGE))
+            for entry in entries:
+                yield Entry(*entry)
+            if left is not None:
+                left -= len(entries)
+            if cursor is None:
+                return
+
+    def stats(self) -> PoolStats:
+        """How full it is, and how it is used."""
+        return PoolStats(*self._native.stats())
+
+    def close(self) -> None:
+        """Ends the connection, and the daemon that `open` has started. Idempotent. Views stay as they are."""
+        self._native.close()
+        if self._daemon is not None:
+            self._daemon.stop()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncPool:
+    """A pool whose methods are awaited: `await pool.put(...)`, `async for entry in pool.list()`.
+
+    Each call runs on a thread of the event loop's executor. One whose task is cancelled goes on until it is done: so
+    long its buffers are in use.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    @classmethod
+    async def open(
+        cls,
+        dram: int | str = "1GiB",
+        *,
+        socket: str | Path | None = None,
+        secret_file: str | Path | None = None,
+        node: str | None = None,
+    ) -> AsyncPool:
+        """As `Pool.open`."""
+        return cls(await asyncio.to_thread(Pool.open, dram, socket=socket, secret_file=secret_file, node=node))
+
+    @classmethod
+    async def connect(
+        cls, socket: str | Path, *, secret_file: str | Path | None = None, timeout: float = 5.0
+    ) -> AsyncPool:
+        """As `Pool.connect`."""
+        return cls(await asyncio.to_thread(Pool.connect, socket, secret_file=secret_file, timeout=timeout))
+
+    async def put(self, key: Key, value: Any) -> bool:
+        """As `Pool.put`."""
+        return await asyncio.to_thread(self._pool.put, key, value)
+
+    async def get(self, key: Key) -> View | None:
+        """As `Pool.get`."""
+        return await asyncio.to_thread(self._pool.get, key)
+
+    async def get_into(self, key: Key, buffer: Any) -> int | None:
+        """As `Pool.get_into`."""
+        return await asyncio.to_thread(self._pool.get_into, key, buffer)
+
+    async def exists(self, key: Key) -> bool:
+        """As `Pool.exists`."""
+        return await asyncio.to_thread(self._pool.exists, key)
+
+    async def remove(self, key: Key) -> bool:
+        """As `Pool.remove`."""
+        return await asyncio.to_thread(self._pool.remove, key)
+
+    async def batch_put(self, keys: Sequence[Key], values: Sequence[Any]) -> list[bool]:
+        """As `Pool.batch_put`."""
+        return await asyncio.to_thread(self._pool.batch_put, keys, values)
+
+    async def batch_get(self, keys: Sequence[Key]) -> list[View | None]:
+        """As `Pool.batch_get`."""
+        return await asyncio.to_thread(self._pool.batch_get, keys)
+
+    async def batch_get_into(self, keys: Sequence[Key], buffers: Sequence[Any]) -> list[int | None]:
+        """As `Pool.batch_get_into`."""
+        return await asyncio.to_thread(self._pool.batch_get_into, keys, buffers)
+
+    async def batch_exists(self, keys: Sequence[Key]) -> list[bool]:
+        """As `Pool.batch_exists`."""
+        return await asyncio.to_thread(self._pool.batch_exists, keys)
+
+    async def batch_remove(self, keys: Sequence[Key]) -> list[bool]:
+        """As `Pool.batch_remove`."""
+        return await asyncio.to_thread(self._pool.batch_remove, keys)
+
+    async def stats(self) -> PoolStats:
+        """As `Pool.stats`."""
+        return await asyncio.to_thread(self._pool.stats)
+
+    async def close(self) -> None:
+        """As `Pool.close`."""
+        await asyncio.to_thread(self._pool.close)
+
+    async def list(self, prefix: Key = b"", limit: int | None = None) -> AsyncIterator[Entry]:
+        """As `Pool.list`."""
+        entries = self._pool.list(prefix, limit)
+        while (entry := await asyncio.to_thread(next, entries, None)) is not None:
+            yield entry
+
+    async def __aenter__(self) -> AsyncPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+#: Names of one part of a list: the most that the daemon gives at once.
+_PAGE = 1024
+
+
+def _keys(secret_file: str | Path | None) -> tuple[bytes, bytes]:
+    """(session key, object-key key). Without a secret anybody who reaches the socket may connect."""
+    if secret_file is None:
+        return b"", _native.derive_key(b"", "object")
+    secret = read_secret(Path(secret_file))
+    return _native.derive_key(secret, "session"), _native.derive_key(secret, "object")

@@ -1,0 +1,472 @@
+//! The client: values by name, put and got as a whole.
+//!
+//! An object is immutable until it is removed: a name that is there is not written again, and a put says so. So copies of
+//! an object in several places can never differ, a view never changes under its reader, and of several that put one name
+//! at once one wins.
+
+use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::SyncSender;
+use std::time::Duration;
+
+use super::catalog::Catalog;
+use super::classes::{self, CHUNK, Class, NAME_LIMIT, Trailer, VALUE_LIMIT, tail};
+use super::messages::{
+    BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted,
+};
+use super::road::{Inside, Pinned, Road, Socket};
+use crate::client::ClientEvent;
+use crate::daemon::Happening;
+use crate::error::Error;
+use crate::keys::{Key, chunk_keys, object_key};
+use crate::link::random;
+use crate::mailbox::Mailbox;
+use crate::messages::Refusal;
+use crate::types::{BlockKey, ClientId};
+
+/// Bytes of slots that one client reserves at a time: enough that a round trip is little beside the copying, and little
+/// beside any pool.
+const ROUND_BYTES: u64 = 32 << 20;
+/// Blocks of a large value that are pinned at a time.
+const READ_BLOCKS: usize = 16;
+const NO_KEY: BlockKey = BlockKey([0; 16]);
+
+/// A pool of objects. Use it from any thread.
+#[derive(Debug)]
+pub struct Pool {
+    road: Road,
+    key: Key,
+    next_put: AtomicU64,
+}
+
+/// The value of an object.
+#[derive(Debug)]
+pub enum Value {
+    /// In the pool itself, from which it does not go while this lives.
+    Pinned(Pinned, usize),
+    /// A copy, verified: of a value of several blocks.
+    Copied(Vec<u8>),
+}
+
+impl Value {
+    /// Its bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Pinned(_, length) => *length,
+            Self::Copied(bytes) => bytes.len(),
+        }
+    }
+
+    /// True if it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Where it begins. It stays there, and does not change, while this lives.
+    pub fn pointer(&self) -> *const u8 {
+        match self {
+            Self::Pinned(pinned, _) => pinned.arena().block_pointer(pinned.slot().slot).as_ptr(),
+            Self::Copied(bytes) => bytes.as_ptr(),
+        }
+    }
+
+    /// True if it is what was put, by its checksums. They were made when it was put; a view does not look at them.
+    ///
+    /// # Errors
+    /// Bug: the slot is not in its arena.
+    pub fn verify(&self) -> Result<bool, Error> {
+        match self {
+            Self::Pinned(pinned, _) => classes::verify(pinned.arena(), pinned.slot()),
+            Self::Copied(_) => Ok(true),
+        }
+    }
+
+    /// A copy of its bytes, verified. `None`: they are not what was put.
+    ///
+    /// # Errors
+    /// As `verify`.
+    pub fn to_vec(&self) -> Result<Option<Vec<u8>>, Error> {
+        match self {
+            Self::Pinned(pinned, length) => {
+                let mut bytes = vec![0; *length];
+                let intact = classes::read(pinned.arena(), pinned.slot(), &mut bytes)?;
+                Ok(intact.then_some(bytes))
+            }
+            Self::Copied(bytes) => Ok(Some(bytes.clone())),
+        }
+    }
+}
+
+/// A value that is being put.
+struct Item<'a> {
+    /// Its place in the caller's list.
+    at: usize,
+    put: u64,
+    key: BlockKey,
+    class: Class,
+    name: &'a [u8],
+    value: &'a [u8],
+}
+
+impl Pool {
+    /// Dials a daemon's socket.
+    ///
+    /// # Errors
+    /// Retry if nobody answers within `timeout`; give up if the key is refused.
+    pub fn connect(socket: &Path, session_key: Key, object_key: Key, timeout: Duration) -> Result<Self, Error> {
+        Ok(Self::new(Road::Socket(Socket::connect(socket, session_key, timeout)?), object_key))
+    }
+
+    /// Within the daemon's process; see there.
+    pub(crate) fn inside(
+        happenings: SyncSender<Happening>,
+        client: ClientId,
+        mailbox: Arc<Mailbox<ClientEvent>>,
+        catalog: Arc<Catalog>,
+        object_key: Key,
+    ) -> Self {
+        Self::new(Road::Inside(Inside::new(happenings, client, mailbox, catalog)), object_key)
+    }
+
+    fn new(road: Road, key: Key) -> Self {
+        Self { road, key, next_put: AtomicU64::new(1) }
+    }
+
+    fn key(&self, name: &[u8]) -> Result<BlockKey, Error> {
+        match name.len() {
+            1..=NAME_LIMIT => Ok(object_key(name, &self.key)),
+            0 => Err(Error::bug("a key is empty: it has 1 to 1024 bytes")),
+            other => Err(Error::bug(format!(
+                "a key of {other} bytes: it has 1 to {NAME_LIMIT}; give its hash if it is longer"
+            ))),
+        }
+    }
+
+    fn keys(&self, names: &[&[u8]]) -> Result<Vec<BlockKey>, Error> {
+        names.iter().map(|name| self.key(name)).collect()
+    }
+
+    // -- writing -------------------------------------------------------------------------------------------------------
+
+    /// Stores values. Per item: true if it is stored now, false if there was one of that name, or why it could not be.
+    ///
+    /// # Errors
+    /// Bug: an impossible name; then nothing is stored. Retry: the daemon is gone.
+    pub fn put(&self, items: &[(&[u8], &[u8])]) -> Result<Vec<Result<bool, Error>>, Error> {
+        let mut outcomes: Vec<Result<bool, Error>> = vec![Ok(false); items.len()];
+        let mut small = VecDeque::new();
+        let mut large = Vec::new();
+        for (at, &(name, value)) in items.iter().enumerate() {
+            let (key, put) = (self.key(name)?, self.next_put.fetch_add(1, Relaxed));
+            let item = Item { at, put, key, class: Class::fitting(value.len() as u64, name.len()), name, value };
+            if value.len() as u64 <= CHUNK { small.push_back(item) } else { large.push(item) }
+        }
+        while !small.is_empty() {
+            let round = next_round(&mut small);
+            let outcome = self.put_round(&round, &mut outcomes);
+            if outcome.is_err() {
+                self.road.tell(ObjectRequest::Abandon { puts: round.iter().map(|item| item.put).collect() });
+            }
+            // What found no room because of the others of its round may find it now: they may be evicted. What was alone
+            // may not.
+            let stored = outcome?;
+            for mut item in round.into_iter().rev().filter(|item| stored > 0 && is_full(&outcomes[item.at])) {
+                item.put = self.next_put.fetch_add(1, Relaxed);
+                small.push_front(item);
+            }
+        }
+        for item in large {
+            let outcome = self.put_large(&item);
+            if !matches!(outcome, Ok(true)) {
+                self.road.tell(ObjectRequest::Abandon { puts: vec![item.put] });
+            }
+            outcomes[item.at] = outcome;
+        }
+        Ok(outcomes)
+    }
+
+    /// Values of a block each. Returns how many were stored.
+    fn put_round(&self, round: &[Item<'_>], outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
+        let wanted = round.iter().map(|item| Wanted {
+            put: item.put,
+            class: item.class.number(),
+            key: item.key,
+            parent: NO_KEY,
+            index: 0,
+        });
+        let reserved = self.reserve(wanted.collect())?;
+        let mut written = Vec::new();
+        for (item, reserved) in round.iter().zip(reserved) {
+            match reserved {
+                Reserved::There => outcomes[item.at] = Ok(false),
+                Reserved::Refused(refusal) => outcomes[item.at] = Err(self.no_room(refusal, item.value.len())),
+                Reserved::Slot { region, slot } => {
+                    let trailer = Trailer { value: item.value.len() as u64, nonce: [0; 16], index: 0, name: item.name };
+                    let arena = self.road.arena(region)?;
+                    classes::write(&arena, slot, item.value, &trailer)?;
+                    written.push(item);
+                }
+            }
+        }
+        let stored = self.commit(written.iter().map(|item| (item.put, 0)).collect())?;
+        for (item, stored) in written.iter().zip(&stored) {
+            outcomes[item.at] = Ok(*stored);
+        }
+        Ok(stored.into_iter().filter(|stored| *stored).count())
+    }
+
+    /// A value of several blocks: the head is readable last, so nobody sees a part.
+    fn put_large(&self, item: &Item<'_>) -> Result<bool, Error> {
+        let value = item.value.len() as u64;
+        let capacity = self.stats()?.capacity;
+        if value > VALUE_LIMIT.min(capacity) {
+            return Err(self.no_room(Refusal::TooLarge, item.value.len()));
+        }
+        let nonce = random()?;
+        let blocks = classes::blocks(value);
+        let mut keys = vec![item.key];
+        keys.extend(chunk_keys(item.key, &nonce, blocks - 1, &self.key));
+        let step = (ROUND_BYTES / CHUNK) as usize;
+        let mut head = None;
+        for first in (0..keys.len()).step_by(step) {
+            let range = first..keys.len().min(first + step);
+            let wanted = range.clone().map(|at| Wanted {
+                put: item.put,
+                class: Class::LARGEST.number(),
+                key: keys[at],
+                parent: if at == 0 { NO_KEY } else { keys[at - 1] },
+                index: at as u32,
+            });
+            let reserved = self.reserve(wanted.collect())?;
+            let mut written = Vec::new();
+            for (index, reserved) in (first as u32..).zip(reserved) {
+                let (region, slot) = match reserved {
+                    Reserved::Slot { region, slot } => (region, slot),
+                    // Its other blocks have names that nobody else can have.
+                    Reserved::There => return Ok(false),
+                    Reserved::Refused(refusal) => return Err(self.no_room(refusal, item.value.len())),
+                };
+                let name = if index == 0 { item.name } else { &[] };
+                let trailer = Trailer { value, nonce, index, name };
+                let from = index as usize * CHUNK as usize;
+                let part = &item.value[from..from + trailer.part()];
+                let arena = self.road.arena(region)?;
+                classes::write(&arena, slot, part, &trailer)?;
+                if index == 0 {
+                    head = Some((item.put, 0));
+                } else {
+                    written.push((item.put, index));
+                }
+            }
+            if !self.commit(written)?.into_iter().all(|stored| stored) {
+                return Err(Error::retry("a block of the value could not be committed: put it again"));
+            }
+        }
+        Ok(self.commit(head.into_iter().collect())?.contains(&true))
+    }
+
+    fn reserve(&self, wanted: Vec<Wanted>) -> Result<Vec<Reserved>, Error> {
+        let count = wanted.len();
+        match self.road.ask(|ticket| ObjectRequest::Reserve { ticket, wanted })? {
+            ObjectEvent::Reserved { blocks, .. } if blocks.len() == count => Ok(blocks),
+            event => Err(unexpected(&event)),
+        }
+    }
+
+    fn commit(&self, blocks: Vec<(u64, u32)>) -> Result<Vec<bool>, Error> {
+        let count = blocks.len();
+        if count == 0 {
+            return Ok(Vec::new());
+        }
+        match self.road.ask(|ticket| ObjectRequest::Commit { ticket, blocks })? {
+            ObjectEvent::Committed { stored, .. } if stored.len() == count => Ok(stored),
+            event => Err(unexpected(&event)),
+        }
+    }
+
+    fn no_room(&self, refusal: Refusal, bytes: usize) -> Error {
+        let capacity = self.stats().map_or(0, |stats| stats.capacity);
+        match refusal {
+            Refusal::TooLarge => Error::give_up(format!(
+                "a value of {bytes} bytes never fits a pool of {capacity} bytes: open a larger one (dram=...)"
+            )),
+            Refusal::Full => Error::retry(format!(
+                "no room for a value of {bytes} bytes: what is in the pool of {capacity} bytes is in use; close views, or \
+                 open a larger pool"
+            )),
+            other => Error::bug(format!("a block was refused: {other:?}")),
+        }
+    }
+
+    /// Forgets objects; whoever has a view keeps it. Per name: whether there was one.
+    ///
+    /// # Errors
+    /// Bug: an impossible name. Retry: the daemon is gone.
+    pub fn remove(&self, names: &[&[u8]]) -> Result<Vec<bool>, Error> {
+        let mut all = Vec::with_capacity(names.len());
+        for keys in self.keys(names)?.chunks(BATCH_LIMIT) {
+            match self.road.ask(|ticket| ObjectRequest::Remove { ticket, keys: keys.to_vec() })? {
+                ObjectEvent::Removed { removed, .. } => all.extend(removed),
+                event => return Err(unexpected(&event)),
+            }
+        }
+        Ok(all)
+    }
+
+    // -- reading -------------------------------------------------------------------------------------------------------
+
+    /// Values by name; `None`: there is none. One of several blocks is a verified copy, all others are views.
+    ///
+    /// # Errors
+    /// Bug: an impossible name. Retry: the daemon is gone, or too many views are open.
+    pub fn get(&self, names: &[&[u8]]) -> Result<Vec<Option<Value>>, Error> {
+        let mut values = Vec::with_capacity(names.len());
+        for (keys, names) in self.keys(names)?.chunks(BATCH_LIMIT).zip(names.chunks(BATCH_LIMIT)) {
+            for ((key, name), pinned) in keys.iter().zip(names).zip(self.road.pin(keys, true)?) {
+                let Some((head, trailer)) = pinned.and_then(|head| self.look(head, name)) else {
+                    values.push(None);
+                    continue;
+                };
+                values.push(if trailer.blocks() == 1 {
+                    Some(Value::Pinned(head, trailer.part()))
+                } else {
+                    let mut bytes = vec![0; trailer.value as usize];
+                    self.read(head, *key, &trailer, &mut bytes)?.then_some(Value::Copied(bytes))
+                });
+            }
+        }
+        Ok(values)
+    }
+
+    /// Copies values, verified, into buffers that may be longer. Per name: the value's bytes; `None`: there is none.
+    ///
+    /// # Errors
+    /// As `get`. Bug: a buffer is too short; others may have been filled.
+    pub fn get_into(&self, items: &mut [(&[u8], &mut [u8])]) -> Result<Vec<Option<usize>>, Error> {
+        let keys: Vec<BlockKey> = items.iter().map(|(name, _)| self.key(name)).collect::<Result<_, _>>()?;
+        let mut lengths = Vec::with_capacity(items.len());
+        for (keys, items) in keys.chunks(BATCH_LIMIT).zip(items.chunks_mut(BATCH_LIMIT)) {
+            for ((key, (name, into)), pinned) in keys.iter().zip(items).zip(self.road.pin(keys, true)?) {
+                let Some((head, trailer)) = pinned.and_then(|head| self.look(head, name)) else {
+                    lengths.push(None);
+                    continue;
+                };
+                let (length, room) = (trailer.value as usize, into.len());
+                let into = into.get_mut(..length).ok_or_else(|| {
+                    Error::bug(format!("the value has {length} bytes, and the buffer only {room}: give a larger one"))
+                })?;
+                lengths.push(self.read(head, *key, &trailer, into)?.then_some(length));
+            }
+        }
+        Ok(lengths)
+    }
+
+    /// What stands behind a head; `None`: it is damaged, or another one's.
+    fn look<'a>(&self, head: Pinned, name: &'a [u8]) -> Option<(Pinned, Trailer<'a>)> {
+        match Trailer::read(head.arena(), head.slot(), &mut tail()) {
+            Some(trailer) if trailer.name == name => Some((head, Trailer { name, ..trailer })),
+            Some(_) => None,
+            None => {
+                self.road.tell(ObjectRequest::Damaged { blocks: vec![head.at()] });
+                None
+            }
+        }
+    }
+
+    /// Copies a whole value. False: a part is missing or damaged, and the object is gone.
+    fn read(&self, head: Pinned, key: BlockKey, trailer: &Trailer<'_>, into: &mut [u8]) -> Result<bool, Error> {
+        let mut parts = into.chunks_mut(CHUNK as usize);
+        let first = parts.next().unwrap_or_default();
+        let mut whole = classes::read(head.arena(), head.slot(), first)?;
+        let keys = if whole { chunk_keys(key, &trailer.nonce, trailer.blocks() - 1, &self.key) } else { Vec::new() };
+        'all: for keys in keys.chunks(READ_BLOCKS) {
+            for pinned in self.road.pin(keys, false)? {
+                let (Some(pinned), Some(part)) = (pinned, parts.next()) else {
+                    whole = false;
+                    break 'all;
+                };
+                if !classes::read(pinned.arena(), pinned.slot(), part)? {
+                    whole = false;
+                    break 'all;
+                }
+            }
+        }
+        if !whole {
+            self.road.tell(ObjectRequest::Damaged { blocks: vec![head.at()] });
+        }
+        Ok(whole)
+    }
+
+    /// Per name: whether there is an object. Pins nothing, so it may be gone a moment later.
+    ///
+    /// # Errors
+    /// As `remove`.
+    pub fn exists(&self, names: &[&[u8]]) -> Result<Vec<bool>, Error> {
+        let mut all = Vec::with_capacity(names.len());
+        for keys in self.keys(names)?.chunks(BATCH_LIMIT) {
+            match self.road.ask(|ticket| ObjectRequest::Contains { ticket, keys: keys.to_vec() })? {
+                ObjectEvent::Contained { found, .. } => all.extend(found.iter().map(Option::is_some)),
+                event => return Err(unexpected(&event)),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Some names that begin so, with their values' sizes, and where to go on (`None`: those were the last). In no order.
+    /// A part of the list may be empty.
+    ///
+    /// # Errors
+    /// Retry: the daemon is gone.
+    pub fn list(
+        &self,
+        prefix: &[u8],
+        from: Option<Cursor>,
+        limit: u32,
+    ) -> Result<(Vec<Listed>, Option<Cursor>), Error> {
+        let from = from.unwrap_or(Cursor { shard: 0, after: None });
+        let (prefix, limit) = (prefix.to_vec(), limit.clamp(1, LIST_LIMIT));
+        if prefix.len() > NAME_LIMIT {
+            return Ok((Vec::new(), None));
+        }
+        match self.road.ask(|ticket| ObjectRequest::List { ticket, prefix, from, limit })? {
+            ObjectEvent::Listed { objects, next, .. } => Ok((objects, next)),
+            event => Err(unexpected(&event)),
+        }
+    }
+
+    /// How full it is.
+    ///
+    /// # Errors
+    /// Retry: the daemon is gone.
+    pub fn stats(&self) -> Result<ObjectStats, Error> {
+        match self.road.ask(|ticket| ObjectRequest::Stats { ticket })? {
+            ObjectEvent::Stats { stats, .. } => Ok(stats),
+            event => Err(unexpected(&event)),
+        }
+    }
+}
+
+/// As many as may be reserved at a time: at least one.
+fn next_round<'a>(items: &mut VecDeque<Item<'a>>) -> Vec<Item<'a>> {
+    let (mut round, mut bytes) = (Vec::new(), 0);
+    while let Some(item) = items.pop_front() {
+        let more = item.class.layout().block_bytes() as u64;
+        if !round.is_empty() && (bytes + more > ROUND_BYTES || round.len() == BATCH_LIMIT) {
+            items.push_front(item);
+            break;
+        }
+        bytes += more;
+        round.push(item);
+    }
+    round
+}
+
+fn is_full(outcome: &Result<bool, Error>) -> bool {
+    outcome.as_ref().is_err_and(|error| error.kind == crate::error::ErrorKind::Retry)
+}
+
+fn unexpected(event: &ObjectEvent) -> Error {
+    Error::bug(format!("the daemon answers something else: {event:?}"))
+}
