@@ -290,7 +290,7 @@ class Daemon:
         conductor: str | None = None,
         transport: str = "auto",
         tls: bool = False,
-        ssd_dirs: Sequence[str] = (),
+        ssd_dirs: Sequence[str] = ...,
         ssd_bytes: int = 0,
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
