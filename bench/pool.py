@@ -104,7 +104,7 @@ def echo(stack: ExitStack, folder: str, name: str) -> Callable[[int, int], Calla
 def interleave(contenders: dict[str, Callable[[], Any]], turns: int, seconds: float) -> dict[str, float]:
     """Median seconds of one call, by contender.
 
-    Each has its turn in each round, in changing order; a turn is one call if it is of no seconds.
+    Each has its turn in each round, in changing order; a turn of no seconds is one call.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)

@@ -4,6 +4,7 @@ Bytes arguments accept anything with the buffer protocol. A `keys` argument is 1
 Nothing here blocks longer than it says; every wait releases the GIL. Loading this module loads no torch.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias, final
 
@@ -319,7 +320,10 @@ class View:
 
     Its bytes stay, and do not change, until it is closed, or it and all buffers made from it are gone.
     """
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+
     def __len__(self) -> int: ...
     @property
     def pinned(self) -> bool:

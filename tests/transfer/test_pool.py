@@ -300,7 +300,7 @@ def test_threads(pool: Pool) -> None:
                     pool.put(f"{number}", value)
                 case 2:
                     view = pool.get(f"{number}")
-                    if view is not None and bytes(view) != value:
+                    if view is not None and bytes(found(view)) != value:
                         failures.append(f"{number} is another's")
                 case _:
                     pool.remove(f"{number}")
@@ -379,7 +379,7 @@ def _in_a_fork(pool: Pool, view: View, answers: Any) -> None:
     try:
         pool.exists("name")
     except BugError as error:
-        answers.put(("refused", str(error), bytes(view)))
+        answers.put(("refused", str(error), bytes(found(view))))
     view.close()
 
 
@@ -424,7 +424,7 @@ def test_random_operations_beside_a_dict(pool: Pool) -> None:
                 if view is None:
                     there.pop(name, None)
                 else:
-                    assert bytes(view) == there[name]
+                    assert bytes(found(view)) == there[name]
                     views.append((view, there[name]))
             case 7:
                 removed = pool.remove(name)
@@ -437,4 +437,4 @@ def test_random_operations_beside_a_dict(pool: Pool) -> None:
                 views = [kept for kept in views if chance.random() < 0.3]
         while sum(len(value) for _, value in views) > 8 * MIB:
             views.pop(0)
-        assert all(bytes(view) == value for view, value in views[-3:])
+        assert all(bytes(found(view)) == value for view, value in views[-3:])
