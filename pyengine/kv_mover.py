@@ -132,6 +132,8 @@ class Fetch:
     nodes: tuple[Node, ...]
     began: float
     left: int
+    #: Some were prefetched: their reads began before these were asked for.
+    ahead: bool
     tiers: Counter[str | None] = dataclasses.field(default_factory=Counter)
 
 
@@ -461,7 +463,8 @@ class KvMover:
                 # Nobody offers it if it was in DRAM here when the plan was made: the SSD may have it since.
                 wanted.setdefault(offer.nodes, []).append(block)
         for nodes, blocks in wanted.items():
-            job.fetching.update(dict.fromkeys(blocks, Fetch(nodes, time.monotonic(), len(blocks))))
+            ahead = not job.prefetched.keys().isdisjoint(blocks)
+            job.fetching.update(dict.fromkeys(blocks, Fetch(nodes, time.monotonic(), len(blocks), ahead)))
             self._ask(self.pool.fetch, tag, blocks, [address(node) for node in nodes])
         if not job.fetching:
             self._ready(job)
@@ -470,8 +473,9 @@ class KvMover:
         """The decode worker's grant stands: now prefill may take slots and pages of its own."""
         assert job.handoff is not None, "only prefill opens, and it has a hand-off"
         job.opened = True
-        job.handoff.slots = slots
+        job.handoff.take(slots)
         job.handoff.committed = list(committed)
+        job.handoff.tiers = [job.prefetched.get(block, "dram") for block in range(len(slots))]
         job.delivered = {index for index, done in enumerate(committed) if done}
         self._seek_prefix(job)
 
@@ -489,8 +493,10 @@ class KvMover:
             self._ready(job)
 
     def _measure(self, fetch: Fetch) -> None:
-        """A fetch is over. It tells something of a source if all came from there."""
+        """A fetch is over. It tells something of a source if all came from there, and not before it was asked for."""
         assert self.pool is not None, "the event came from it"
+        if fetch.ahead:
+            return
         (tier, blocks), *more = fetch.tiers.items()
         source = None
         if tier == "ssd":

@@ -240,7 +240,8 @@ def test_a_prefix_comes_from_wherever_it_is(
         assert request.ids == fake_tokens(PROMPT, 8)
 
         # With no source a lookup, and without room too; else the grant covers what anybody is believed to have.
-        wanted = 0 if full or not plan else min(max(cached, *(last for _, _, last in plan)), BLOCKS)
+        believed = min(max(cached, *(last for *_, last in plan)), BLOCKS) if plan else 0
+        wanted = 0 if full else believed
         tiers: Counter[str] = Counter()
         for block in range(wanted or BLOCKS):
             peers = [place[0] for place, first, last in plan if " " in place and first <= block < last]
@@ -256,7 +257,7 @@ def test_a_prefix_comes_from_wherever_it_is(
         assert {tier: counters[f"cached_{tier}"] for tier in TIERS if counters[f"cached_{tier}"]} == dict(tiers)
         # No grant is asked for if nothing is to be fetched and no block is computed whole.
         assert pool.tenants <= {7}
-        assert pool.tenants or not plan
+        assert pool.tenants or not believed
         cluster.workers["both"].step()
         assert not pool.held, "tags were not ended"
 
@@ -285,6 +286,54 @@ def test_what_others_have_is_prefetched_before_decodes_grant_stands(events: None
         cluster.until(lambda: job.sequence.started, "both")
         assert pool.asked == [("fetch", [1], []), ("fetch", [3], ["b", "c"]), ("fetch", [4], ["c"])]
         assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "dram": BLOCK, "peer_dram": BLOCK}
+        cluster.abort(request)
+
+
+class Draining(TieredPool):
+    """It gives nothing new; what has been granted before it lets be filled."""
+
+    def __init__(self) -> None:
+        super().__init__([{"dram"}] * BLOCKS, moves=False, full=True, broken=set())
+        self.pushed: list[int] = []
+
+    def lookup(self, tag: Tag, keys: bytes) -> None:
+        self.held[tag] = []
+        self._events.append(Refused(tag, "full"))
+
+    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: bytes | None = None) -> None:
+        self.pushed += indices
+
+
+def test_a_prefill_that_is_refused_all_reads_what_decodes_grant_holds(events: None) -> None:
+    """On one node, when the daemon drains between the decode worker's grant and the prefill worker's."""
+    pool = Draining()
+    with cluster_over(pool) as cluster:
+        worker = cluster.workers["both"]
+        sources = sources_of([("ssd", 0, BLOCKS)])
+        request = cluster.submit(PROMPT, "both", "both", sources=sources, changes={"part": "prefill"})
+        job = worker.mover.jobs[request.number, 1]
+        slots: list[Any] = [pool._slot(key) for key in (*pool.keys[:3], *[None] * (BLOCKS - 2))]
+        worker.mover._opened(job, [slot.committed for slot in slots], slots)
+        cluster.until(lambda: BLOCKS in pool.pushed, "both")
+        assert pool.pushed == list(range(3, BLOCKS + 1))
+        # They were asked for ahead, from SSD.
+        assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 3 * BLOCK}
+        cluster.abort(request)
+
+
+def test_a_fetch_that_a_prefetch_was_ahead_of_tells_no_rate(events: None) -> None:
+    """Its read began before it was asked for."""
+    places: list[set[str]] = [{"ssd"}, {"ssd"}, {"b dram"}, *[set()] * 5]
+    pool = TieredPool(places, moves=False, full=False, broken=set())
+    with cluster_over(pool) as cluster:
+        worker = cluster.workers["both"]
+        sources = sources_of([("ssd", 0, 2), ("b dram", 2, 3)])
+        request = cluster.submit(PROMPT, "both", "both", sources=sources, changes={"part": "prefill"})
+        job = worker.mover.jobs[request.number, 1]
+        worker.mover._opened(job, [False] * 9, [])
+        cluster.until(lambda: job.sequence.started, "both")
+        assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "peer_dram": BLOCK}
+        assert worker.mover.loads == []
         cluster.abort(request)
 
 
