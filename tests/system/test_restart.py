@@ -103,7 +103,9 @@ def test_killed_daemons_find_again_what_was_written(state_dir: Path, tmp_path: P
     with kept(state_dir, tmp_path / "kv", *SHAPES["apart"]) as server:
         ask(server)
         for part in ("transferd-0", "transferd-1", "prefill-0", "decode-0"):
-            server.wait_replaced(part, server.kill(part))
+            server.wait_replaced(part, server.kill(part), PATIENCE)
+        # A gateway waits a few seconds only for workers that are still starting.
+        server.wait_workers(2, PATIENCE)
         ask(server)
 
 
