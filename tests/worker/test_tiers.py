@@ -22,6 +22,7 @@ from pyengine._native import NodeAddress, Tag
 from pyengine.backend import U8
 from pyengine.backends.fake import FakeBackend, chain, fake_tokens, kv_rows
 from pyengine.kv_mover import TIERS
+from pyengine.scheduler.batcher import SequenceId
 from pyengine.scheduler.types import KEY_BYTES, Medium, Node, Source, cacheable_blocks
 from tests.worker.harness import HASH_KEY, Cluster
 from tests.worker.test_worker import BLOCK, backend, prompt
@@ -94,7 +95,7 @@ class TieredPool:
             key: rows[i * BLOCK : (i + 1) * BLOCK].swapaxes(0, 1).copy().view(np.uint8).reshape(spec.kv.strips, -1)
             for i, key in enumerate(self.keys)
         }
-        self.places = dict(zip(self.keys, places, strict=True))
+        self.places = {key: set(place) for key, place in zip(self.keys, places, strict=True)}
         self.moves, self.full, self.broken = moves, full, {self.keys[i] for i in broken}
         self.held: dict[Tag, list[bytes]] = {}
         self.asked: list[tuple[Any, ...]] = []
@@ -145,6 +146,7 @@ class TieredPool:
                 slot = self._slot(key)
             else:
                 self._content[slot.slot] = self._bytes[key]
+            self.places[key].add("dram")
             self._events.append(Fetched(tag, index, None, dataclasses.replace(slot, committed=True), tier))
 
     def prefetch(self, keys: bytes, parent: bytes, position: int, sources: Sequence[NodeAddress]) -> None:
@@ -335,6 +337,29 @@ def test_a_fetch_that_a_prefetch_was_ahead_of_tells_no_rate(events: None) -> Non
         assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "peer_dram": BLOCK}
         assert worker.mover.loads == []
         cluster.abort(request)
+
+
+@pytest.mark.parametrize("found", [0, 3, BLOCKS])
+def test_slots_for_what_no_source_had_are_let_go_before_it_is_computed(
+    events: None, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would keep others from caching, and be of no use."""
+    places: list[set[str]] = [{"ssd"}] * found + [set()] * (BLOCKS - found)
+    pool = TieredPool(places, moves=False, full=False, broken=set())
+    with cluster_over(pool) as cluster:
+        batcher = cluster.workers["both"].batcher
+        ready, held = batcher.ready, []
+
+        def ready_with(sequence: SequenceId, tokens: int) -> None:
+            held.append((sum(map(len, pool.held.values())), tokens))
+            ready(sequence, tokens)
+
+        monkeypatch.setattr(batcher, "ready", ready_with)
+        request = cluster.submit(PROMPT, "both", "both", sources=sources_of([("ssd", 0, BLOCKS)]))
+        cluster.run(request)
+        assert held == [(found, found * BLOCK)]
+        assert request.ids == fake_tokens(PROMPT, 8)
+        assert request.tiers == ({"ssd": found * BLOCK} if found else {})
 
 
 def test_fetches_are_measured_if_all_came_from_one_place(events: None) -> None:
