@@ -28,6 +28,8 @@ from typing import Any
 
 #: Seconds a server may take until it is healthy: a first start converts the model.
 START_TIMEOUT = 120.0
+#: Seconds a server may take until it is gone. It promises 5, or 9 with an SSD, on a machine that is not busy.
+STOP_TIMEOUT = 30.0
 #: Seconds between two looks at something that announces itself nowhere else.
 POLL = 0.02
 
@@ -117,7 +119,7 @@ class Server:
                 raise ServerError(f"the server was not {what} within {timeout:g} s; its log ends:\n{self.tail()}")
             time.sleep(POLL)
 
-    def stop(self, timeout: float = 10.0, number: signal.Signals = signal.SIGINT) -> int:
+    def stop(self, timeout: float = STOP_TIMEOUT, number: signal.Signals = signal.SIGINT) -> int:
         """Ctrl-C, or another signal; returns the exit status when the server and all its parts are gone (or were).
 
         Raises ServerError, after killing what is left, if that takes longer than `timeout` seconds.

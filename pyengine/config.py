@@ -216,6 +216,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     conductor: "host:port" of its endpoint for daemons. dram_bytes: size of the arena.
     tls: what travels by TCP is encrypted, to peers and to the conductor.
     ssd_dirs: directories that keep blocks; ssd_bytes: what they may take together.
+    drain_seconds: what is held is waited for so long when it ends. 1: its launcher has ended all workers before it, so
+        nobody is left to ask for more, and only pushes and reads that are nearly over are worth the wait.
     """
 
     node: str
@@ -228,6 +230,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls: bool = False
     ssd_dirs: tuple[str, ...] = ()
     ssd_bytes: int = 0
+    drain_seconds: int = 1
 
     def toml(self) -> str:
         # A TOML basic string is a JSON string, for everything a path or an address can hold; so is an array of them.
@@ -307,9 +310,13 @@ def check_ssd(directory: str, size: int) -> None:
     if not directory and not size:
         return
     if not directory:
-        raise ConfigError(f"ssd_bytes is {size}, and no directory is named for them: add --ssd-dir DIRECTORY")
+        raise ConfigError(
+            f"ssd_bytes is {size}, and no directory is named for them: add --ssd-dir DIRECTORY (ssd_dir=)"
+        )
     if not size:
-        raise ConfigError(f"ssd_dir is {directory}, and nothing says how much it may take: add --ssd-bytes 10GiB, say")
+        raise ConfigError(
+            f"ssd_dir is {directory}, and nothing says how much it may take: add --ssd-bytes 10GiB (ssd_bytes=), say"
+        )
     if size < SSD_MINIMUM:
         raise ConfigError(f"ssd_bytes is {size}, and a node's SSD space holds nothing below {SSD_MINIMUM}: give more")
     path = Path(directory).absolute()

@@ -9,7 +9,8 @@ calls of the Batcher (`ready`, `first_token`) and into `Failure`s. One `Job` is 
 
 To seek is to pin what this node has of the prefix in DRAM (lookup), and if the plan names sources beyond that, this
 node's SSD among them, to grant slots for the rest and fetch it into them. A prefill part may not hold slots before
-decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which holds nothing.
+decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which holds nothing. Slots
+that no source filled are let go before anything is computed.
 
 On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
 block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
@@ -100,9 +101,10 @@ class Holding:
     tiers: list[str] = dataclasses.field(default_factory=list)
 
     def take(self, slots: list[Slot]) -> None:
+        """The pool's answer. Blocks whose tier is known were fetched before; the others were in DRAM."""
         self.slots = slots
         self.committed = [slot.committed for slot in slots]
-        self.tiers = ["dram"] * len(slots)
+        self.tiers = self.tiers[: len(slots)] + ["dram"] * (len(slots) - len(self.tiers))
 
     def found(self, block: int, slot: Slot, tier: str) -> None:
         """A fetch has brought the block, into this slot."""
@@ -132,6 +134,8 @@ class Fetch:
     nodes: tuple[Node, ...]
     began: float
     left: int
+    #: Some were prefetched: their reads began before these were asked for.
+    ahead: bool
     tiers: Counter[str | None] = dataclasses.field(default_factory=Counter)
 
 
@@ -366,18 +370,19 @@ class KvMover:
                 offers[block] = Offer(offer.nodes + others, tier if own else offer.tier or tier)
         return offers
 
-    def _lookup(self, job: Job) -> None:
+    def _lookup(self, job: Job, tiers: Run[str] = ()) -> None:
+        """Pins what this node's DRAM has of the prefix. tiers: where blocks were found that have come there since."""
         assert self.pool is not None, "callers check"
         keys = b"".join(job.sequence.keys[: self._prefix_limit(job)])
         if not keys:
             self.batcher.ready(job.id, 0)
             return
-        self._ask(self.pool.lookup, self._reuse_tag(job, reserving=False), keys)
+        self._ask(self.pool.lookup, self._reuse_tag(job, reserving=False, tiers=tiers), keys)
 
-    def _reuse_tag(self, job: Job, *, reserving: bool) -> Tag:
+    def _reuse_tag(self, job: Job, *, reserving: bool, tiers: Run[str] = ()) -> Tag:
         """A fresh tag for what the job may reuse of this node's pool."""
         job.reserving = reserving
-        job.local = Holding(self._local_tag())
+        job.local = Holding(self._local_tag(), tiers=list(tiers))
         self._by_tag[job.local.tag] = job
         return job.local.tag
 
@@ -461,7 +466,8 @@ class KvMover:
                 # Nobody offers it if it was in DRAM here when the plan was made: the SSD may have it since.
                 wanted.setdefault(offer.nodes, []).append(block)
         for nodes, blocks in wanted.items():
-            job.fetching.update(dict.fromkeys(blocks, Fetch(nodes, time.monotonic(), len(blocks))))
+            ahead = not job.prefetched.keys().isdisjoint(blocks)
+            job.fetching.update(dict.fromkeys(blocks, Fetch(nodes, time.monotonic(), len(blocks), ahead)))
             self._ask(self.pool.fetch, tag, blocks, [address(node) for node in nodes])
         if not job.fetching:
             self._ready(job)
@@ -472,6 +478,7 @@ class KvMover:
         job.opened = True
         job.handoff.slots = slots
         job.handoff.committed = list(committed)
+        job.handoff.tiers = [job.prefetched.get(block, "dram") for block in range(len(slots))]
         job.delivered = {index for index, done in enumerate(committed) if done}
         self._seek_prefix(job)
 
@@ -486,11 +493,29 @@ class KvMover:
             if not fetch.left:
                 self._measure(fetch)
         if not job.fetching:
+            self._keep_found(job)
+
+    def _keep_found(self, job: Job) -> None:
+        """All fetches are over. Slots that nothing came into are let go before the rest is computed: what is computed
+        is cached in slots of its own. A tag ends as a whole, so what did come is pinned by a lookup first.
+        """
+        granted = job.local
+        if granted is None or all(granted.committed) or not self._held(job):
+            self._ready(job)
+            return
+        if granted.committed[0]:
+            self._lookup(job, granted.tiers)
+            self._release(granted.tag)
+        else:
+            self._release(granted.tag)
+            job.local = None
             self._ready(job)
 
     def _measure(self, fetch: Fetch) -> None:
-        """A fetch is over. It tells something of a source if all came from there."""
+        """A fetch is over. It tells something of a source if all came from there, and not before it was asked for."""
         assert self.pool is not None, "the event came from it"
+        if fetch.ahead:
+            return
         (tier, blocks), *more = fetch.tiers.items()
         source = None
         if tier == "ssd":

@@ -3,7 +3,8 @@
     launch -- conductor, one daemon per node, workers, gateway      (each: python -m pyengine.child ...)
 
 A child that dies is reported and restarted with a doubling pause; a launcher that dies takes its children along
-(child.py); Ctrl-C ends all within 5 s: first those that serve clients, then those that hold memory for them.
+(child.py); Ctrl-C ends all within 5 s, with an SSD within 9 s: first those that serve clients, then those that hold
+memory for them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ STEADY = 30.0
 #: Crashes before a part was ever ready after which the launcher gives up.
 START_ATTEMPTS = 5
 #: Seconds to end by themselves for gateway and workers, then for conductor and daemons; SIGKILL follows. The sum stays
-#: below the promised 5 s; daemons with an SSD are given more, as they write to it for 3 s at most.
+#: below the promised 5 s. A daemon with an SSD is given more: it drains (DaemonConfig.drain_seconds), writes for 3 s at
+#: most what is in DRAM only, and closes its log; one that is killed before has lost those blocks.
 STOP_FRONT = 2.5
 STOP_BACK = 2.0
-STOP_SSD = 4.0
+STOP_SSD = 6.0
 #: Level of a daemon's log by the launcher's: what it says at "info" the launcher says itself.
 DAEMON_LOG = {"debug": "debug", "info": "warn", "warning": "warn", "error": "error"}
 #: sockaddr_un holds 107 bytes and a zero; the longest name of a socket put into the run directory is /node-255.sock.

@@ -56,7 +56,8 @@ class LLM:
         max_tokens_per_step, max_sequences: see pyengine.config.WorkerConfig.
 
     Raises:
-        ValueError: no such model, or it cannot be served, or nothing can be kept in ssd_dir; the text says what to do.
+        ValueError: no such model, or it cannot be served, or nothing can be kept in ssd_dir (in use by another, say);
+            the text says what to do.
     """
 
     def __init__(
@@ -108,12 +109,17 @@ class LLM:
         self._max_tokens = max_tokens_per_step
         self._max_sequences = max_sequences
         keeps: dict[str, Any] = {"ssd_dirs": [self._ssd], "ssd_bytes": size} if self._ssd else {}
-        self._daemon = _native.Daemon(
-            node=NODE,
-            dram_bytes=dram_bytes or default_pool_bytes(),
-            session_key=secrets.token_bytes(32),
-            **keeps,
-        )
+        try:
+            self._daemon = _native.Daemon(
+                node=NODE,
+                dram_bytes=dram_bytes or default_pool_bytes(),
+                session_key=secrets.token_bytes(32),
+                **keeps,
+            )
+        except _native.GiveUpError as error:
+            # Of what can be refused here only the settings are left: an SSD directory in use, or of a newer version.
+            self._backend.close()
+            raise ValueError(str(error)) from error
         self._worker, self._pool = self._new_worker()
         self._node = Node(NODE, "", self._daemon.address.incarnation)
         self._root = _native.root_key(self._worker.namespace, b"", b"", self._hash_key)

@@ -7,10 +7,12 @@ that secret's mark.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
 import stat
+import tempfile
 from pathlib import Path
 
 from pyengine.config import ConfigError
@@ -35,23 +37,21 @@ def secret_file(state_dir: Path) -> Path:
 
 
 def _make(path: Path) -> None:
-    state_dir = path.parent
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        # Written aside and linked: two launchers that start at once agree on one secret, and nobody reads half of it.
-        draft = state_dir / f"secret.{os.getpid()}"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(descriptor, secrets.token_hex(SECRET_BYTES).encode() + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        try:
-            os.link(draft, path)
-        except FileExistsError:
-            pass
-        finally:
-            draft.unlink()
+        _write_once(path, secrets.token_hex(SECRET_BYTES).encode())
+
+
+def _write_once(path: Path, text: bytes) -> None:
+    """Makes a file (0600) with this line, unless it is there: written aside and linked, so that processes that start at
+    once agree on one, and nobody ever reads half of it, whatever a writer dies of.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.") as draft:
+        draft.write(text + b"\n")
+        draft.flush()
+        os.fsync(draft.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(draft.name, path)
 
 
 def claim_ssd(directory: Path, secret: Path) -> None:
@@ -59,26 +59,24 @@ def claim_ssd(directory: Path, secret: Path) -> None:
 
     Raises ConfigError if it cannot be used, is open to others, or holds KV made under another secret.
     """
-    mark = hashlib.blake2b(read_secret(secret), digest_size=16, person=b"pyengine-ssd").hexdigest()
+    mark = hashlib.blake2b(read_secret(secret), digest_size=16, person=b"pyengine-ssd").hexdigest().encode()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
         if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             raise ConfigError(f"others may enter the SSD directory {directory}: it holds KV, so chmod 700 it first")
-        try:
-            with open(directory / MARK, "x") as file:
-                file.write(mark + "\n")
-        except FileExistsError:
-            pass
-        known = (directory / MARK).read_text().strip()
+        if not (directory / MARK).exists():
+            _write_once(directory / MARK, mark)
+        known = (directory / MARK).read_bytes().strip()
     except OSError as error:
         raise ConfigError(
-            f"cannot keep KV in {directory}: {error.strerror}; name a directory that can be written (--ssd-dir)"
+            f"cannot keep KV in {directory}: {error.strerror}; name a directory that can be written "
+            "(--ssd-dir, ssd_dir=)"
         ) from error
     if known != mark:
         raise ConfigError(
             f"the SSD directory {directory} holds KV made under another secret than {secret}, with which none of it is"
-            " found: use the state directory it was made with (--state-dir), or empty it"
+            " found: use the state directory it was made with (--state-dir, state_dir=), or empty it"
         )
 
 

@@ -257,8 +257,13 @@ class Request:
     def on_prefill_report(self, message: messages.PrefillReport) -> None:
         """What the first prefill that succeeded had reused; later attempts reuse what earlier ones computed."""
         if message.attempt == self.attempt and self.cached is None:
-            self.cached = min(message.cached, len(self.prompt))
-            self.tiers = message.tiers
+            # A retry's worker may have reused answers, too: they are no part of the prompt, whose tokens come first.
+            left = self.cached = min(message.cached, len(self.prompt))
+            self.tiers = {}
+            for tier, tokens in message.tiers.items():
+                if taken := min(tokens, left):
+                    self.tiers[tier] = taken
+                    left -= taken
 
     def on_failed(self, message: messages.Failed, now: float) -> list[Action]:
         if self.state is not State.RUNNING or message.attempt != self.attempt or self.plan is None:

@@ -27,11 +27,13 @@ from pyengine.worker.links import WorkerLinks
 
 logger = logging.getLogger(__name__)
 
-#: Seconds a starting worker waits for its daemon, which after a crash reads its whole SSD first: ten minutes at 2 GB/s
-#: are more than a terabyte.
+#: Seconds a starting worker waits for its daemon, which looks through its SSD first: it reads a footer of each segment,
+#: and after a crash the headers of batches, never the blocks. Generous: a part that gives up is started again anyway.
 DAEMON_PATIENCE = 600.0
 #: Seconds after which it says that it does.
 DAEMON_LATE = 10.0
+#: Seconds a signal may have to wait meanwhile, as it is looked at between two attempts. Below the launcher's patience.
+SIGNAL_LATE = 1.0
 #: Seconds between attempts to reach a daemon that died.
 RECONNECT_EVERY = 0.2
 #: Milliseconds the idle loop sleeps at most; every event wakes it before.
@@ -52,7 +54,10 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    service = WorkerService(config)
+    try:
+        service = WorkerService(config, stop)
+    except Stopped:
+        return 0
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
     try:
@@ -64,10 +69,14 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
     return 0
 
 
-class WorkerService:
-    """The process's parts, joined."""
+class Stopped(Exception):
+    """It was told to stop before it could begin."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+
+class WorkerService:
+    """The process's parts, joined. stop: once set, a service that still waits for its daemon raises Stopped instead."""
+
+    def __init__(self, config: WorkerConfig, stop: threading.Event | None = None) -> None:
         secret = read_secret(Path(config.secret_file))
         self._config = config
         self._session_key = _native.derive_key(secret, "session")
@@ -78,7 +87,7 @@ class WorkerService:
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(pages)
         self._incarnation = secrets.randbits(63)
-        self._pool: PoolClient | None = self._await_daemon()
+        self._pool: PoolClient | None = self._await_daemon(stop or threading.Event())
         self._worker = Worker(
             config.worker,
             self._backend,
@@ -173,15 +182,21 @@ class WorkerService:
                 self._refused = error
                 return
 
-    def _await_daemon(self) -> PoolClient:
-        until = time.monotonic() + DAEMON_PATIENCE
-        while True:
+    def _await_daemon(self, stop: threading.Event) -> PoolClient:
+        said = time.monotonic()
+        until = said + DAEMON_PATIENCE
+        while not stop.is_set():
             try:
-                return self._dial(DAEMON_LATE)
+                return self._dial(min(DAEMON_LATE, SIGNAL_LATE))
             except _native.RetryError as error:
-                if time.monotonic() > until:
+                now = time.monotonic()
+                if now > until:
                     raise
-                logger.warning("waiting for the daemon of %s: %s", self._config.node, error)
+                if now - said >= DAEMON_LATE:
+                    said = now
+                    logger.warning("waiting for the daemon of %s: %s", self._config.node, error)
+        self._backend.close()
+        raise Stopped
 
     def _dial(self, timeout: float) -> PoolClient:
         spec = self._backend.namespace.kv

@@ -4,6 +4,8 @@ Method: the structs alone; the command line in processes.
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 import subprocess
 import sys
@@ -190,6 +192,32 @@ def test_an_ssd_directory_belongs_to_one_secret_and_is_private(tmp_path: Path) -
         with pytest.raises(ConfigError, match="--ssd-dir"):
             claim_ssd(place, secret)
     assert secret.read_bytes().strip() not in (kept / MARK).read_bytes()
+    assert stat.S_IMODE((kept / MARK).stat().st_mode) == 0o600
+    assert [entry.name for entry in kept.iterdir()] == [MARK], "the mark was written aside"
+
+
+def test_a_claim_that_is_broken_off_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, kept = secret_file(tmp_path / "state"), tmp_path / "kv"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            claim_ssd(kept, secret)
+    assert not list(kept.iterdir())
+    claim_ssd(kept, secret)
+
+
+@pytest.mark.parametrize("mark", [b"", b"of another", b"\xff\xfe\x00"])
+def test_a_directory_with_another_mark_is_refused(tmp_path: Path, mark: bytes) -> None:
+    kept = tmp_path / "kv"
+    kept.mkdir(mode=0o700)
+    (kept / MARK).write_bytes(mark)
+    with pytest.raises(ConfigError, match="another secret"):
+        claim_ssd(kept, secret_file(tmp_path / "state"))
+    assert (kept / MARK).read_bytes() == mark
 
 
 def test_state_directory_that_cannot_be_used(tmp_path: Path) -> None:

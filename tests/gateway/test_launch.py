@@ -260,5 +260,8 @@ def test_parts_of_a_machine(tmp_path: Path) -> None:
     assert daemon["socket"] == workers[1].daemon_socket
     assert daemon["conductor"] == "127.0.0.1:7000"
     assert (daemon["ssd_dirs"], daemon["ssd_bytes"]) == (["/ssd/node-1"], 1 << 30)
+    # What a daemon does after its SIGTERM ends before its SIGKILL: drain, write for 3 s at most (daemon.rs), close.
+    assert daemon["drain_seconds"] < launch.STOP_BACK
+    assert daemon["drain_seconds"] + 3 < launch.STOP_SSD
     assert parts[0].arguments[parts[0].arguments.index("--daemons") + 1] == "127.0.0.1:7000"
     assert parts[-1].fds == (5,)

@@ -288,7 +288,11 @@ def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> 
             kind = data.draw(st.sampled_from(["retry", "need_prefill"]))
             request.on_failed(failed(request, kind, data.draw(st.sampled_from(["p", "d"]))), now)
         elif event == "report":
-            request.on_prefill_report(PrefillReport(request=request.id, attempt=request.attempt, cached=99, computed=1))
+            tiers = data.draw(st.permutations([("device", 50), ("ssd", 40), ("peer_ssd", 9)]))
+            report = PrefillReport(
+                request=request.id, attempt=request.attempt, cached=99, computed=1, tiers=dict(tiers)
+            )
+            request.on_prefill_report(report)
         elif event == "again":
             request.ask_again()
         request.check()
@@ -299,5 +303,8 @@ def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> 
     if request.finish is not None:
         assert len(request.tokens) == ends_at
         assert request.finish is finish
+    # A retry reuses answers, too; they are no part of the prompt.
     assert request.cached in (None, len(PROMPT))
+    assert sum(request.tiers.values()) == (request.cached or 0)
+    assert all(request.tiers.values())
     assert used <= set(range(request.attempt + 1))

@@ -39,6 +39,17 @@ def ask(server: Server, tokens: int = 20) -> dict[str, Any]:
     return details
 
 
+def ask_until_kept(server: Server, *nodes: str) -> None:
+    """Asks once more until these nodes have all of LONG on SSD, which is where a node writes what it finds again. So
+    nothing hangs on how much a node can write in the seconds that it has at its end.
+    """
+
+    def kept_by(node: str) -> bool:
+        return server.metric("pyengine_pool_blocks", node=node, tier="ssd", state="stored") >= BLOCKS
+
+    until(lambda: bool(ask(server)) and all(map(kept_by, nodes)), f"{nodes} have written it to SSD")
+
+
 SHAPES = {
     "apart": ("--nodes", "2", "--prefill", "1", "--decode", "1"),
     "one node": ("--prefill", "1", "--decode", "1"),
@@ -52,6 +63,7 @@ def test_after_a_restart_the_prefix_comes_from_ssd(shape: str, state_dir: Path, 
     cached = BLOCKS * BLOCK
     with kept(state_dir, tmp_path / "kv", *SHAPES[shape]) as server:
         assert ask(server) == {"cached_tokens": 0}
+        ask_until_kept(server, "node-0")
         server.stop(number=signal.SIGTERM)
     for _ in range(2):
         with kept(state_dir, tmp_path / "kv", *SHAPES[shape]) as server:
@@ -90,7 +102,7 @@ def counted(server: Server, expected: dict[str, int]) -> None:
 def test_a_node_reads_from_the_ssd_of_another(state_dir: Path, tmp_path: Path) -> None:
     """Node 0, where the prefill worker sits, has lost its disk; node 1, to which the KV was handed off, has not."""
     with kept(state_dir, tmp_path / "kv", *SHAPES["apart"]) as server:
-        ask(server)
+        ask_until_kept(server, "node-1")
     (tmp_path / "kv" / "node-0").rename(tmp_path / "lost")
     with kept(state_dir, tmp_path / "kv", *SHAPES["apart"]) as server:
         knows(server, "node-1")
@@ -103,7 +115,9 @@ def test_killed_daemons_find_again_what_was_written(state_dir: Path, tmp_path: P
     with kept(state_dir, tmp_path / "kv", *SHAPES["apart"]) as server:
         ask(server)
         for part in ("transferd-0", "transferd-1", "prefill-0", "decode-0"):
-            server.wait_replaced(part, server.kill(part))
+            server.wait_replaced(part, server.kill(part), PATIENCE)
+        # A gateway waits a few seconds only for workers that are still starting.
+        server.wait_workers(2, PATIENCE)
         ask(server)
 
 
@@ -116,6 +130,13 @@ def test_an_llm_finds_what_the_last_one_kept(tmp_path: Path) -> None:
             (answer,) = llm.generate(LONG, sampling)
             assert answer.token_ids == fake_tokens(LONG, 20)
             assert answer.cached_by_tier == cached
+            # What is found again is written, however little time there is for it at the end.
+            until(lambda: bool(llm.generate(LONG, sampling)) and on_ssd(llm) >= BLOCKS, "all of it is on SSD")
+
+
+def on_ssd(llm: LLM) -> int:
+    """Blocks that it has there."""
+    return llm._daemon.counters()['pyengine_pool_blocks{node="llm",tier="ssd",state="stored"}']
 
 
 def test_prompts_beyond_what_dram_holds_are_answered_right_from_both(tmp_path: Path) -> None:
@@ -126,9 +147,15 @@ def test_prompts_beyond_what_dram_holds_are_answered_right_from_both(tmp_path: P
     sizes: dict[str, Any] = {"dram_bytes": 8 << 20, "pages": 80, "ssd_dir": tmp_path / "kv", "ssd_bytes": "64MiB"}
     with LLM("fake", backend="fake", state_dir=tmp_path, **sizes) as llm:
         assert [llm.generate(ids, sampling)[0].token_ids for ids in prompts] == answers
+        # A prompt that had to make room comes back from SSD.
+        until(
+            lambda: any("ssd" in llm.generate(ids, sampling)[0].cached_by_tier for ids in prompts),
+            "what made room was written",
+        )
+        written = on_ssd(llm)
     with LLM("fake", backend="fake", state_dir=tmp_path, **sizes) as llm:
-        # What was in DRAM was written at the end, at least.
-        assert llm._daemon.counters()['pyengine_pool_blocks{node="llm",tier="ssd",state="stored"}'] > 900
+        # And at the end what was in DRAM only, as far as there was time.
+        assert on_ssd(llm) >= written
         completions = [llm.generate(ids, sampling)[0] for ids in prompts]
         assert [completion.token_ids for completion in completions] == answers
         assert sum(completion.cached_by_tier.get("ssd", 0) for completion in completions) > 0

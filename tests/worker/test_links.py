@@ -8,6 +8,7 @@ from __future__ import annotations
 import select
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -171,12 +172,18 @@ def test_links_that_fail_wake_the_loop_and_say_so(ends: Ends) -> None:
 def test_a_conductor_is_found_again_after_a_stranger_at_its_port(
     tmp_path: Path, greeting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "DEAD_AFTER", 1.0)
+    def dial_with_patience(*arguments: Any) -> Any:
+        """However slow the machine: no handshake is given up."""
+        monkeypatch.setattr(module, "DEAD_AFTER", PATIENCE / 1000)
+        return dial(*arguments)
+
+    monkeypatch.setattr(module, "dial", dial_with_patience)
     ends = Ends(tmp_path)
     try:
         ends.told(WorkerHello)
         ends.conductor.close(0)
         Stranger(int(ends.endpoint.rpartition(":")[2]), GREETINGS[greeting]).leave()
+        monkeypatch.setattr(module, "DEAD_AFTER", 0.0)
         ends.conductor = bind(zmq.Context.instance().socket(zmq.ROUTER), ends.endpoint, bytes(32))
         ends.told(WorkerHello)
         ends.heartbeat()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +110,23 @@ def test_closed_is_closed(llm: LLM) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("hello")
+
+
+def test_an_ssd_directory_in_use_is_said_to_be(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"dram_bytes": 1 << 20, "ssd_dir": tmp_path / "kv", "ssd_bytes": "64MiB", "pages": PAGES}
+    with LLM("fake", backend="fake", state_dir=tmp_path, **kept) as first:
+        with pytest.raises(ValueError, match="is used by another"):
+            LLM("fake", backend="fake", state_dir=tmp_path, **kept)
+        works(first)
+
+
+def test_what_is_wrong_with_an_ssd_directory_is_said_in_words_of_python(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    bad: list[dict[str, Any]] = [{"ssd_dir": file}, {"ssd_bytes": "1GiB"}, {"ssd_dir": file, "ssd_bytes": "1GiB"}]
+    for arguments in bad:
+        with pytest.raises(ValueError, match=r"\bssd_(dir|bytes)="):
+            LLM("fake", backend="fake", state_dir=tmp_path, **arguments)
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ gateway.
 from __future__ import annotations
 
 import logging
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +34,7 @@ from pyengine.scheduler.types import Role, SamplingParams
 from pyengine.secret import read_secret, secret_file
 from pyengine.worker import service as service_module
 from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
-from pyengine.worker.service import WorkerService
+from pyengine.worker.service import WorkerService, run_worker
 
 PATIENCE = 60.0
 
@@ -160,6 +162,43 @@ def test_a_worker_waits_for_a_daemon_that_starts_late(tmp_path: Path, monkeypatc
     running.send("prefill", 1)
     assert running.failed().kind == "wrong_role"
     running.close()
+
+
+def test_a_worker_that_waits_for_its_daemon_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket is there, and nobody answers yet: so is a daemon that looks through its SSD."""
+    monkeypatch.setattr(service_module, "DAEMON_LATE", 0.1)
+    monkeypatch.setattr(service_module, "DAEMON_PATIENCE", 5.0)
+
+    class Terminator(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting for the daemon" in record.getMessage():
+                signal.raise_signal(signal.SIGTERM)
+
+    secret = secret_file(tmp_path)
+    config = WorkerConfig(
+        worker="w",
+        role=Role.DECODE,
+        node="a",
+        daemon_socket=f"{tmp_path}/a.sock",
+        conductor=f"ipc://{tmp_path}/conductor",
+        work_endpoint=f"ipc://{tmp_path}/w",
+        secret_file=str(secret),
+        model="fake",
+        backend="fake",
+        state_dir=str(tmp_path),
+        pages=8,
+    )
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    logging.getLogger("pyengine").addHandler(terminator := Terminator())
+    try:
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(config.daemon_socket)
+            silent.listen()
+            assert run_worker(config, lambda _: pytest.fail("it is not ready")) == 0
+    finally:
+        logging.getLogger("pyengine").removeHandler(terminator)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_daemon_that_comes_back_with_another_secret_ends_the_worker(running: Running) -> None:

@@ -22,6 +22,7 @@ from pyengine._native import NodeAddress, Tag
 from pyengine.backend import U8
 from pyengine.backends.fake import FakeBackend, chain, fake_tokens, kv_rows
 from pyengine.kv_mover import TIERS
+from pyengine.scheduler.batcher import SequenceId
 from pyengine.scheduler.types import KEY_BYTES, Medium, Node, Source, cacheable_blocks
 from tests.worker.harness import HASH_KEY, Cluster
 from tests.worker.test_worker import BLOCK, backend, prompt
@@ -94,7 +95,7 @@ class TieredPool:
             key: rows[i * BLOCK : (i + 1) * BLOCK].swapaxes(0, 1).copy().view(np.uint8).reshape(spec.kv.strips, -1)
             for i, key in enumerate(self.keys)
         }
-        self.places = dict(zip(self.keys, places, strict=True))
+        self.places = {key: set(place) for key, place in zip(self.keys, places, strict=True)}
         self.moves, self.full, self.broken = moves, full, {self.keys[i] for i in broken}
         self.held: dict[Tag, list[bytes]] = {}
         self.asked: list[tuple[Any, ...]] = []
@@ -145,6 +146,7 @@ class TieredPool:
                 slot = self._slot(key)
             else:
                 self._content[slot.slot] = self._bytes[key]
+            self.places[key].add("dram")
             self._events.append(Fetched(tag, index, None, dataclasses.replace(slot, committed=True), tier))
 
     def prefetch(self, keys: bytes, parent: bytes, position: int, sources: Sequence[NodeAddress]) -> None:
@@ -240,7 +242,8 @@ def test_a_prefix_comes_from_wherever_it_is(
         assert request.ids == fake_tokens(PROMPT, 8)
 
         # With no source a lookup, and without room too; else the grant covers what anybody is believed to have.
-        wanted = 0 if full or not plan else min(max(cached, *(last for _, _, last in plan)), BLOCKS)
+        believed = min(max(cached, *(last for *_, last in plan)), BLOCKS) if plan else 0
+        wanted = 0 if full else believed
         tiers: Counter[str] = Counter()
         for block in range(wanted or BLOCKS):
             peers = [place[0] for place, first, last in plan if " " in place and first <= block < last]
@@ -256,7 +259,7 @@ def test_a_prefix_comes_from_wherever_it_is(
         assert {tier: counters[f"cached_{tier}"] for tier in TIERS if counters[f"cached_{tier}"]} == dict(tiers)
         # No grant is asked for if nothing is to be fetched and no block is computed whole.
         assert pool.tenants <= {7}
-        assert pool.tenants or not plan
+        assert pool.tenants or not believed
         cluster.workers["both"].step()
         assert not pool.held, "tags were not ended"
 
@@ -286,6 +289,77 @@ def test_what_others_have_is_prefetched_before_decodes_grant_stands(events: None
         assert pool.asked == [("fetch", [1], []), ("fetch", [3], ["b", "c"]), ("fetch", [4], ["c"])]
         assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "dram": BLOCK, "peer_dram": BLOCK}
         cluster.abort(request)
+
+
+class Draining(TieredPool):
+    """It gives nothing new; what has been granted before it lets be filled."""
+
+    def __init__(self) -> None:
+        super().__init__([{"dram"}] * BLOCKS, moves=False, full=True, broken=set())
+        self.pushed: list[int] = []
+
+    def lookup(self, tag: Tag, keys: bytes) -> None:
+        self.held[tag] = []
+        self._events.append(Refused(tag, "full"))
+
+    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: bytes | None = None) -> None:
+        self.pushed += indices
+
+
+def test_a_prefill_that_is_refused_all_reads_what_decodes_grant_holds(events: None) -> None:
+    """On one node, when the daemon drains between the decode worker's grant and the prefill worker's."""
+    pool = Draining()
+    with cluster_over(pool) as cluster:
+        worker = cluster.workers["both"]
+        sources = sources_of([("ssd", 0, BLOCKS)])
+        request = cluster.submit(PROMPT, "both", "both", sources=sources, changes={"part": "prefill"})
+        job = worker.mover.jobs[request.number, 1]
+        slots: list[Any] = [pool._slot(key) for key in (*pool.keys[:3], *[None] * (BLOCKS - 2))]
+        worker.mover._opened(job, [slot.committed for slot in slots], slots)
+        cluster.until(lambda: BLOCKS in pool.pushed, "both")
+        assert pool.pushed == list(range(3, BLOCKS + 1))
+        # They were asked for ahead, from SSD.
+        assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 3 * BLOCK}
+        cluster.abort(request)
+
+
+def test_a_fetch_that_a_prefetch_was_ahead_of_tells_no_rate(events: None) -> None:
+    """Its read began before it was asked for."""
+    places: list[set[str]] = [{"ssd"}, {"ssd"}, {"b dram"}, *[set()] * 5]
+    pool = TieredPool(places, moves=False, full=False, broken=set())
+    with cluster_over(pool) as cluster:
+        worker = cluster.workers["both"]
+        sources = sources_of([("ssd", 0, 2), ("b dram", 2, 3)])
+        request = cluster.submit(PROMPT, "both", "both", sources=sources, changes={"part": "prefill"})
+        job = worker.mover.jobs[request.number, 1]
+        worker.mover._opened(job, [False] * 9, [])
+        cluster.until(lambda: job.sequence.started, "both")
+        assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "peer_dram": BLOCK}
+        assert worker.mover.loads == []
+        cluster.abort(request)
+
+
+@pytest.mark.parametrize("found", [0, 3, BLOCKS])
+def test_slots_for_what_no_source_had_are_let_go_before_it_is_computed(
+    events: None, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would keep others from caching, and be of no use."""
+    places: list[set[str]] = [{"ssd"}] * found + [set()] * (BLOCKS - found)
+    pool = TieredPool(places, moves=False, full=False, broken=set())
+    with cluster_over(pool) as cluster:
+        batcher = cluster.workers["both"].batcher
+        ready, held = batcher.ready, []
+
+        def ready_with(sequence: SequenceId, tokens: int) -> None:
+            held.append((sum(map(len, pool.held.values())), tokens))
+            ready(sequence, tokens)
+
+        monkeypatch.setattr(batcher, "ready", ready_with)
+        request = cluster.submit(PROMPT, "both", "both", sources=sources_of([("ssd", 0, BLOCKS)]))
+        cluster.run(request)
+        assert held == [(found, found * BLOCK)]
+        assert request.ids == fake_tokens(PROMPT, 8)
+        assert request.tiers == ({"ssd": found * BLOCK} if found else {})
 
 
 def test_fetches_are_measured_if_all_came_from_one_place(events: None) -> None:
