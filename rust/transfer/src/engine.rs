@@ -94,6 +94,8 @@ pub enum Output {
     Submit { peer: NodeAddress, copies: Vec<Copy> },
     /// Tell the conductor, if one is connected (the shell bounds the queue and marks a gap by dropping).
     Report(DaemonReport),
+    /// The answer to [`Engine::flush_tier`].
+    Flushed { number: u64, ok: bool },
 }
 
 /// Nanoseconds of a second.
@@ -266,6 +268,7 @@ impl Engine {
                     self.end(client, tag);
                 }
                 self.clients.remove(&client);
+                self.forget_flushes(client);
             }
             Input::PeerUp { peer } => self.peer_up(peer),
             Input::PeerDown { peer } => self.peer_down(&peer),
@@ -340,6 +343,7 @@ impl Engine {
                 let values = self.counters();
                 return self.tell(client, LocalEvent::Counters { ticket, values });
             }
+            LocalRequest::Flush { ticket } => return self.flush(client, ticket),
             LocalRequest::End { tag } => {
                 if let Some(known) = self.clients.get_mut(&client) {
                     known.tags.remove(&tag);
@@ -389,6 +393,7 @@ impl Engine {
             LocalRequest::Attach { .. }
             | LocalRequest::End { .. }
             | LocalRequest::Counters { .. }
+            | LocalRequest::Flush { .. }
             | LocalRequest::Prefetch { .. } => {}
         }
     }
@@ -574,6 +579,7 @@ impl Engine {
     fn tier(&mut self) {
         self.look_at_tier();
         self.leave_on();
+        self.flush_on();
         self.clean_ahead();
     }
 
@@ -644,6 +650,7 @@ impl Engine {
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
         all.extend(self.hints.iter().map(|hint| format!("prefetch {hint:?}")));
+        all.extend((!self.nobody_flushes()).then(|| "flush".to_owned()));
         all.extend(self.replications.iter().map(|replication| format!("replication {replication:?}")));
         all.extend(self.fetches.iter().map(|fetch| format!("fetch {fetch:?}")));
         all.extend(self.serving.iter().map(|serving| format!("serving {serving:?}")));

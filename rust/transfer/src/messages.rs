@@ -108,6 +108,9 @@ pub enum LocalRequest {
     End { tag: Tag },
     /// Asks for the daemon's counters.
     Counters { ticket: Ticket },
+    /// Wants what is published now to outlive the daemon's process: writes to SSD what is in DRAM only, and makes it
+    /// durable.
+    Flush { ticket: Ticket },
 }
 
 /// From a daemon to a local client. Names the tag (or ticket) it answers.
@@ -135,6 +138,9 @@ pub enum LocalEvent {
     Pushed { tag: Tag, indices: Vec<u32>, note: bool },
     /// Counters by Prometheus-style name with labels, e.g. `pyengine_pool_blocks{tier="dram",state="free"}`.
     Counters { ticket: Ticket, values: Vec<(String, u64)> },
+    /// Answer to `Flush`. `ok`: all blocks that were published then and have not been evicted since are durable. Otherwise
+    /// some may be in DRAM only: there is no SSD, it fails, or the daemon is about to stop.
+    Flushed { ticket: Ticket, ok: bool },
 }
 
 /// Between two daemons, on their session. Either side may send each of them.

@@ -463,7 +463,7 @@ impl Model {
             | LocalEvent::Fetched { tag, .. }
             | LocalEvent::Pushed { tag, .. } => *tag,
             LocalEvent::AttachRefused { reason, .. } => panic!("attach refused: {reason}"),
-            LocalEvent::Attached { .. } | LocalEvent::Counters { .. } => return,
+            LocalEvent::Attached { .. } | LocalEvent::Counters { .. } | LocalEvent::Flushed { .. } => return,
         };
         let place = (node.to_owned(), client, tag);
         let Some(mut task) = self.tasks.get(&place).cloned() else { return };
@@ -524,7 +524,7 @@ impl Model {
                 }
             }
             LocalEvent::Pushed { .. } | LocalEvent::Attached { .. } => {}
-            LocalEvent::AttachRefused { .. } | LocalEvent::Counters { .. } => {}
+            LocalEvent::AttachRefused { .. } | LocalEvent::Counters { .. } | LocalEvent::Flushed { .. } => {}
         }
         self.tasks.insert(place, task);
         self.push_what_is_ready(node, client);
