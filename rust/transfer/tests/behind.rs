@@ -479,7 +479,11 @@ fn what_is_flushed_outlives_a_kill() {
     [A, A2].into_iter().for_each(|client| stage.attach(client));
     stage.ask(B, LocalRequest::Flush { ticket: 1 });
     stage.run(SECOND);
-    assert_eq!(stage.told(B), [LocalEvent::Flushed { ticket: 1, ok: true }], "nothing is there, and all of it is durable");
+    assert_eq!(
+        stage.told(B),
+        [LocalEvent::Flushed { ticket: 1, ok: true }],
+        "nothing is there, and all of it is durable"
+    );
     stage.store(A, 1..=5);
     stage.ask(A, LocalRequest::Flush { ticket: 2 });
     // The round has begun.
