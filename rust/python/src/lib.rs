@@ -30,7 +30,8 @@ mod _native {
     use super::objects::{ObjectPool, View};
     #[pymodule_export]
     use super::pool::{
-        Arrived, Complete, Counters, Disconnected, Fetched, Granted, Located, Opened, PoolClient, Pushed, Refused,
+        Arrived, Complete, Counters, Disconnected, Fetched, Flushed, Granted, Located, Opened, PoolClient, Pushed,
+        Refused,
     };
     #[pymodule_export]
     use super::report::{
@@ -50,7 +51,7 @@ mod _native {
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;
         module.add("NOTIFICATION_LIMIT", ::transfer::messages::NOTIFICATION_LIMIT)?;
         module.add("EVICTION_POLICIES", pyo3::types::PyTuple::new(module.py(), super::model::policies())?)?;
-        let events = "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Disconnected";
+        let events = "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Flushed Disconnected";
         module.add("PoolEvent", union(module, events)?)?;
         let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated DaemonGone";
         module.add("DaemonReport", union(module, reports)?)?;

@@ -77,6 +77,10 @@ event!(
     Counters { values: Py<PyDict> }
 );
 event!(
+    /// Answer to `flush`.
+    Flushed { ok: bool }
+);
+event!(
     /// The daemon is gone.
     Disconnected { reason: String }
 );
@@ -236,6 +240,10 @@ impl PoolClient {
         self.request(py, LocalRequest::Counters { ticket: 0 })
     }
 
+    fn flush(&self, py: Python<'_>) -> PyResult<()> {
+        self.request(py, LocalRequest::Flush { ticket: 0 })
+    }
+
     #[pyo3(signature = (slot, generation, source, first_strip = 0))]
     fn store(&self, py: Python<'_>, slot: u32, generation: u32, source: Readable, first_strip: u32) -> PyResult<()> {
         let bytes = source.bytes();
@@ -316,6 +324,7 @@ fn convert<'py>(py: Python<'py>, event: ClientEvent) -> PyResult<Option<Bound<'p
             LocalEvent::Counters { values, .. } => {
                 Bound::new(py, Counters { values: counters(py, values)?.unbind() })?.into_any()
             }
+            LocalEvent::Flushed { ok, .. } => Bound::new(py, Flushed { ok })?.into_any(),
         },
     };
     Ok(Some(event))

@@ -13,7 +13,7 @@
 mod asked;
 mod health;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
@@ -587,6 +587,8 @@ struct Actor {
     inputs: VecDeque<Input>,
     /// To be set when nothing is held.
     awaiting_quiet: Vec<Weak<Wake>>,
+    /// To be told when a flush of the SSDs is over, by its number.
+    awaiting_flush: BTreeMap<u64, SyncSender<bool>>,
 }
 
 struct Peer {
@@ -617,6 +619,7 @@ impl Actor {
             conductor: None,
             inputs: VecDeque::new(),
             awaiting_quiet: Vec::new(),
+            awaiting_flush: BTreeMap::new(),
         }
     }
 
@@ -785,6 +788,12 @@ impl Actor {
             // Without a session the mover does not know the peer, and nobody would commit the blocks.
             Output::Submit { peer, copies } => self.carrier.submit(&peer.node, &copies, now()),
             Output::Report(report) => self.to_conductor(&report),
+            Output::Flushed { number, ok } => {
+                if let Some(waiter) = self.awaiting_flush.remove(&number) {
+                    // It may have given up waiting.
+                    let _ = waiter.try_send(ok);
+                }
+            }
         }
     }
 

@@ -98,6 +98,8 @@ pub enum Output {
     Submit { peer: NodeAddress, copies: Vec<Copy> },
     /// Tell the conductor, if one is connected (the shell bounds the queue and marks a gap by dropping).
     Report(DaemonReport),
+    /// The answer to [`Engine::flush_tier`].
+    Flushed { number: u64, ok: bool },
 }
 
 /// Nanoseconds of a second.
@@ -275,6 +277,7 @@ impl Engine {
                 }
                 self.clients.remove(&client);
                 self.object_client_gone(client);
+                self.forget_flushes(client);
             }
             Input::PeerUp { peer } => self.peer_up(peer),
             Input::PeerDown { peer } => self.peer_down(&peer),
@@ -350,6 +353,7 @@ impl Engine {
                 let values = self.counters();
                 return self.tell(client, LocalEvent::Counters { ticket, values });
             }
+            LocalRequest::Flush { ticket } => return self.flush(client, ticket),
             LocalRequest::End { tag } => {
                 if let Some(known) = self.clients.get_mut(&client) {
                     known.tags.remove(&tag);
@@ -400,6 +404,7 @@ impl Engine {
             | LocalRequest::End { .. }
             | LocalRequest::Counters { .. }
             | LocalRequest::Objects(_)
+            | LocalRequest::Flush { .. }
             | LocalRequest::Prefetch { .. } => {}
         }
     }
@@ -595,6 +600,7 @@ impl Engine {
     fn tier(&mut self) {
         self.look_at_tier();
         self.leave_on();
+        self.flush_on();
         self.clean_ahead();
     }
 
@@ -668,6 +674,7 @@ impl Engine {
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
         all.extend(self.hints.iter().map(|hint| format!("prefetch {hint:?}")));
+        all.extend((!self.nobody_flushes()).then(|| "flush".to_owned()));
         all.extend(self.replications.iter().map(|replication| format!("replication {replication:?}")));
         all.extend(self.fetches.iter().map(|fetch| format!("fetch {fetch:?}")));
         all.extend(self.serving.iter().map(|serving| format!("serving {serving:?}")));

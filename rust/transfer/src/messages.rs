@@ -111,6 +111,9 @@ pub enum LocalRequest {
     Counters { ticket: Ticket },
     /// From a client of objects, which need not have attached.
     Objects(ObjectRequest),
+    /// Wants what is published now to outlive the daemon's process: writes to SSD what is in DRAM only, and makes it
+    /// durable.
+    Flush { ticket: Ticket },
 }
 
 /// From a daemon to a local client. Names the tag (or ticket) it answers.
@@ -140,6 +143,9 @@ pub enum LocalEvent {
     Counters { ticket: Ticket, values: Vec<(String, u64)> },
     /// To a client of objects.
     Objects(ObjectEvent),
+    /// Answer to `Flush`. `ok`: all blocks that were published then and have not been evicted since are durable. Otherwise
+    /// some may be in DRAM only: there is no SSD, it fails, or the daemon is about to stop.
+    Flushed { ticket: Ticket, ok: bool },
 }
 
 /// Between two daemons, on their session. Either side may send each of them.

@@ -486,3 +486,55 @@ fn a_failing_disk_costs_only_its_blocks() {
     stage.start("a", 48);
     assert_eq!(stage.dump("a"), [(60, Medium::Ssd)], "what was used last is written first, and is not pushed out");
 }
+
+// Goal: what was published when a client asked for durability is on the disk when it is told yes, and outlives a kill; a no
+// is said if there is no disk, it fails, or the end is near. Who asks during a round is not told with that round. Method: ask,
+// kill, look; more blocks than may wait for the disk at once; a failing disk; a stop.
+#[test]
+fn what_is_flushed_outlives_a_kill() {
+    let mut stage = Stage::new();
+    // A quarter of the limit may wait: two blocks.
+    stage.start("a", 8 * 48);
+    [A, A2].into_iter().for_each(|client| stage.attach(client));
+    stage.ask(B, LocalRequest::Flush { ticket: 1 });
+    stage.run(SECOND);
+    assert_eq!(
+        stage.told(B),
+        [LocalEvent::Flushed { ticket: 1, ok: true }],
+        "nothing is there, and all of it is durable"
+    );
+    stage.store(A, 1..=5);
+    stage.ask(A, LocalRequest::Flush { ticket: 2 });
+    // The round has begun.
+    stage.store(A2, [6]);
+    stage.ask(A2, LocalRequest::Flush { ticket: 3 });
+    assert_eq!((stage.told(A), stage.told(A2)), (vec![], vec![]));
+    assert!(!stage.engine("a").idle());
+    stage.run(SECOND);
+    assert_eq!(stage.told(A), [LocalEvent::Flushed { ticket: 2, ok: true }]);
+    assert_eq!(stage.told(A2), [LocalEvent::Flushed { ticket: 3, ok: true }]);
+    stage.expect_idle();
+    stage.world.kill("a");
+    stage.start("a", 8 * 48);
+    assert_eq!(stage.dump("a"), [1, 2, 3, 4, 5, 6].map(|number| (number, Medium::Ssd)));
+
+    [A, A2].into_iter().for_each(|client| stage.attach(client));
+    stage.shelves["a"].set_health(Health::Failed);
+    stage.store(A, 10..=12);
+    stage.ask(A, LocalRequest::Flush { ticket: 4 });
+    stage.run(SECOND);
+    assert_eq!(stage.told(A), [LocalEvent::Flushed { ticket: 4, ok: false }]);
+    stage.shelves["a"].set_health(Health::Good);
+    stage.run(2 * SECOND);
+    stage.ask(A, LocalRequest::Flush { ticket: 5 });
+    // Who is gone is not waited for, nor told.
+    stage.ask(A2, LocalRequest::Flush { ticket: 6 });
+    stage.world.client_gone("a", A2);
+    stage.run(SECOND);
+    assert_eq!(stage.told(A), [LocalEvent::Flushed { ticket: 5, ok: true }]);
+    assert_eq!(stage.told(A2), []);
+    stage.store(A, [13]);
+    stage.ask(A, LocalRequest::Flush { ticket: 7 });
+    stage.world.stop("a");
+    assert_eq!(stage.told(A), [LocalEvent::Flushed { ticket: 7, ok: false }]);
+}

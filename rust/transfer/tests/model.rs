@@ -463,7 +463,10 @@ impl Model {
             | LocalEvent::Fetched { tag, .. }
             | LocalEvent::Pushed { tag, .. } => *tag,
             LocalEvent::AttachRefused { reason, .. } => panic!("attach refused: {reason}"),
-            LocalEvent::Attached { .. } | LocalEvent::Counters { .. } | LocalEvent::Objects(_) => return,
+            LocalEvent::Attached { .. }
+            | LocalEvent::Counters { .. }
+            | LocalEvent::Flushed { .. }
+            | LocalEvent::Objects(_) => return,
         };
         let place = (node.to_owned(), client, tag);
         let Some(mut task) = self.tasks.get(&place).cloned() else { return };
@@ -524,7 +527,10 @@ impl Model {
                 }
             }
             LocalEvent::Pushed { .. } | LocalEvent::Attached { .. } => {}
-            LocalEvent::AttachRefused { .. } | LocalEvent::Counters { .. } | LocalEvent::Objects(_) => {}
+            LocalEvent::AttachRefused { .. }
+            | LocalEvent::Counters { .. }
+            | LocalEvent::Flushed { .. }
+            | LocalEvent::Objects(_) => {}
         }
         self.tasks.insert(place, task);
         self.push_what_is_ready(node, client);

@@ -4,7 +4,7 @@
 //! asker's own thread.
 
 use std::os::fd::AsFd;
-use std::sync::mpsc::{RecvTimeoutError, TrySendError, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -111,6 +111,18 @@ impl Actor {
         room
     }
 
+    /// Tells the waiter when the SSDs have made durable what was done to them; at once if there are none.
+    fn flush(&mut self, waiter: SyncSender<bool>) {
+        // Not `with_engine`: the waiter is put down before the outputs are carried out.
+        let mut outputs = Vec::new();
+        match self.engine.flush_tier(now(), &mut outputs) {
+            // There is room for one.
+            None => drop(waiter.try_send(true)),
+            Some(number) => drop(self.awaiting_flush.insert(number, waiter)),
+        }
+        outputs.into_iter().for_each(|output| self.carry_out(output));
+    }
+
     /// After whatever has happened.
     pub(super) fn tell_quiet(&mut self) {
         if !self.awaiting_quiet.is_empty() && self.engine.is_quiet() {
@@ -145,13 +157,19 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
         }
         AdminRequest::Evict { keys } => {
             let evict = move |actor: &mut Actor| actor.with_engine(|engine, now, out| engine.evict(&keys, now, out));
-            AdminReply::Evicted { evicted: shared.ask(PATIENCE, evict)?, next: None }
+            let evicted = shared.ask(PATIENCE, evict)?;
+            dropped_for_good(shared)?;
+            AdminReply::Evicted { evicted, next: None }
         }
         AdminRequest::EvictAll { from, whose } => {
             let evict = move |actor: &mut Actor| {
                 actor.with_engine(|engine, now, out| engine.evict_stretch(from, whose, now, out))
             };
             let (evicted, next) = shared.ask(PATIENCE, evict)?;
+            // Once for the whole walk.
+            if next.is_none() {
+                dropped_for_good(shared)?;
+            }
             AdminReply::Evicted { evicted, next }
         }
         AdminRequest::Drain { on, within_ms } => {
@@ -163,6 +181,20 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             AdminReply::Drain { draining, held }
         }
     })
+}
+
+/// What was dropped from the SSDs must not come back with the next start, even after a crash.
+fn dropped_for_good(shared: &Shared) -> Result<(), Error> {
+    let (answer, waiting) = sync_channel(1);
+    shared.ask(PATIENCE, move |actor| actor.flush(answer))?;
+    match waiting.recv_timeout(PATIENCE) {
+        Ok(true) => Ok(()),
+        Ok(false) | Err(RecvTimeoutError::Timeout) => Err(Error::retry(
+            "what was to be dropped is dropped, but the SSDs could not make that durable: after a crash some of it may \
+             be back. Look at their health with `transferd status`, then ask again",
+        )),
+        Err(RecvTimeoutError::Disconnected) => Err(Error::retry("the daemon has stopped")),
+    }
 }
 
 /// Until nothing is held, the time is over, or the session is to end.

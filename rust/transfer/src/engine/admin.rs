@@ -68,6 +68,7 @@ impl Engine {
             && self.copies.is_empty()
             && self.objects.idle()
             && self.links.values().all(|link| link.waiting.is_empty())
+            && self.nobody_flushes()
             && self.stores.iter().all(|store| store.pool.idle())
     }
 
@@ -263,6 +264,14 @@ impl Engine {
             }
         });
         (evicted, next)
+    }
+
+    /// Makes what was dropped from the tier stay so, whatever happens to this process. `Output::Flushed` with this number
+    /// follows; `None`: there is no tier.
+    pub fn flush_tier(&mut self, now: Nanos, out: &mut Vec<Output>) -> Option<u64> {
+        let mut number = None;
+        self.change(now, out, |engine| number = engine.sync_tier());
+        number
     }
 
     /// Something that no input has brought about, followed by what follows every input.

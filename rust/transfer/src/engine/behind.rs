@@ -19,6 +19,10 @@ use crate::types::{BlockKey, Layout, Medium, Nanos, SlotRef};
 use super::fetch::{Aim, Via};
 use super::{Engine, Output, SECOND};
 
+mod flush;
+
+use flush::Flushing;
+
 /// Writes under way: beyond, they wait for the next look. The tier bounds their bytes itself.
 const WRITES: usize = 256;
 /// Part of a store's slots that are to be empty or on the tier before they are needed, unless grants take more at once...
@@ -57,6 +61,8 @@ pub(super) struct Behind {
     busy: bool,
     /// At the end: what is still to be written, the most wanted last.
     leaving: Option<Vec<(usize, SlotRef)>>,
+    /// Who waits until something is durable.
+    flushing: Flushing,
 }
 
 impl Behind {
@@ -71,6 +77,7 @@ impl Behind {
             pause: 0,
             busy: false,
             leaving: None,
+            flushing: Flushing::default(),
         };
         let keys: Vec<BlockKey> = behind.tier.records().map(|record| record.place.key).collect();
         keys.iter().for_each(|key| behind.mark(key, true));
@@ -156,6 +163,8 @@ impl Engine {
                         self.written(&write, fate);
                     } else if let Some(read) = behind.reads.remove(&op) {
                         self.read_ended(op, &read, fate);
+                    } else {
+                        self.flush_ended(op, fate);
                     }
                 }
             }
@@ -177,11 +186,13 @@ impl Engine {
                 if let Some(leaving) = &mut behind.leaving {
                     leaving.push((write.at, write.slot));
                 }
+                behind.flushing.write_again(write.at, write.slot);
             }
             // It is tried again, but not at once.
             Fate::Full | Fate::Failed => {
                 self.stats.tier_refused += 1;
                 behind.pause = self.now + SECOND;
+                behind.flushing.write_failed();
             }
             Fate::Missing | Fate::Corrupt => {}
         }
@@ -320,29 +331,36 @@ impl Engine {
         true
     }
 
-    // -- the end -----------------------------------------------------------------------------------------------------
-
-    /// Begins to write all that is in the arena only.
-    pub(super) fn begin_leaving(&mut self) {
-        let Some(behind) = &mut self.behind else { return };
-        if behind.leaving.is_some() {
-            return;
-        }
+    /// What is in the arena only, the most wanted last.
+    fn dirty(&self) -> Vec<(usize, SlotRef)> {
         let stores = self.stores.iter().enumerate().filter(|(_, store)| !store.objects);
         let mut dirty: Vec<(u32, usize, SlotRef)> = stores
             .flat_map(|(at, store)| store.pool.dirty().into_iter().map(move |(used, slot)| (used, at, slot)))
             .collect();
         dirty.sort_unstable();
+        dirty.into_iter().map(|(_, at, slot)| (at, slot)).collect()
+    }
+
+    // -- the end -----------------------------------------------------------------------------------------------------
+
+    /// Begins to write all that is in the arena only.
+    pub(super) fn begin_leaving(&mut self) {
+        if self.behind.as_ref().is_none_or(|behind| behind.leaving.is_some()) {
+            return;
+        }
+        self.end_flushes();
+        let mut dirty = self.dirty();
+        let Some(behind) = &mut self.behind else { return };
         // What is written last would push out what was written first, if there is not room for all.
         let mut room = behind.tier.capacity().limit;
-        let fits = |(_, at, _): &&(u32, usize, SlotRef)| {
+        let fits = |(at, _): &&(usize, SlotRef)| {
             let bytes = self.stores.get(*at).map_or(0, |store| store.layout().block_bytes() as u64);
             room = room.saturating_sub(bytes);
             room > 0
         };
         let fit = dirty.iter().rev().take_while(fits).count().max(1).min(dirty.len());
         dirty.drain(..dirty.len() - fit);
-        behind.leaving = Some(dirty.into_iter().map(|(_, at, slot)| (at, slot)).collect());
+        behind.leaving = Some(dirty);
         behind.busy = false;
         self.leave_on();
     }
@@ -358,6 +376,11 @@ impl Engine {
             let Some((at, slot)) = behind.leaving.as_mut().and_then(Vec::pop) else { return };
             self.write_tier(at, slot);
         }
+    }
+
+    /// True if nobody waits until something is durable.
+    pub(super) fn nobody_flushes(&self) -> bool {
+        self.behind.as_ref().is_none_or(|behind| behind.flushing.is_idle())
     }
 
     /// True if nothing is left to be written at the end.
