@@ -409,13 +409,15 @@ class BlockRemoved:
 
 @final
 class BlockDump:
-    """Part of a dump: all blocks published before event `sequence`; `last` ends it."""
+    """Part of a dump: all blocks published before event `sequence`; parts are numbered from 0, `last` ends it."""
 
-    __match_args__ = ("node", "sequence", "blocks", "last")
+    __match_args__ = ("node", "sequence", "part", "blocks", "last")
     @property
     def node(self) -> NodeAddress: ...
     @property
     def sequence(self) -> int: ...
+    @property
+    def part(self) -> int: ...
     @property
     def blocks(self) -> list[tuple[bytes, bytes, int, str]]: ...
     @property

@@ -224,7 +224,7 @@ class Conductor:
             case BlockStored() | BlockRemoved():
                 order = self.feed.on_event(report, now)
             case BlockDump():
-                self.feed.on_dump(report)
+                self.feed.on_dump(report, now)
             case DaemonHeartbeat():
                 daemon.counters = dict(report.counters)
                 order = self.feed.on_heartbeat(report, now)

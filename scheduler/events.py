@@ -79,6 +79,7 @@ class BlockDump:
 
     node: Node
     sequence: int
+    part: int
     blocks: list[tuple[bytes, bytes, int, Medium]]
     last: bool
 

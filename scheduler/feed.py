@@ -15,7 +15,7 @@ from .events import BlockDump, BlockRemoved, BlockStored, DaemonHeartbeat, Daemo
 from .prefix_index import PrefixIndex
 from .types import Medium
 
-#: A dump not finished after so long is ordered again (seconds).
+#: A dump of which no next part has come for so long is ordered again (seconds): the daemon is busy, or lost a part.
 DUMP_PATIENCE = 10.0
 
 
@@ -23,8 +23,11 @@ DUMP_PATIENCE = 10.0
 class _Dump:
     """A dump under way. stored: its blocks so far, and those of later events; removed: by later events."""
 
-    ordered: float
+    #: When it was ordered, or its latest part came.
+    heard: float
     cut: int | None = None
+    #: How many have come: the number of the next one. After a gap no other counts.
+    parts: int = 0
     events: int = 0
     stored: dict[tuple[bytes, Medium], tuple[bytes, int]] = field(default_factory=dict)
     removed: set[tuple[bytes, Medium]] = field(default_factory=set)
@@ -90,14 +93,18 @@ class Feed:
                 dump.removed.add(block)
         return False
 
-    def on_dump(self, report: BlockDump) -> None:
+    def on_dump(self, report: BlockDump, now: float) -> None:
         source = self._source(report)
         if source is None or source.dump is None:
             return
         dump = source.dump
-        if dump.cut != report.sequence:
-            # The first part, or that of a newer dump than the one begun.
-            dump = source.dump = _Dump(dump.ordered, report.sequence)
+        if report.part == 0 and dump.cut != report.sequence:
+            # The first one, or that of a newer dump than the one begun.
+            dump = source.dump = _Dump(now, report.sequence)
+        if (report.sequence, report.part) != (dump.cut, dump.parts):
+            return
+        dump.parts += 1
+        dump.heard = now
         for key, parent, position, medium in report.blocks:
             if (key, medium) not in dump.removed:
                 dump.stored.setdefault((key, medium), (parent, position))
@@ -113,7 +120,7 @@ class Feed:
         if source is None:
             return False
         if source.dump is not None:
-            return now - source.dump.ordered > DUMP_PATIENCE and self._order(source, "late", now)
+            return now - source.dump.heard > DUMP_PATIENCE and self._order(source, "late", now)
         if report.next_sequence != source.expected:
             return self._order(source, "gap", now)
         node = report.node.node

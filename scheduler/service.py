@@ -245,7 +245,7 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
             return BlockRemoved(node, report.sequence, report.key, Medium(report.medium))
         case _native.BlockDump():
             blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
-            return BlockDump(node, report.sequence, blocks, report.last)
+            return BlockDump(node, report.sequence, report.part, blocks, report.last)
         case _native.DaemonHeartbeat():
             return DaemonHeartbeat(node, report.next_sequence, report.count, report.xor, report.counters)
         case _native.Replicated():

@@ -47,7 +47,7 @@ def test_the_index_converges(data: st.DataObject) -> None:
     wanted = False
     for step in range(data.draw(st.integers(1, 40))):
         now = float(step)
-        match data.draw(st.sampled_from(["change", "change", "lost change", "part", "heartbeat"])):
+        match data.draw(st.sampled_from(["change", "change", "lost change", "part", "lost part", "heartbeat"])):
             case "change" | "lost change" as kind:
                 key = data.draw(st.sampled_from(KEYS))
                 medium = data.draw(st.sampled_from(list(Medium)))
@@ -55,11 +55,13 @@ def test_the_index_converges(data: st.DataObject) -> None:
                 report = pool.remove(key, medium) if there else pool.store(key, bytes(16), 0, medium)
                 if kind == "change":
                     wanted |= feed.on_event(report, now)
-            case "part":
+            case "part" | "lost part" as kind:
                 if not parts and wanted:
                     parts, wanted = list(pool.dump(data.draw(st.integers(1, 3)))), False
                 if parts:
-                    feed.on_dump(parts.pop(0))  # type: ignore[arg-type]
+                    part = parts.pop(0)
+                    if kind == "part":
+                        feed.on_dump(part, now)  # type: ignore[arg-type]
             case "heartbeat":
                 wanted |= feed.on_heartbeat(pool.heartbeat(), now)
         feed.index.check()
@@ -67,7 +69,7 @@ def test_the_index_converges(data: st.DataObject) -> None:
     for _ in range(3):
         end += 2 * DUMP_PATIENCE
         for part in parts:
-            feed.on_dump(part)  # type: ignore[arg-type]
+            feed.on_dump(part, end)  # type: ignore[arg-type]
         parts = []
         if feed.on_heartbeat(pool.heartbeat(), end):
             parts = list(pool.dump(2))
@@ -82,13 +84,33 @@ def test_events_during_a_dump_are_applied_to_it() -> None:
     feed = start(pool)
     assert feed.dumps["hello"] == 1
     first, second = pool.dump(2)
-    feed.on_dump(first)
+    feed.on_dump(first, 0.0)
     assert not feed.on_event(pool.remove(KEYS[3]), 0.0), "in the second part"
     assert not feed.on_event(pool.store(KEYS[5], bytes(16), 0), 0.0)
-    feed.on_dump(second)
+    feed.on_dump(second, 0.0)
     assert held(feed) == best(pool)
     assert not feed.on_event(pool.store(KEYS[6], bytes(16), 0), 0.0)
     assert not feed.on_heartbeat(pool.heartbeat(), 0.0)
+
+
+def test_a_dump_with_a_hole_is_ordered_again_after_a_pause() -> None:
+    pool = Pool(NODE)
+    for key in KEYS[:6]:
+        pool.store(key, bytes(16), 0)
+    for lost in range(3):
+        feed = start(pool)
+        for number, part in enumerate(pool.dump(3)):
+            if number != lost:
+                feed.on_dump(part, 1.0)
+        assert held(feed) == set(), "a dump with a hole is no dump"
+        assert not feed.on_heartbeat(pool.heartbeat(), DUMP_PATIENCE)
+        assert feed.on_heartbeat(pool.heartbeat(), 1.5 + DUMP_PATIENCE)
+        # One that takes long, but goes on, is waited for.
+        for number, part in enumerate(pool.dump(3), 2):
+            feed.on_dump(part, number * DUMP_PATIENCE)
+            assert not feed.on_heartbeat(pool.heartbeat(), number * DUMP_PATIENCE + 1.0)
+        assert held(feed) == best(pool)
+        assert feed.dumps == {"hello": 1, "gap": 0, "drift": 0, "late": 1}
 
 
 def test_gap_and_drift_each_order_one_dump() -> None:
@@ -98,7 +120,7 @@ def test_gap_and_drift_each_order_one_dump() -> None:
     assert feed.on_event(pool.store(KEYS[1], bytes(16), 0), 0.0), "an event was lost"
     assert not feed.on_event(pool.store(KEYS[2], bytes(16), 0), 0.0), "the dump is on its way"
     for part in pool.dump():
-        feed.on_dump(part)
+        feed.on_dump(part, 0.0)
     feed.index.remove("node", KEYS[0])
     assert feed.on_heartbeat(pool.heartbeat(), 0.0)
     assert not feed.on_heartbeat(pool.heartbeat(), 1.0)

@@ -95,7 +95,7 @@ class Pool:
         blocks = [(key, *where, medium) for (key, medium), where in self.blocks.items()]
         cuts = [len(blocks) * i // parts for i in range(parts + 1)]
         return [
-            BlockDump(self.node, self.sequence, blocks[a:b], i == parts - 1)
+            BlockDump(self.node, self.sequence, i, blocks[a:b], i == parts - 1)
             for i, (a, b) in enumerate(itertools.pairwise(cuts))
         ]
 

@@ -29,7 +29,7 @@ event!(
 );
 event!(
     /// Part of a dump.
-    BlockDump { node: NodeAddress, sequence: u64, blocks: Py<PyList>, last: bool }
+    BlockDump { node: NodeAddress, sequence: u64, part: u32, blocks: Py<PyList>, last: bool }
 );
 event!(
     /// Each second.
@@ -122,12 +122,12 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                     let (key, medium) = (key(name), medium.name());
                     Bound::new(py, BlockRemoved { node: from, sequence, key, medium })?.into_any()
                 }
-                DaemonReport::Dump { sequence, blocks, last } => {
+                DaemonReport::Dump { sequence, part, blocks, last } => {
                     let blocks = blocks
                         .into_iter()
                         .map(|(name, parent, position, medium)| (key(name), key(parent), position, medium.name()));
                     let blocks = PyList::new(py, blocks.collect::<Vec<_>>())?.unbind();
-                    Bound::new(py, BlockDump { node: from, sequence, blocks, last })?.into_any()
+                    Bound::new(py, BlockDump { node: from, sequence, part, blocks, last })?.into_any()
                 }
                 DaemonReport::Heartbeat { next_sequence, count, xor, counters: values } => {
                     let (xor, counters) = (key(xor), counters(py, values)?.unbind());

@@ -1,5 +1,6 @@
 //! What a daemon is told at its start, checked before anything is opened.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -27,8 +28,8 @@ pub const DRAIN_SECONDS: u64 = 25;
 /// Longest wait that can be asked for: a day.
 const DRAIN_LIMIT: u64 = 86_400;
 
-/// Settings of one daemon.
-#[derive(Clone, Debug)]
+/// Settings of one daemon. Its `Debug` does not show the session key.
+#[derive(Clone)]
 pub struct Config {
     /// The node's id, unique in the cluster: 1 to 64 bytes of letters, digits, `-`, `_` and `.`.
     pub node: String,
@@ -58,6 +59,42 @@ pub struct Config {
     pub ssd_bytes: u64,
     /// How long a stop on a signal waits until nothing is held.
     pub drain_seconds: u64,
+}
+
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // All by name: a field that is added is not forgotten.
+        let Self {
+            node,
+            dram_bytes,
+            listen,
+            advertise,
+            transport,
+            socket,
+            conductor,
+            session_key,
+            tls,
+            http,
+            ssd_dirs,
+            ssd_bytes,
+            drain_seconds,
+        } = self;
+        f.debug_struct("Config")
+            .field("node", node)
+            .field("dram_bytes", dram_bytes)
+            .field("listen", listen)
+            .field("advertise", advertise)
+            .field("transport", transport)
+            .field("socket", socket)
+            .field("conductor", conductor)
+            .field("session_key", &session_key.map(|_| "hidden"))
+            .field("tls", tls)
+            .field("http", http)
+            .field("ssd_dirs", ssd_dirs)
+            .field("ssd_bytes", ssd_bytes)
+            .field("drain_seconds", drain_seconds)
+            .finish()
+    }
 }
 
 impl Config {
@@ -319,6 +356,14 @@ mod tests {
         assert!(refusal(|c| c.socket = Some("x".repeat(200).into())).contains("shorter"));
         assert!(refusal(|c| c.http = Some("nonsense".into())).contains("host:port"));
         assert!(refusal(|c| c.drain_seconds = u64::MAX).contains("day"));
+    }
+
+    #[test]
+    fn the_key_is_not_shown() {
+        let shown = |session_key| format!("{:?}", Config { session_key, ..Config::new("n", 1 << 20) });
+        assert_eq!(shown(Some([1; 32])), shown(Some([2; 32])));
+        assert_ne!(shown(Some([1; 32])), shown(None), "but whether there is one");
+        assert!(shown(None).contains(r#"node: "n", dram_bytes: 1048576"#), "{}", shown(None));
     }
 
     #[test]

@@ -62,6 +62,9 @@ const REDIAL: (Duration, Duration) = (Duration::from_millis(50), Duration::from_
 /// How long a stop goes on writing to SSD what lies in DRAM only.
 const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 
+/// A dump goes on when less than this waits for the conductor: an eighth of what may wait; a step is far less than one.
+const DUMP_ROOM: usize = 8 << 20;
+
 /// How long the conductor may be away before the log says so.
 const OUTAGE: Duration = Duration::from_secs(5);
 
@@ -641,6 +644,7 @@ impl Actor {
             }
             self.look_at_carrier();
             self.look_at_tier();
+            self.look_at_dump();
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
@@ -652,6 +656,14 @@ impl Actor {
     fn look_at_tier(&mut self) {
         if self.rung.swap(false, Ordering::AcqRel) {
             self.feed(Input::Tier);
+        }
+    }
+
+    /// Called at each turn, so at least at every tick: no event tells that a link has sent something.
+    fn look_at_dump(&mut self) {
+        let room = self.conductor.as_ref().is_some_and(|link| link.queued() < DUMP_ROOM);
+        if room && self.engine.is_dumping() {
+            self.feed(Input::DumpOn);
         }
     }
 
@@ -711,7 +723,10 @@ impl Actor {
                 };
                 self.to_conductor(&hello);
             }
-            Happening::ConductorGone => self.conductor = None,
+            Happening::ConductorGone => {
+                self.conductor = None;
+                self.engine.stop_dumping();
+            }
             Happening::Order(order) => self.feed(Input::Order(order)),
             // The transport is looked at after every batch.
             Happening::Completions => {}

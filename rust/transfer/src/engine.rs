@@ -75,6 +75,8 @@ pub enum Input {
     Completed(Vec<Copied>),
     /// The conductor ordered something.
     Order(DaemonOrder),
+    /// What was reported has gone out, or most of it: there is room for more of a dump; see [`Engine::is_dumping`].
+    DumpOn,
     /// The medium behind the arena has something to do or to tell.
     Tier,
     /// The end is near: what is in the arena only is written to that medium. `Tier` goes on until [`Engine::has_left`] or
@@ -107,6 +109,16 @@ const SECOND: Nanos = 1_000_000_000;
 
 /// Blocks in one part of a dump: 1024 x 36 bytes stay far below a frame's limit.
 const DUMP_PART: usize = 1024;
+/// Parts that are told at once; then the shell says when there is room for more.
+const DUMP_PARTS: usize = 16;
+
+/// A dump, as far as it is still to be told.
+struct Dump {
+    sequence: u64,
+    /// Number of the next part.
+    part: u32,
+    rest: std::vec::IntoIter<(BlockKey, BlockKey, u32, Medium)>,
+}
 
 /// The limits of an engine: everything that can grow has one.
 #[derive(Clone, Debug)]
@@ -212,6 +224,7 @@ pub struct Engine {
     /// Of the next stored or removed event.
     next_sequence: u64,
     next_heartbeat: Nanos,
+    dumping: Option<Dump>,
     stats: Stats,
     /// Takes on nothing new.
     draining: bool,
@@ -247,6 +260,7 @@ impl Engine {
             next_number: 1,
             next_sequence: 0,
             next_heartbeat: 0,
+            dumping: None,
             stats: Stats::default(),
             draining: false,
         }
@@ -288,6 +302,7 @@ impl Engine {
             }
             Input::Completed(copied) => self.completed(copied),
             Input::Order(DaemonOrder::Dump) => self.dump(),
+            Input::DumpOn => self.dump_on(),
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
             }
@@ -615,14 +630,33 @@ impl Engine {
         let kept = self.tier_records().map(|record| (record.place, Medium::Ssd));
         let all = published.chain(kept);
         let blocks: Vec<_> = all.map(|(place, medium)| (place.key, place.parent, place.position, medium)).collect();
-        let parts = blocks.len().div_ceil(DUMP_PART).max(1);
-        let mut rest = blocks.as_slice();
-        for part in 1..=parts {
-            let (blocks, later) = rest.split_at(rest.len().min(DUMP_PART));
-            rest = later;
-            let report = DaemonReport::Dump { sequence, blocks: blocks.to_vec(), last: part == parts };
-            self.out.push(Output::Report(report));
+        self.dumping = Some(Dump { sequence, part: 0, rest: blocks.into_iter() });
+        self.dump_on();
+    }
+
+    /// Tells more of a dump: at once all of it would not fit into what may wait for the conductor.
+    fn dump_on(&mut self) {
+        let Some(Dump { sequence, part, rest }) = &mut self.dumping else { return };
+        for _ in 0..DUMP_PARTS {
+            let blocks = rest.by_ref().take(DUMP_PART).collect();
+            let last = rest.len() == 0;
+            self.out.push(Output::Report(DaemonReport::Dump { sequence: *sequence, part: *part, blocks, last }));
+            *part += 1;
+            if last {
+                self.dumping = None;
+                return;
+            }
         }
+    }
+
+    /// True while a dump waits for [`Input::DumpOn`].
+    pub fn is_dumping(&self) -> bool {
+        self.dumping.is_some()
+    }
+
+    /// Nobody is there who would hear the rest of a dump.
+    pub fn stop_dumping(&mut self) {
+        self.dumping = None;
     }
 
     /// After every input: grant what fits now, report what was stored and removed, keep the lanes full.

@@ -304,6 +304,11 @@ impl Link {
         Ok(())
     }
 
+    /// Bytes that wait to be sent, as they are counted against the limit.
+    pub fn queued(&self) -> usize {
+        self.lock().bytes
+    }
+
     /// Ends the connection from this side.
     pub fn close(&self, reason: &str) {
         self.lock().closed.get_or_insert_with(|| reason.into());

@@ -10,7 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::objects::messages::{ObjectEvent, ObjectRequest};
-use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, RegionId, SlotRef, Tag};
+use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, Owner, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
 pub type Ticket = u64;
@@ -166,8 +166,9 @@ pub enum PeerMessage {
     End { tag: Tag },
     /// Write your blocks with these keys into my reserved slots in this arena of mine. Answers come as they finish.
     Fetch { ticket: Ticket, region: RegionId, layout: Layout, blocks: Vec<(BlockKey, SlotRef)> },
-    /// One block of a `Fetch`, by its place in the list: written and verified by that transport, or why not.
-    Fetched { ticket: Ticket, place: u32, copied: Result<(Kind, Medium), Refusal> },
+    /// One block of a `Fetch`, by its place in the list: written and verified by that transport, where its holder had it
+    /// and whose it is there; or why not.
+    Fetched { ticket: Ticket, place: u32, copied: Result<(Kind, Medium, Owner), Refusal> },
     /// The asker has lost interest; write no more. Answered by `FetchEnded` when quiet.
     FetchCancel { ticket: Ticket },
     /// Nothing of this fetch will be written any more.
@@ -183,9 +184,9 @@ pub enum DaemonReport {
     Stored { sequence: u64, key: BlockKey, parent: BlockKey, position: u32, medium: Medium },
     /// A block is no longer readable from this medium.
     Removed { sequence: u64, key: BlockKey, medium: Medium },
-    /// Part of the answer to `Dump`: all published blocks as (key, parent, position, medium); cut before `sequence`; `last`
-    /// ends it.
-    Dump { sequence: u64, blocks: Vec<(BlockKey, BlockKey, u32, Medium)>, last: bool },
+    /// Part of the answer to `Dump`: all published blocks as (key, parent, position, medium); cut before `sequence`. Parts
+    /// are numbered from 0, so that a lost one is missed; `last` ends it.
+    Dump { sequence: u64, part: u32, blocks: Vec<(BlockKey, BlockKey, u32, Medium)>, last: bool },
     /// Each second: next sequence, number and XOR of published blocks (drift is seen), and the counters. A block counts
     /// once for each medium that has it; in the XOR a key on SSD is rotated by one byte (`key[1..]`, then `key[0]`).
     Heartbeat { next_sequence: u64, count: u64, xor: BlockKey, counters: Vec<(String, u64)> },

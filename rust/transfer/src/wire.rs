@@ -165,7 +165,7 @@ mod tests {
         DaemonOrder, DaemonReport, EngineMessage, GrantMode, GrantedSlot, LocalEvent, LocalRequest, PeerMessage,
         Purpose, Refusal,
     };
-    use crate::types::{BlockKey, NodeAddress, RegionId, SlotRef, Tag};
+    use crate::types::{BlockKey, NodeAddress, Owner, RegionId, SlotRef, Tag};
     use proptest::prelude::*;
 
     fn tag() -> impl Strategy<Value = Tag> {
@@ -221,11 +221,16 @@ mod tests {
             for message in [
                 PeerMessage::Opened { tag, region: RegionId(1), slots },
                 PeerMessage::Fetched { ticket: number, place, copied: Err(Refusal::Missing) },
+                PeerMessage::Fetched {
+                    ticket: number,
+                    place,
+                    copied: Ok((crate::types::Kind::Tcp, crate::types::Medium::Ssd, Owner { namespace: number, tenant: 7 })),
+                },
                 PeerMessage::Commit { tag, indices: vec![place], via: Some(crate::types::Kind::Tcp), note: Some(vec![1, 2]) },
             ] {
                 prop_assert_eq!(decode::<PeerMessage>(&encode(&message)).expect("own encoding"), message);
             }
-            let report = DaemonReport::Dump { sequence: number, blocks: vec![(key, key, place, crate::types::Medium::Ssd)], last: true };
+            let report = DaemonReport::Dump { sequence: number, part: place, blocks: vec![(key, key, place, crate::types::Medium::Ssd)], last: true };
             prop_assert_eq!(decode::<DaemonReport>(&encode(&report)).expect("own encoding"), report);
             let order = DaemonOrder::Replicate { order: number, keys: vec![key], parent: key, position: place, from: node };
             prop_assert_eq!(decode::<DaemonOrder>(&encode(&order)).expect("own encoding"), order);

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use pyengine_transfer::admin::{Cursor, Prefix};
 use pyengine_transfer::engine::{Engine, Settings};
 use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
@@ -17,7 +18,7 @@ use pyengine_transfer::pool::policy::Policy;
 use pyengine_transfer::pool::tier::Health;
 use pyengine_transfer::pool::twin::Shelf;
 use pyengine_transfer::transport::sim::{Faults, World};
-use pyengine_transfer::types::{BlockKey, ClientId, Layout, Medium, NodeAddress, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, ClientId, Layout, Medium, NodeAddress, Owner, SlotRef, Tag};
 
 const LAYOUT: Layout = Layout { strips: 3, strip_bytes: 16 };
 const SECOND: u64 = 1_000_000_000;
@@ -443,6 +444,49 @@ fn hints_are_taken_as_far_as_there_is_room() {
     stage.expect_idle();
     // Nobody attached may hint at anything.
     stage.ask(77, LocalRequest::Prefetch { keys: vec![key(50)], parent: ROOT, position: 0, from: Vec::new() });
+    stage.expect_idle();
+}
+
+// Goal: a block that nobody has asked for stays whose it was, so that a deletion finds every copy. Method: a tenant's blocks
+// come back from the disk by another client's hint, and to a peer by its hint and by an order; each node says whose they are.
+#[test]
+fn what_is_brought_for_nobody_stays_whose_it_was() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=2);
+    assert_eq!(stage.here(A, 1..=2), [1, 2]);
+    stage.run(SECOND);
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    stage.attach(A2);
+    let from = vec![stage.nodes["a"].clone()];
+    let hint = |numbers: std::ops::RangeInclusive<u8>, from| LocalRequest::Prefetch {
+        keys: numbers.map(key).collect(),
+        parent: ROOT,
+        position: 0,
+        from,
+    };
+    let owners = |stage: &Stage, node| {
+        let (blocks, _) = stage.engine(node).keys(Cursor::default(), &Prefix::default(), Some(Medium::Dram));
+        let mut owners: Vec<(u8, Owner)> = blocks.iter().map(|block| (block.key.0[0], block.owner)).collect();
+        owners.sort_unstable();
+        owners
+    };
+    let his = Owner { namespace: 40 + A, tenant: 6 };
+    // The peer's by way of the arena there, and from it.
+    stage.ask(B, hint(1..=1, from.clone()));
+    stage.run(SECOND);
+    assert_eq!((owners(&stage, "a"), owners(&stage, "b")), (vec![(1, his)], vec![(1, his)]));
+    stage.ask(A2, hint(1..=2, Vec::new()));
+    stage.run(SECOND);
+    assert_eq!(owners(&stage, "a"), [(1, his), (2, his)]);
+    let (order, keys, parent, position) = (1, vec![key(2)], key(1), 1);
+    stage.world.order("b", DaemonOrder::Replicate { order, keys, parent, position, from: from[0].clone() });
+    stage.run(SECOND);
+    assert_eq!(owners(&stage, "b"), [(1, his), (2, his)]);
+    // What a client has asked for is its own.
+    stage.store(A2, [3]);
+    assert_eq!(stage.fetch_one(B, 3, &["a"]), Ok((true, Medium::Dram)));
+    assert_eq!(owners(&stage, "b")[2], (3, Owner { namespace: 40 + B, tenant: 6 }));
     stage.expect_idle();
 }
 

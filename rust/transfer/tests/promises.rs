@@ -515,13 +515,13 @@ fn dump_is_cut_at_its_sequence() {
     stage.world.order("a", DaemonOrder::Dump);
     stage.look();
     assert!(
-        matches!(&stage.reports.last(), Some((_, DaemonReport::Dump { sequence: 0, blocks, last: true })) if blocks.is_empty())
+        matches!(&stage.reports.last(), Some((_, DaemonReport::Dump { sequence: 0, part: 0, blocks, last: true })) if blocks.is_empty())
     );
     stage.store("a", PREFILL, tag(1), &[1, 2], 1);
     stage.world.order("a", DaemonOrder::Dump);
     stage.look();
     let blocks = vec![(key(1), ROOT, 0, Medium::Dram), (key(2), key(1), 1, Medium::Dram)];
-    let expected = DaemonReport::Dump { sequence: 2, blocks, last: true };
+    let expected = DaemonReport::Dump { sequence: 2, part: 0, blocks, last: true };
     assert_eq!(stage.reports.last().map(|(_, report)| report), Some(&expected));
     stage.run(2 * SECOND);
     let beat = stage.reports.iter().rev().find_map(|(node, report)| match report {

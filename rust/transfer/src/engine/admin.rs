@@ -32,6 +32,10 @@ impl Engine {
     /// also new fetches by peers, who may have nobody else to ask.
     pub fn drain(&mut self, on: bool) {
         self.draining = on;
+        if on {
+            // Nobody is owed what was only hinted at; a stop would wait for it.
+            self.hints.clear();
+        }
     }
 
     /// True while it takes on nothing new.
@@ -244,7 +248,9 @@ impl Engine {
         (self.evict(&meant.unwrap_or_default(), now, out), next)
     }
 
-    /// Drops the blocks of an owner from the tier, or of a stretch of all. What is held is held in the arena, and stays there.
+    /// Drops the blocks of the next stretch from the tier; of one owner, or of all. What is held is held in the arena, and
+    /// stays there. The last stretch leaves the rest of an owner's to the tier: what is still on its way there, and what has
+    /// moved meanwhile.
     fn evict_tier(
         &mut self,
         from: Cursor,
@@ -253,17 +259,16 @@ impl Engine {
         out: &mut Vec<Output>,
     ) -> (Evicted, Option<Cursor>) {
         let mut evicted = Evicted::default();
-        let mut next = None;
-        self.change(now, out, |engine| match whose {
-            Some(whose) => evicted.dropped = engine.clear_tier(whose),
-            None => {
-                let records = engine.tier_records().take(STRETCH as usize);
-                let keys: Vec<BlockKey> = records.map(|record| record.place.key).collect();
-                evicted.dropped = keys.iter().filter(|key| engine.remove_from_tier(key)).count() as u64;
-                next = (evicted.dropped > 0).then_some(from);
+        let (records, next) = self.tier_page(from.slot, STRETCH);
+        let meant = records.iter().filter(|record| whose.is_none_or(|whose| whose.has(record.owner)));
+        let keys: Vec<BlockKey> = meant.map(|record| record.place.key).collect();
+        self.change(now, out, |engine| {
+            evicted.dropped = engine.remove_all_from_tier(&keys);
+            if let (Some(whose), None) = (whose, next) {
+                evicted.dropped += engine.clear_tier(whose);
             }
         });
-        (evicted, next)
+        (evicted, next.map(|slot| Cursor { slot, ..from }))
     }
 
     /// Makes what was dropped from the tier stay so, whatever happens to this process. `Output::Flushed` with this number

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::messages::{DaemonReport, Refusal};
 use crate::pool::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
-use crate::types::{BlockKey, Layout, Medium, Nanos, SlotRef};
+use crate::types::{BlockKey, Layout, Medium, Nanos, Owner, SlotRef};
 
 use super::fetch::{Aim, Via};
 use super::{Engine, Output, SECOND};
@@ -42,6 +42,8 @@ struct Write {
 #[derive(Debug)]
 struct Read {
     aim: Aim,
+    /// Whose the block is.
+    owner: Owner,
     /// The block was reported as gone meanwhile.
     gone: bool,
 }
@@ -138,11 +140,11 @@ impl Engine {
     pub(super) fn read_tier(&mut self, aim: Aim, slot: SlotRef) -> Option<OpId> {
         let store = self.stores.get(aim.0)?;
         let layout = store.layout();
-        self.tier_record(&aim.1, layout)?;
+        let owner = self.tier_record(&aim.1, layout)?.owner;
         let into = store.arena.begin_write(slot, 0..layout.strips).ok()?;
         let op = self.number();
         let behind = self.behind.as_mut()?;
-        behind.reads.insert(op, Read { aim, gone: false });
+        behind.reads.insert(op, Read { aim, owner, gone: false });
         behind.tier.read(op, &aim.1, into);
         Some(op)
     }
@@ -213,7 +215,7 @@ impl Engine {
             return;
         }
         if fate == Fate::Done
-            && let Some(bytes) = self.land(aim)
+            && let Some(bytes) = self.land(aim, read.owner)
         {
             self.stats.promotions.add(1, bytes);
             if let Some(store) = self.stores.get_mut(aim.0) {
@@ -233,22 +235,30 @@ impl Engine {
 
     /// Drops a block from the tier. True if it was there.
     pub(super) fn remove_from_tier(&mut self, key: &BlockKey) -> bool {
-        let Some(behind) = &mut self.behind else { return false };
-        let known = behind.tier.find(key).is_some();
-        behind.tier.remove(key);
-        if known {
-            behind.reads.values_mut().filter(|read| read.aim.1 == *key).for_each(|read| read.gone = true);
-            self.gone_from_tier(key);
+        self.remove_all_from_tier(std::slice::from_ref(key)) > 0
+    }
+
+    /// Drops these blocks from the tier; returns how many were there.
+    pub(super) fn remove_all_from_tier(&mut self, keys: &[BlockKey]) -> u64 {
+        let Some(behind) = &mut self.behind else { return 0 };
+        let mut known = BTreeSet::new();
+        for key in keys {
+            known.extend(behind.tier.find(key).map(|_| *key));
+            behind.tier.remove(key);
         }
-        known
+        self.all_gone_from_tier(&known)
     }
 
     /// Drops all blocks of an owner from the tier; returns how many.
     pub(super) fn clear_tier(&mut self, whose: Whose) -> u64 {
         let Some(behind) = &mut self.behind else { return 0 };
         // What is still on its way there was not reported.
-        let keys: Vec<BlockKey> = behind.tier.clear(whose);
-        let keys: Vec<BlockKey> = keys.into_iter().filter(|key| !behind.writing.contains(key)).collect();
+        let keys = behind.tier.clear(whose).into_iter().filter(|key| !behind.writing.contains(key)).collect();
+        self.all_gone_from_tier(&keys)
+    }
+
+    fn all_gone_from_tier(&mut self, keys: &BTreeSet<BlockKey>) -> u64 {
+        let Some(behind) = &mut self.behind else { return 0 };
         behind.reads.values_mut().filter(|read| keys.contains(&read.aim.1)).for_each(|read| read.gone = true);
         keys.iter().for_each(|key| self.gone_from_tier(key));
         keys.len() as u64

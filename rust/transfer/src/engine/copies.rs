@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::messages::{Refusal, Ticket};
 use crate::mover::Failure;
 use crate::transport::{Copy, CopyId};
-use crate::types::{Kind, Medium, NodeId, RegionId, SlotRef, Tag};
+use crate::types::{Kind, Medium, NodeId, Owner, RegionId, SlotRef, Tag};
 
 use super::push::refusal_of;
 use super::{Engine, Output};
@@ -27,12 +27,13 @@ pub(super) enum Why {
         serial: u64,
         index: u32,
     },
-    /// `medium`: where this node had the block.
+    /// `medium`: where this node had the block; `owner`: whose it is.
     Serve {
         peer: NodeId,
         ticket: Ticket,
         place: u32,
         medium: Medium,
+        owner: Owner,
     },
 }
 
@@ -148,8 +149,8 @@ impl Engine {
         self.drop_job_source(&job);
         match job.why {
             Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, copied),
-            Why::Serve { peer, ticket, place, medium } => {
-                self.served(&peer, ticket, place, job.link, copied.map(|via| (via, medium)));
+            Why::Serve { peer, ticket, place, medium, owner } => {
+                self.served(&peer, ticket, place, job.link, copied.map(|via| (via, medium, owner)));
             }
         }
     }

@@ -76,7 +76,6 @@ impl Via {
 #[derive(Debug)]
 pub(super) struct Flight {
     place: Place,
-    owner: Owner,
     want: Want,
     /// Where it goes.
     slot: Option<(Holder, u32)>,
@@ -120,11 +119,11 @@ impl Engine {
         for &index in indices {
             let Some(pool) = self.stores.get(at).map(|store| &store.pool) else { return };
             let who = Who::Holder { holder, index };
-            match (pool.granted_at(holder, index), pool.told(holder, index)) {
+            match (pool.granted_at(holder, index), pool.place_at(holder, index)) {
                 (Some(slot), _) if slot.committed => self.tell_found(holder, index, slot.slot, false, Medium::Dram),
-                (Some(_), Some((place, owner))) if !self.wants.contains_key(&(holder, index)) => {
+                (Some(_), Some(place)) if !self.wants.contains_key(&(holder, index)) => {
                     self.wants.insert((holder, index), (at, place.key));
-                    self.want(at, place, owner, Want::new(who, from));
+                    self.want(at, place, Want::new(who, from));
                 }
                 _ => self.tell_lost(holder, index, Refusal::Protocol),
             }
@@ -132,7 +131,7 @@ impl Engine {
     }
 
     /// Somebody wants a block.
-    pub(super) fn want(&mut self, at: usize, place: Place, owner: Owner, want: Want) {
+    pub(super) fn want(&mut self, at: usize, place: Place, want: Want) {
         let aim = (at, place.key);
         if self.stores.get(at).is_some_and(|store| store.pool.find(&place.key).is_some()) {
             self.found(aim, want, None, false, Medium::Dram);
@@ -141,7 +140,7 @@ impl Engine {
             flight.waiting.push_back(want);
         } else {
             let slot = slot_of(&want);
-            let flight = Flight { place, owner, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
+            let flight = Flight { place, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
             self.flights.insert(aim, flight);
             self.next_source(aim);
         }
@@ -152,13 +151,13 @@ impl Engine {
         loop {
             let Some(flight) = self.flights.get_mut(&aim) else { return };
             flight.via = Via::Nothing;
-            let (place, owner) = (flight.place, flight.owner);
+            let place = flight.place;
             let Some((holder, index)) = flight.slot else {
-                // It needs a slot of the engine's own.
+                // It needs a slot of the engine's own. Whose block it is, its source says.
                 let number = self.number();
                 let holder = self.own(number);
                 let Place { key, parent, position } = place;
-                let wish = Wish { keys: vec![key], private: false, parent, position, owner };
+                let wish = Wish { keys: vec![key], private: false, parent, position, owner: Owner::default() };
                 let granting = self.stores.grant(aim.0, holder, wish, GrantMode::Now);
                 let Some(flight) = self.flights.get_mut(&aim) else { return };
                 if !matches!(granting, Granting::Held(_)) {
@@ -277,7 +276,7 @@ impl Engine {
         peer: &NodeId,
         ticket: Ticket,
         place: u32,
-        copied: Result<(Kind, Medium), Refusal>,
+        copied: Result<(Kind, Medium, Owner), Refusal>,
     ) {
         let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
         let Some(key) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
@@ -291,8 +290,8 @@ impl Engine {
         }
         match copied {
             Err(refusal) => self.source_failed(aim, refusal),
-            Ok((via, medium)) => {
-                if let Some(block_bytes) = self.land(aim) {
+            Ok((via, medium, owner)) => {
+                if let Some(block_bytes) = self.land(aim, owner) {
                     self.stats.received[via as usize].add(1, block_bytes);
                     self.flight_done(aim, true, medium);
                 } else {
@@ -303,10 +302,11 @@ impl Engine {
         }
     }
 
-    /// Makes a flight's block readable if all its strips are here: its size. `None`: they are not.
-    pub(super) fn land(&mut self, aim: Aim) -> Option<u64> {
+    /// Makes a flight's block readable if all its strips are here: its size. `None`: they are not. What no client has asked
+    /// for stays whose it was where it comes from.
+    pub(super) fn land(&mut self, aim: Aim, owner: Owner) -> Option<u64> {
         let (holder, index) = self.flights.get(&aim)?.slot?;
-        let store = self.stores.get(aim.0)?;
+        let store = self.stores.get_mut(aim.0)?;
         let block_bytes = store.layout().block_bytes() as u64;
         let slot = store.pool.granted_at(holder, index)?;
         if slot.committed {
@@ -314,6 +314,9 @@ impl Engine {
         }
         // Whoever wrote it said that it is done; the bitmap of strips says whether that is so.
         let whole = store.arena.arrived_all(slot.slot);
+        if whole && holder.client.is_none() {
+            store.pool.set_owner(holder, index, owner);
+        }
         (whole && self.stores.commit(aim.0, holder, index, None).is_ok()).then_some(block_bytes)
     }
 
@@ -330,7 +333,7 @@ impl Engine {
                 self.found(aim, want, None, peer, medium);
             } else {
                 // It was not published, or is not any more.
-                self.want(aim.0, flight.place, flight.owner, want);
+                self.want(aim.0, flight.place, want);
             }
         }
         self.let_go(aim, own);

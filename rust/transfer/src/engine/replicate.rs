@@ -35,7 +35,6 @@ pub(super) struct Replication {
 pub(super) struct Hint {
     at: usize,
     place: Place,
-    owner: Owner,
     from: Vec<NodeAddress>,
 }
 
@@ -73,6 +72,7 @@ impl Engine {
         let Some(at) = replication.stores.next() else {
             return self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing }));
         };
+        // Whose the blocks are, the peer says with each.
         let wish = Wish { keys, private: false, parent, position, owner: Owner::default() };
         if !self.grant(at, holder, wish, GrantMode::Now) {
             return self.replicate_next(order, replication);
@@ -120,7 +120,7 @@ impl Engine {
         from: &[NodeAddress],
     ) {
         let Some(known) = self.clients.get(&client).filter(|_| !self.draining) else { return };
-        let (at, owner) = (known.store, Owner { namespace: known.namespace, tenant: 0 });
+        let at = known.store;
         let parents = std::iter::once(&parent).chain(keys);
         for ((key, parent), offset) in keys.iter().zip(parents).zip(0u32..) {
             let here = self.stores.get(at).is_some_and(|store| store.pool.find(key).is_some());
@@ -132,7 +132,7 @@ impl Engine {
                 return;
             }
             let place = Place { key: *key, parent: *parent, position };
-            self.hints.push_back(Hint { at, place, owner, from: from.to_vec() });
+            self.hints.push_back(Hint { at, place, from: from.to_vec() });
         }
     }
 
@@ -143,10 +143,10 @@ impl Engine {
             if under_way.filter(|want| want.who == Who::Cache).count() >= PREFETCHES {
                 break;
             }
-            let Some(Hint { at, place, owner, from }) = self.hints.pop_front() else { break };
+            let Some(Hint { at, place, from }) = self.hints.pop_front() else { break };
             let here = self.stores.get(at).is_some_and(|store| store.pool.find(&place.key).is_some());
             if !here && !self.flights.contains_key(&(at, place.key)) {
-                self.want(at, place, owner, Want::new(Who::Cache, &from));
+                self.want(at, place, Want::new(Who::Cache, &from));
             }
         }
     }

@@ -2,7 +2,8 @@
 //! medium behind it by way of the arena.
 
 use crate::messages::{PeerMessage, Refusal, Ticket};
-use crate::types::{BlockKey, Kind, Layout, Medium, NodeId, RegionId, SlotRef};
+use crate::pool::Pool;
+use crate::types::{BlockKey, Kind, Layout, Medium, NodeId, Owner, RegionId, SlotRef};
 
 use super::Engine;
 use super::copies::{Job, Why};
@@ -49,10 +50,13 @@ impl Engine {
             }
             let found = at.and_then(|at| Some((at, self.stores.get_mut(at)?)));
             let source = found.and_then(|(at, store)| Some((at, store.pool.find(&block)?, &mut store.pool)));
-            match source.and_then(|(at, source, pool)| pool.begin_copy(source).then_some((at, source))) {
-                Some((store, source)) => {
+            let begun = |(at, source, pool): (_, _, &mut Pool<_>)| {
+                pool.begin_copy(source).then(|| (at, source, pool.owner_of(source)))
+            };
+            match source.and_then(begun) {
+                Some((store, source, owner)) => {
                     left += 1;
-                    let why = Why::Serve { peer: peer.clone(), ticket, place, medium: Medium::Dram };
+                    let why = Why::Serve { peer: peer.clone(), ticket, place, medium: Medium::Dram, owner };
                     link.waiting.push_back(Job { store, source, destination, why, attempt: 0, link: serial });
                 }
                 None if behind => {
@@ -74,7 +78,7 @@ impl Engine {
             // A flight that a peer feeds is not waited for: that one may wait for this very answer.
             let fed = |at: usize| self.flights.get(&(at, block)).is_some_and(|flight| flight.via.is_peer());
             match at.zip(record).filter(|(at, _)| !fed(*at)) {
-                Some((at, record)) => self.want(at, record.place, record.owner, Want::new(who, &[])),
+                Some((at, record)) => self.want(at, record.place, Want::new(who, &[])),
                 None => self.served(peer, ticket, place, serial, Err(Refusal::Missing)),
             }
         }
@@ -91,10 +95,12 @@ impl Engine {
     ) {
         let pool = self.stores.get_mut(at).map(|store| &mut store.pool);
         let link = self.links.get_mut(&peer).filter(|link| link.serial == serial);
-        let source = source.zip(pool).and_then(|(source, pool)| pool.begin_copy(source).then_some(source));
+        let source = source
+            .zip(pool)
+            .and_then(|(source, pool)| pool.begin_copy(source).then(|| (source, pool.owner_of(source))));
         match link.zip(source) {
-            Some((link, source)) => {
-                let why = Why::Serve { peer, ticket, place, medium };
+            Some((link, (source, owner))) => {
+                let why = Why::Serve { peer, ticket, place, medium, owner };
                 link.waiting.push_back(Job { store: at, source, destination, why, attempt: 0, link: serial });
             }
             None => self.served(&peer, ticket, place, serial, Err(Refusal::Missing)),
@@ -108,7 +114,7 @@ impl Engine {
         ticket: Ticket,
         place: u32,
         link: u64,
-        copied: Result<(Kind, Medium), Refusal>,
+        copied: Result<(Kind, Medium, Owner), Refusal>,
     ) {
         let key = (peer.clone(), ticket);
         let Some(serving) = self.serving.get_mut(&key).filter(|serving| serving.link == link) else { return };

@@ -783,14 +783,28 @@ impl<M: Lives> Pool<M> {
     }
 
     /// What a slot of a held grant is to hold; `None` for a private block or no such slot.
-    pub fn told(&self, holder: Holder, index: u32) -> Option<(Place, Owner)> {
-        let record = &self.slots[self.granted_index(holder, index)? as usize];
-        record.place().map(|place| (place, self.owners.get(record.owner)))
+    pub fn place_at(&self, holder: Holder, index: u32) -> Option<Place> {
+        self.slots[self.granted_index(holder, index)? as usize].place()
     }
 
     /// The key of one slot of a held grant; `None` for a private block or no such slot.
     pub fn key_at(&self, holder: Holder, index: u32) -> Option<BlockKey> {
-        self.slots[self.granted_index(holder, index)? as usize].place().map(|place| place.key)
+        self.place_at(holder, index).map(|place| place.key)
+    }
+
+    /// Whose block is in a slot.
+    pub fn owner_of(&self, slot: SlotRef) -> Owner {
+        self.owners.get(self.slots[slot.slot as usize].owner)
+    }
+
+    /// Says whose block a reserved slot of a held grant will hold.
+    pub fn set_owner(&mut self, holder: Holder, index: u32, owner: Owner) {
+        let Some(slot) = self.granted_index(holder, index) else { return };
+        if self.slots[slot as usize].state != State::Reserved {
+            return;
+        }
+        let owner = self.owners.add(owner);
+        self.owners.remove(std::mem::replace(&mut self.slots[slot as usize].owner, owner));
     }
 
     /// One slot that a lookup has pinned.

@@ -54,6 +54,10 @@ impl Tier for Null {
         Box::new(std::iter::empty())
     }
 
+    fn page(&self, _from: u32, _count: u32) -> (Vec<Record>, Option<u32>) {
+        (Vec::new(), None)
+    }
+
     fn flush(&mut self, op: OpId) {
         self.end(op, Fate::Done);
     }

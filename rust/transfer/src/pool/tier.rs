@@ -133,13 +133,9 @@ pub trait Tier: Send {
     fn find(&self, key: &BlockKey) -> Option<Record>;
     /// All that can be read, in no order.
     fn records(&self) -> Box<dyn Iterator<Item = Record> + '_>;
-    /// What can be read among the next `count` places from this one on, and where to go on, if there are more. What moves
-    /// meanwhile may be missed or told twice. So a walk over ten million blocks comes in short steps.
-    fn page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
-        let mut rest = self.records().skip(from as usize);
-        let records = rest.by_ref().take(count as usize).collect();
-        (records, rest.next().and_then(|_| from.checked_add(count)))
-    }
+    /// What can be read among the next `count` places from this one on, and where to go on, if there are more. A block keeps
+    /// its place while it is not written anew; what is may be missed or told twice. So a walk over ten million blocks comes in short steps.
+    fn page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>);
     /// Begins to make durable all that was written and removed so far.
     fn flush(&mut self, op: OpId);
     /// What has happened since the last call.

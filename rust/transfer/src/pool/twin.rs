@@ -18,7 +18,7 @@ struct Kept {
     record: Record,
     bytes: Vec<u8>,
     sums: Vec<u32>,
-    /// The lowest is the oldest.
+    /// The lowest is the oldest. Also its place for who walks over all.
     age: u64,
 }
 
@@ -242,6 +242,15 @@ impl Tier for MemoryTier {
     fn records(&self) -> Box<dyn Iterator<Item = Record> + '_> {
         let records: Vec<Record> = self.shelf.contents().kept.values().map(|kept| kept.record).collect();
         Box::new(records.into_iter())
+    }
+
+    fn page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
+        let contents = self.shelf.contents();
+        let until = u64::from(from) + u64::from(count);
+        let mut kept: Vec<&Kept> = contents.kept.values().filter(|kept| kept.age >= u64::from(from)).collect();
+        kept.sort_unstable_by_key(|kept| kept.age);
+        let records = kept.iter().take_while(|kept| kept.age < until).map(|kept| kept.record).collect();
+        (records, u32::try_from(until).ok().filter(|_| kept.last().is_some_and(|last| last.age >= until)))
     }
 
     fn flush(&mut self, op: OpId) {

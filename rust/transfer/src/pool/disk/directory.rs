@@ -84,7 +84,8 @@ impl Directory {
                 // By another name first, so that what is there is always whole.
                 let half = path.join("format.new");
                 let write = || {
-                    let mut file = File::create(&half)?;
+                    let mut options = OpenOptions::new();
+                    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&half)?;
                     file.write_all(encode_store(store).bytes())?;
                     file.sync_all()?;
                     std::fs::rename(&half, path.join("format"))?;
