@@ -321,6 +321,23 @@ fn a_disk_that_is_full() {
     assert_eq!(desk.put(record(number), 0), Fate::Done);
 }
 
+// Goal: so does one that had room for nothing from the start, so that nothing was ever begun. Method: no room, then room.
+#[test]
+fn a_disk_that_is_full_at_first() {
+    let disk = MemoryDisk::default();
+    disk.set_room(Some(0));
+    let mut desk = over(&disk);
+    assert_eq!((desk.put(record(1), 0), health(&desk)), (Fate::Failed, Health::ReadOnly));
+    disk.set_room(None);
+    // Each look counts as 10 ms: far beyond the longest pause of a minute.
+    let looks = (0..20_000).find(|_| {
+        desk.poll();
+        health(&desk) == Health::Good
+    });
+    assert!(looks.is_some(), "it is never tried again");
+    assert_eq!(desk.put(record(1), 0), Fate::Done);
+}
+
 /// A disk that answers when it is let.
 struct Stuck {
     disk: MemoryDisk,

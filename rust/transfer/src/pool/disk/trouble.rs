@@ -51,6 +51,11 @@ impl Log {
         !self.trouble.silent && (self.trouble.health == Health::Good || self.trouble.trying)
     }
 
+    /// True if what failed is being tried again.
+    pub(super) fn tries(&self) -> bool {
+        self.trouble.trying
+    }
+
     /// Looks whether the device answers.
     pub(super) fn notice_silence(&mut self) {
         let silent = self.io.silent();
