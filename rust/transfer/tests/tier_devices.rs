@@ -457,6 +457,37 @@ fn what_is_read_is_not_let_go_of() {
     assert_eq!(desk.put(record(5), 0), Fate::Done);
 }
 
+// Goal: a key that two devices hold counts once, and goes from both. Method: a directory that is away while all is written again; then
+// removals, and another start.
+#[test]
+fn a_directory_that_was_away() {
+    let (one, two) = (MemoryDisk::default(), MemoryDisk::default());
+    let open = |disks: &[&MemoryDisk]| {
+        let (ring, rung) = bell();
+        let mediums: Vec<Arc<dyn Medium>> = disks.iter().map(|&disk| Arc::new(disk.clone()) as Arc<dyn Medium>).collect();
+        let limit = LIMIT * mediums.len() as u64;
+        Desk::new(Box::new(Ssd::over(mediums, limit, 0, 1, ring).expect("it opens")), rung)
+    };
+    for disks in [&[&one, &two][..], &[&one]] {
+        let mut desk = open(disks);
+        (0..10).for_each(|number| assert_eq!(desk.put(record(number), 9), Fate::Done));
+        desk.tier.close(PATIENCE);
+    }
+    let mut desk = open(&[&one, &two]);
+    assert_eq!((desk.tier.records().count(), desk.keys().len(), desk.tier.capacity().blocks), (10, 10, 10));
+    (0..10).for_each(|number| assert_eq!(desk.get(&record(number)), Ok(content(&record(number), 9))));
+    for number in 0..5 {
+        assert!(desk.tier.remove(&key(number)));
+        assert_eq!((desk.tier.find(&key(number)), desk.tier.remove(&key(number))), (None, false));
+    }
+    let op = desk.flush();
+    assert_eq!((desk.wait(op), desk.tier.capacity().blocks), (Fate::Done, 5));
+    // As it is after a kill.
+    let mut desk = open(&[&one.copy(), &two.copy()]);
+    assert_eq!(desk.keys(), (5..10).map(key).collect());
+    (5..10).for_each(|number| assert_eq!(desk.get(&record(number)), Ok(content(&record(number), 9))));
+}
+
 // -- what else is promised -------------------------------------------------------------------------------------------------
 
 // Goal: rot in DRAM is not made durable unseen. Method: a block whose bytes no longer fit their checksums is written.

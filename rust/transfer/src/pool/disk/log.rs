@@ -137,6 +137,8 @@ pub struct Log {
     syncing: Option<Syncing>,
     pub(super) reclaim: Option<Reclaim>,
     pub(super) reclaims: u64,
+    /// Blocks that the index knows no more, and that a restart would still find in these files.
+    pub(super) ghosts: BTreeMap<FileId, FxHashSet<BlockKey>>,
     pub(super) events: Vec<TierEvent>,
     pub(super) trouble: Trouble,
     pub(super) closing: bool,
@@ -177,6 +179,7 @@ impl Log {
             syncing: None,
             reclaim: None,
             reclaims: 0,
+            ghosts: BTreeMap::new(),
             events: Vec::new(),
             trouble: Trouble::default(),
             closing: false,
@@ -235,16 +238,19 @@ impl Log {
     /// See [`super::super::tier::Tier::remove`].
     pub fn remove(&mut self, key: &BlockKey) -> bool {
         let there = self.forget(key);
-        if there {
+        if there || self.removals > 0 {
             self.pump();
         }
         there
     }
 
-    /// Forgets a block, and says so on the disk if it is there.
+    /// Forgets a block, and says so on the disk if it is there. True if it was known.
     pub(super) fn forget(&mut self, key: &BlockKey) -> bool {
-        let mut there = false;
-        let mut on_disk = self.index.remove(key);
+        let mut there = self.index.remove(key);
+        let mut on_disk = there;
+        for ghosts in self.ghosts.values_mut() {
+            on_disk |= ghosts.remove(key);
+        }
         if let Some(sequence) = self.pending.remove(key) {
             there = true;
             self.end_joined(sequence, Fate::Missing);
@@ -257,7 +263,16 @@ impl Log {
         if on_disk {
             self.say(Says::Removed(*key));
         }
-        there | on_disk
+        there
+    }
+
+    /// Forgets a block that stays on the disk for now. Should it be removed by somebody before its file is used again, that is
+    /// said on the disk.
+    pub(super) fn forget_silently(&mut self, key: &BlockKey) {
+        if let Some(found) = self.index.find(key) {
+            self.index.remove(key);
+            self.ghosts.entry(found.location.file).or_default().insert(*key);
+        }
     }
 
     /// See [`super::super::tier::Tier::clear`].
@@ -450,6 +465,7 @@ impl Log {
                 if done {
                     segment.cursor = 1;
                     self.spare = Some(file);
+                    self.ghosts.remove(&file);
                 }
             }
             Doing::Finish { file, bytes } => {
@@ -477,6 +493,7 @@ impl Log {
             Doing::Remove { file } => {
                 if done && let Some(segment) = self.segments.remove(&file) {
                     self.used -= segment.bytes;
+                    self.ghosts.remove(&file);
                 }
             }
             Doing::Probe => {}

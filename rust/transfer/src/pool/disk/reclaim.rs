@@ -138,7 +138,7 @@ impl Log {
     /// Lets go of a block, unless it is being read: then later.
     fn drop_unread(&mut self, key: &BlockKey) {
         if !self.reading.contains_key(key) {
-            self.index.remove(key);
+            self.forget_silently(key);
             self.tell(TierEvent::Dropped(*key));
         }
     }
