@@ -410,8 +410,14 @@ fn a_disk_that_hangs() {
         assert_eq!(desk.put(block, 0), Fate::Done);
     }
     medium.set(true);
-    let ops: Vec<_> = (1..4).map(|number| (number, desk.read(&record(number)))).collect();
+    // Two hang, one a thread; the others are not begun.
+    let mut ops: Vec<_> = (0..5).map(|number| (number, desk.read(&record(number)))).collect();
     look_until(&mut desk, |desk| health(desk) == Health::Failed);
+    for (_, op) in ops.split_off(2) {
+        desk.wait(op);
+        assert_eq!(desk.read_result(op), Err(Fate::Failed), "it waited for nothing");
+    }
+    assert!(ops.iter().all(|(_, op)| desk.open.contains(op)), "the device has their slots");
     assert_eq!((desk.get(&record(4)), desk.put(record(10), 0)), (Err(Fate::Failed), Fate::Failed), "at once");
     medium.set(false);
     for (number, op) in ops {
@@ -464,7 +470,8 @@ fn a_directory_that_was_away() {
     let (one, two) = (MemoryDisk::default(), MemoryDisk::default());
     let open = |disks: &[&MemoryDisk]| {
         let (ring, rung) = bell();
-        let mediums: Vec<Arc<dyn Medium>> = disks.iter().map(|&disk| Arc::new(disk.clone()) as Arc<dyn Medium>).collect();
+        let mediums: Vec<Arc<dyn Medium>> =
+            disks.iter().map(|&disk| Arc::new(disk.clone()) as Arc<dyn Medium>).collect();
         let limit = LIMIT * mediums.len() as u64;
         Desk::new(Box::new(Ssd::over(mediums, limit, 0, 1, ring).expect("it opens")), rung)
     };
@@ -499,6 +506,61 @@ fn rot_in_dram_shows() {
     assert_eq!(desk.get(&record(1)), Err(Fate::Corrupt));
     assert_eq!((desk.tier.find(&key(1)), desk.put(record(1), 0)), (None, Fate::Done), "and can be written anew");
     assert_eq!(desk.get(&record(1)), Ok(content(&record(1), 0)));
+}
+
+/// Changes a bit of each copy of a block.
+fn rot(disk: &MemoryDisk, block: &Record) {
+    let bytes = content(block, 0).0;
+    let mut copies = 0;
+    for (file, _) in disk.files() {
+        disk.alter(file, |all| {
+            for page in all.chunks_exact_mut(4096).filter(|page| page[..64] == bytes[..64]) {
+                page[100] ^= 1;
+                copies += 1;
+            }
+        });
+    }
+    assert!(copies > 0, "it lies nowhere");
+}
+
+// Goal: a read that meets rot drops the copy that it read, and no other. Method: rot; the key is removed and written anew while the read
+// is under way.
+#[test]
+fn rot_costs_no_later_copy() {
+    let disk = MemoryDisk::default();
+    let mut desk = over(&disk);
+    assert_eq!(desk.put(record(1), 0), Fate::Done);
+    rot(&disk, &record(1));
+    let read = desk.read(&record(1));
+    assert!(desk.tier.remove(&key(1)));
+    let write = desk.write(record(1), 0);
+    desk.wait_all();
+    assert_eq!((desk.read_result(read), desk.fates[&write]), (Err(Fate::Corrupt), Fate::Done));
+    assert_eq!(desk.get(&record(1)), Ok(content(&record(1), 0)));
+}
+
+// Goal: a block that is read as rotten is gone, also when it moved meanwhile. Method: a warm block in a full log rots, and is read, at
+// each moment of a reclaim.
+#[test]
+fn rot_moves_nowhere() {
+    for polls in 0..8 {
+        let disk = MemoryDisk::default();
+        let mut desk = over(&disk);
+        assert_eq!((desk.put(record(1), 0), desk.get(&record(1)).is_ok()), (Fate::Done, true));
+        let mut number = 10;
+        while desk.dropped.is_empty() {
+            desk.write(record(number), 0);
+            desk.poll();
+            number += 1;
+        }
+        (0..polls).for_each(|_| desk.poll());
+        assert!(desk.tier.find(&key(1)).is_some(), "it is warm");
+        rot(&disk, &record(1));
+        let read = desk.read(&record(1));
+        desk.wait(read);
+        assert_eq!(desk.read_result(read), Err(Fate::Corrupt));
+        assert_eq!(desk.tier.find(&key(1)), None, "after {polls}");
+    }
 }
 
 // Goal: what is read again and again stays when the rest goes. Method: two small blocks read between writes of

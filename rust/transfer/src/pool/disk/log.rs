@@ -42,10 +42,10 @@ const JOINED: usize = 64;
 /// Segment files: 64 make up the limit, and each stop may leave a small one.
 pub const FILES: usize = 1024;
 
-/// What a job is for.
+/// What a job is for. `at` is where the block lies now: it may move while it is read.
 pub(super) enum Doing {
     Batch { file: FileId, sent: Vec<Sent> },
-    Load { op: OpId, key: BlockKey, file: FileId },
+    Load { op: OpId, key: BlockKey, file: FileId, at: Location },
     Fetch { reclaim: u64, record: Record, digest: u32, from: Location },
     Prepare { file: FileId },
     Finish { file: FileId, bytes: u64 },
@@ -232,7 +232,7 @@ impl Log {
         self.segment(file).readers += 1;
         *self.reading.entry(*key).or_default() += 1;
         let load = Work::Load { offset: u64::from(page) * PAGE as u64, into, digest: found.digest };
-        self.submit(file, load, Doing::Load { op, key: *key, file });
+        self.submit(file, load, Doing::Load { op, key: *key, file, at: found.location });
     }
 
     /// See [`super::super::tier::Tier::remove`].
@@ -435,11 +435,14 @@ impl Log {
         let done = error.is_none();
         match doing {
             Doing::Batch { file, sent } => self.batch_ended(file, sent, done),
-            Doing::Load { op, key, file } => {
+            Doing::Load { op, key, file, at } => {
                 self.read_ended(&key, file);
                 let fate = match outcome {
                     Outcome::Corrupt => {
-                        self.forget(&key);
+                        // What was removed and written anew during the read is another copy.
+                        if self.index.find(&key).is_some_and(|found| found.location == at) {
+                            self.forget(&key);
+                        }
                         Fate::Corrupt
                     }
                     Outcome::Failed(_) => Fate::Failed,
@@ -503,6 +506,29 @@ impl Log {
             Some(error) => self.reading_failed(&error),
             None if writes => self.writing_works(job),
             None => self.reading_works(),
+        }
+    }
+
+    /// Reads under way of a block learn where it lies now.
+    fn moved_from(&mut self, moved: &BlockKey, from: Location, to: Location) {
+        if self.reading.contains_key(moved) {
+            for doing in self.jobs.values_mut() {
+                if let Doing::Load { key, at, .. } = doing
+                    && (&*key, *at) == (moved, from)
+                {
+                    *at = to;
+                }
+            }
+        }
+    }
+
+    /// Ends the reads that no thread has begun. One that has been begun ends when the device lets go of it.
+    pub(super) fn drop_reads(&mut self) {
+        for job in self.io.drop_loads() {
+            if let Some(Doing::Load { op, key, file, .. }) = self.jobs.remove(&job) {
+                self.read_ended(&key, file);
+                self.end(op, Fate::Failed);
+            }
         }
     }
 

@@ -171,7 +171,9 @@ impl Log {
                 (Sender::Move { reclaim, from }, Says::Block(record, digest)) => {
                     let key = record.place.key;
                     if done && self.index.find(&key).map(|found| found.location) == Some(from) {
-                        self.index.insert(record, Location { file, page: entry.page }, digest);
+                        let to = Location { file, page: entry.page };
+                        self.index.insert(record, to, digest);
+                        self.moved_from(&key, from, to);
                     }
                     self.under_way.remove(&key);
                     self.moved(reclaim);
