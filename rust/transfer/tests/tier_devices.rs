@@ -321,6 +321,23 @@ fn a_disk_that_is_full() {
     assert_eq!(desk.put(record(number), 0), Fate::Done);
 }
 
+// Goal: so does one that had room for nothing from the start, so that nothing was ever begun. Method: no room, then room.
+#[test]
+fn a_disk_that_is_full_at_first() {
+    let disk = MemoryDisk::default();
+    disk.set_room(Some(0));
+    let mut desk = over(&disk);
+    assert_eq!((desk.put(record(1), 0), health(&desk)), (Fate::Failed, Health::ReadOnly));
+    disk.set_room(None);
+    // Each look counts as 10 ms: far beyond the longest pause of a minute.
+    let looks = (0..20_000).find(|_| {
+        desk.poll();
+        health(&desk) == Health::Good
+    });
+    assert!(looks.is_some(), "it is never tried again");
+    assert_eq!(desk.put(record(1), 0), Fate::Done);
+}
+
 /// A disk that answers when it is let.
 struct Stuck {
     disk: MemoryDisk,
@@ -393,8 +410,14 @@ fn a_disk_that_hangs() {
         assert_eq!(desk.put(block, 0), Fate::Done);
     }
     medium.set(true);
-    let ops: Vec<_> = (1..4).map(|number| (number, desk.read(&record(number)))).collect();
+    // Two hang, one a thread; the others are not begun.
+    let mut ops: Vec<_> = (0..5).map(|number| (number, desk.read(&record(number)))).collect();
     look_until(&mut desk, |desk| health(desk) == Health::Failed);
+    for (_, op) in ops.split_off(2) {
+        desk.wait(op);
+        assert_eq!(desk.read_result(op), Err(Fate::Failed), "it waited for nothing");
+    }
+    assert!(ops.iter().all(|(_, op)| desk.open.contains(op)), "the device has their slots");
     assert_eq!((desk.get(&record(4)), desk.put(record(10), 0)), (Err(Fate::Failed), Fate::Failed), "at once");
     medium.set(false);
     for (number, op) in ops {
@@ -440,6 +463,38 @@ fn what_is_read_is_not_let_go_of() {
     assert_eq!(desk.put(record(5), 0), Fate::Done);
 }
 
+// Goal: a key that two devices hold counts once, and goes from both. Method: a directory that is away while all is written again; then
+// removals, and another start.
+#[test]
+fn a_directory_that_was_away() {
+    let (one, two) = (MemoryDisk::default(), MemoryDisk::default());
+    let open = |disks: &[&MemoryDisk]| {
+        let (ring, rung) = bell();
+        let mediums: Vec<Arc<dyn Medium>> =
+            disks.iter().map(|&disk| Arc::new(disk.clone()) as Arc<dyn Medium>).collect();
+        let limit = LIMIT * mediums.len() as u64;
+        Desk::new(Box::new(Ssd::over(mediums, limit, 0, 1, ring).expect("it opens")), rung)
+    };
+    for disks in [&[&one, &two][..], &[&one]] {
+        let mut desk = open(disks);
+        (0..10).for_each(|number| assert_eq!(desk.put(record(number), 9), Fate::Done));
+        desk.tier.close(PATIENCE);
+    }
+    let mut desk = open(&[&one, &two]);
+    assert_eq!((desk.tier.records().count(), desk.keys().len(), desk.tier.capacity().blocks), (10, 10, 10));
+    (0..10).for_each(|number| assert_eq!(desk.get(&record(number)), Ok(content(&record(number), 9))));
+    for number in 0..5 {
+        assert!(desk.tier.remove(&key(number)));
+        assert_eq!((desk.tier.find(&key(number)), desk.tier.remove(&key(number))), (None, false));
+    }
+    let op = desk.flush();
+    assert_eq!((desk.wait(op), desk.tier.capacity().blocks), (Fate::Done, 5));
+    // As it is after a kill.
+    let mut desk = open(&[&one.copy(), &two.copy()]);
+    assert_eq!(desk.keys(), (5..10).map(key).collect());
+    (5..10).for_each(|number| assert_eq!(desk.get(&record(number)), Ok(content(&record(number), 9))));
+}
+
 // -- what else is promised -------------------------------------------------------------------------------------------------
 
 // Goal: rot in DRAM is not made durable unseen. Method: a block whose bytes no longer fit their checksums is written.
@@ -451,6 +506,61 @@ fn rot_in_dram_shows() {
     assert_eq!(desk.get(&record(1)), Err(Fate::Corrupt));
     assert_eq!((desk.tier.find(&key(1)), desk.put(record(1), 0)), (None, Fate::Done), "and can be written anew");
     assert_eq!(desk.get(&record(1)), Ok(content(&record(1), 0)));
+}
+
+/// Changes a bit of each copy of a block.
+fn rot(disk: &MemoryDisk, block: &Record) {
+    let bytes = content(block, 0).0;
+    let mut copies = 0;
+    for (file, _) in disk.files() {
+        disk.alter(file, |all| {
+            for page in all.chunks_exact_mut(4096).filter(|page| page[..64] == bytes[..64]) {
+                page[100] ^= 1;
+                copies += 1;
+            }
+        });
+    }
+    assert!(copies > 0, "it lies nowhere");
+}
+
+// Goal: a read that meets rot drops the copy that it read, and no other. Method: rot; the key is removed and written anew while the read
+// is under way.
+#[test]
+fn rot_costs_no_later_copy() {
+    let disk = MemoryDisk::default();
+    let mut desk = over(&disk);
+    assert_eq!(desk.put(record(1), 0), Fate::Done);
+    rot(&disk, &record(1));
+    let read = desk.read(&record(1));
+    assert!(desk.tier.remove(&key(1)));
+    let write = desk.write(record(1), 0);
+    desk.wait_all();
+    assert_eq!((desk.read_result(read), desk.fates[&write]), (Err(Fate::Corrupt), Fate::Done));
+    assert_eq!(desk.get(&record(1)), Ok(content(&record(1), 0)));
+}
+
+// Goal: a block that is read as rotten is gone, also when it moved meanwhile. Method: a warm block in a full log rots, and is read, at
+// each moment of a reclaim.
+#[test]
+fn rot_moves_nowhere() {
+    for polls in 0..8 {
+        let disk = MemoryDisk::default();
+        let mut desk = over(&disk);
+        assert_eq!((desk.put(record(1), 0), desk.get(&record(1)).is_ok()), (Fate::Done, true));
+        let mut number = 10;
+        while desk.dropped.is_empty() {
+            desk.write(record(number), 0);
+            desk.poll();
+            number += 1;
+        }
+        (0..polls).for_each(|_| desk.poll());
+        assert!(desk.tier.find(&key(1)).is_some(), "it is warm");
+        rot(&disk, &record(1));
+        let read = desk.read(&record(1));
+        desk.wait(read);
+        assert_eq!(desk.read_result(read), Err(Fate::Corrupt));
+        assert_eq!(desk.tier.find(&key(1)), None, "after {polls}");
+    }
 }
 
 // Goal: what is read again and again stays when the rest goes. Method: two small blocks read between writes of

@@ -42,10 +42,10 @@ const JOINED: usize = 64;
 /// Segment files: 64 make up the limit, and each stop may leave a small one.
 pub const FILES: usize = 1024;
 
-/// What a job is for.
+/// What a job is for. `at` is where the block lies now: it may move while it is read.
 pub(super) enum Doing {
     Batch { file: FileId, sent: Vec<Sent> },
-    Load { op: OpId, key: BlockKey, file: FileId },
+    Load { op: OpId, key: BlockKey, file: FileId, at: Location },
     Fetch { reclaim: u64, record: Record, digest: u32, from: Location },
     Prepare { file: FileId },
     Finish { file: FileId, bytes: u64 },
@@ -137,6 +137,8 @@ pub struct Log {
     syncing: Option<Syncing>,
     pub(super) reclaim: Option<Reclaim>,
     pub(super) reclaims: u64,
+    /// Blocks that the index knows no more, and that a restart would still find in these files.
+    pub(super) ghosts: BTreeMap<FileId, FxHashSet<BlockKey>>,
     pub(super) events: Vec<TierEvent>,
     pub(super) trouble: Trouble,
     pub(super) closing: bool,
@@ -177,6 +179,7 @@ impl Log {
             syncing: None,
             reclaim: None,
             reclaims: 0,
+            ghosts: BTreeMap::new(),
             events: Vec::new(),
             trouble: Trouble::default(),
             closing: false,
@@ -229,22 +232,25 @@ impl Log {
         self.segment(file).readers += 1;
         *self.reading.entry(*key).or_default() += 1;
         let load = Work::Load { offset: u64::from(page) * PAGE as u64, into, digest: found.digest };
-        self.submit(file, load, Doing::Load { op, key: *key, file });
+        self.submit(file, load, Doing::Load { op, key: *key, file, at: found.location });
     }
 
     /// See [`super::super::tier::Tier::remove`].
     pub fn remove(&mut self, key: &BlockKey) -> bool {
         let there = self.forget(key);
-        if there {
+        if there || self.removals > 0 {
             self.pump();
         }
         there
     }
 
-    /// Forgets a block, and says so on the disk if it is there.
+    /// Forgets a block, and says so on the disk if it is there. True if it was known.
     pub(super) fn forget(&mut self, key: &BlockKey) -> bool {
-        let mut there = false;
-        let mut on_disk = self.index.remove(key);
+        let mut there = self.index.remove(key);
+        let mut on_disk = there;
+        for ghosts in self.ghosts.values_mut() {
+            on_disk |= ghosts.remove(key);
+        }
         if let Some(sequence) = self.pending.remove(key) {
             there = true;
             self.end_joined(sequence, Fate::Missing);
@@ -257,7 +263,16 @@ impl Log {
         if on_disk {
             self.say(Says::Removed(*key));
         }
-        there | on_disk
+        there
+    }
+
+    /// Forgets a block that stays on the disk for now. Should it be removed by somebody before its file is used again, that is
+    /// said on the disk.
+    pub(super) fn forget_silently(&mut self, key: &BlockKey) {
+        if let Some(found) = self.index.find(key) {
+            self.index.remove(key);
+            self.ghosts.entry(found.location.file).or_default().insert(*key);
+        }
     }
 
     /// See [`super::super::tier::Tier::clear`].
@@ -420,11 +435,14 @@ impl Log {
         let done = error.is_none();
         match doing {
             Doing::Batch { file, sent } => self.batch_ended(file, sent, done),
-            Doing::Load { op, key, file } => {
+            Doing::Load { op, key, file, at } => {
                 self.read_ended(&key, file);
                 let fate = match outcome {
                     Outcome::Corrupt => {
-                        self.forget(&key);
+                        // What was removed and written anew during the read is another copy.
+                        if self.index.find(&key).is_some_and(|found| found.location == at) {
+                            self.forget(&key);
+                        }
                         Fate::Corrupt
                     }
                     Outcome::Failed(_) => Fate::Failed,
@@ -450,6 +468,7 @@ impl Log {
                 if done {
                     segment.cursor = 1;
                     self.spare = Some(file);
+                    self.ghosts.remove(&file);
                 }
             }
             Doing::Finish { file, bytes } => {
@@ -477,6 +496,7 @@ impl Log {
             Doing::Remove { file } => {
                 if done && let Some(segment) = self.segments.remove(&file) {
                     self.used -= segment.bytes;
+                    self.ghosts.remove(&file);
                 }
             }
             Doing::Probe => {}
@@ -486,6 +506,29 @@ impl Log {
             Some(error) => self.reading_failed(&error),
             None if writes => self.writing_works(job),
             None => self.reading_works(),
+        }
+    }
+
+    /// Reads under way of a block learn where it lies now.
+    fn moved_from(&mut self, moved: &BlockKey, from: Location, to: Location) {
+        if self.reading.contains_key(moved) {
+            for doing in self.jobs.values_mut() {
+                if let Doing::Load { key, at, .. } = doing
+                    && (&*key, *at) == (moved, from)
+                {
+                    *at = to;
+                }
+            }
+        }
+    }
+
+    /// Ends the reads that no thread has begun. One that has been begun ends when the device lets go of it.
+    pub(super) fn drop_reads(&mut self) {
+        for job in self.io.drop_loads() {
+            if let Some(Doing::Load { op, key, file, .. }) = self.jobs.remove(&job) {
+                self.read_ended(&key, file);
+                self.end(op, Fate::Failed);
+            }
         }
     }
 

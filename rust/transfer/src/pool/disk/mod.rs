@@ -90,7 +90,19 @@ impl Ssd {
         let notify: Arc<dyn Fn() + Send + Sync> = Arc::new(notify);
         let log = |medium| Log::recover(medium, threads, notify.clone(), limit, seed);
         let devices = mediums.into_iter().map(log).collect::<Result<_, _>>()?;
-        Ok(Self { devices, flushing: FxHashMap::default() })
+        let mut ssd = Self { devices, flushing: FxHashMap::default() };
+        ssd.drop_doubles();
+        Ok(ssd)
+    }
+
+    /// A directory that was away may hold what was written elsewhere meanwhile: one copy counts.
+    fn drop_doubles(&mut self) {
+        for device in 1..self.devices.len() {
+            let (before, behind) = self.devices.split_at_mut(device);
+            let twice = |key: &BlockKey| before.iter().any(|device| device.find(key).is_some());
+            let doubles: Vec<_> = behind[0].records().map(|record| record.place.key).filter(twice).collect();
+            doubles.iter().for_each(|key| behind[0].forget_silently(key));
+        }
     }
 
     fn check_limit(devices: usize, limit_bytes: u64) -> Result<(), Error> {
@@ -143,8 +155,8 @@ impl Tier for Ssd {
     }
 
     fn remove(&mut self, key: &BlockKey) -> bool {
-        let device = self.device(key);
-        self.devices[device].remove(key)
+        // Each, as another may hold a copy that does not count.
+        self.devices.iter_mut().fold(false, |there, device| device.remove(key) | there)
     }
 
     fn clear(&mut self, whose: Whose) -> Vec<BlockKey> {

@@ -37,8 +37,10 @@ enum Durability {
 impl Log {
     /// Sees to it that a spare segment is there. True if something else may be possible now.
     pub(super) fn make_room(&mut self) -> bool {
-        // Nothing is dropped before something is written; and at the end only what is needed.
-        let writing = (self.head.is_some() && !self.closing) || (self.head.is_none() && self.has_work());
+        // Nothing is dropped before something is written; and at the end only what is needed. A device that took no writes
+        // is tried with this, as nothing is queued for it.
+        let needed = self.has_work() || self.tries();
+        let writing = (self.head.is_some() && !self.closing) || (self.head.is_none() && needed);
         let wanted = self.spare.is_none() && writing;
         let busy = |doing: &Doing| matches!(doing, Doing::Prepare { .. } | Doing::Remove { .. });
         if !wanted || !self.may_write() || self.jobs.values().any(busy) {
@@ -136,7 +138,7 @@ impl Log {
     /// Lets go of a block, unless it is being read: then later.
     fn drop_unread(&mut self, key: &BlockKey) {
         if !self.reading.contains_key(key) {
-            self.index.remove(key);
+            self.forget_silently(key);
             self.tell(TierEvent::Dropped(*key));
         }
     }

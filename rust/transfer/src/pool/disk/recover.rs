@@ -148,15 +148,18 @@ impl Log {
         let mut cleared = Cleared::default();
         for (number, (file, scanned)) in by_number {
             log.next_number = number + 1;
-            for entry in &scanned.entries {
-                // A block that was moved, but perhaps not all of it: then the old copy is still what it was.
-                if !scanned.footer && log.has_another(entry) && !is_whole(&*medium, file, entry) {
+            let mut entries = Vec::with_capacity(scanned.entries.len());
+            for entry in scanned.entries {
+                // A block that was moved, but perhaps not all of it: then the old copy is still what it was. The footer does
+                // not name it, as the next start believes the footer.
+                if !scanned.footer && log.has_another(&entry) && !is_whole(&*medium, file, &entry) {
                     continue;
                 }
-                log.apply(file, number, entry, &mut cleared);
+                log.apply(file, number, &entry, &mut cleared);
+                entries.push(entry);
             }
             let mut segment = Segment::vacant(scanned.life, scanned.bytes);
-            let whole = scanned.end + footer_pages(scanned.entries.len());
+            let whole = scanned.end + footer_pages(entries.len());
             if scanned.footer || whole > (scanned.bytes / PAGE as u64) as u32 {
                 // Only a file that somebody cut has no room for its footer: the next start looks through it again.
                 segment.stage = Stage::Sealed;
@@ -165,7 +168,7 @@ impl Log {
                 segment.stage = Stage::Sealing { begun: false };
                 log.unsealed += 1;
                 (segment.cursor, segment.hole) = (scanned.end, true);
-                segment.table = scanned.entries;
+                segment.table = entries;
             }
             log.order.push_back(file);
             log.adopt(file, segment);

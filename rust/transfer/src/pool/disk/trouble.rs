@@ -51,6 +51,11 @@ impl Log {
         !self.trouble.silent && (self.trouble.health == Health::Good || self.trouble.trying)
     }
 
+    /// True if what failed is being tried again.
+    pub(super) fn tries(&self) -> bool {
+        self.trouble.trying
+    }
+
     /// Looks whether the device answers.
     pub(super) fn notice_silence(&mut self) {
         let silent = self.io.silent();
@@ -62,6 +67,7 @@ impl Log {
             tracing::warn!("{}: the device does not answer; going on without it", self.io.medium().name());
             self.drop_writes(Fate::Failed);
             self.drop_flushes();
+            self.drop_reads();
         } else {
             tracing::warn!("{}: the device answers again", self.io.medium().name());
         }
@@ -104,6 +110,9 @@ impl Log {
         self.reclaim = None;
         self.drop_writes(Fate::Failed);
         self.drop_flushes();
+        if health == Health::Failed {
+            self.drop_reads();
+        }
     }
 
     pub(super) fn writing_failed(&mut self, job: JobId, error: &str) {

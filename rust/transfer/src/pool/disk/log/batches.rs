@@ -138,6 +138,12 @@ impl Log {
             segment.table.extend(sent.iter().map(|sent| sent.entry));
         } else {
             segment.hole = true;
+            // Some of it may lie there all the same, and show when the footer is gone.
+            let blocks = sent.iter().filter_map(|sent| match sent.entry.says {
+                Says::Block(record, _) => Some(record.place.key),
+                _ => None,
+            });
+            self.ghosts.entry(file).or_default().extend(blocks);
         }
         let mut again = Vec::new();
         for Sent { sequence, entry, from } in sent {
@@ -165,7 +171,9 @@ impl Log {
                 (Sender::Move { reclaim, from }, Says::Block(record, digest)) => {
                     let key = record.place.key;
                     if done && self.index.find(&key).map(|found| found.location) == Some(from) {
-                        self.index.insert(record, Location { file, page: entry.page }, digest);
+                        let to = Location { file, page: entry.page };
+                        self.index.insert(record, to, digest);
+                        self.moved_from(&key, from, to);
                     }
                     self.under_way.remove(&key);
                     self.moved(reclaim);
