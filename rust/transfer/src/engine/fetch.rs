@@ -143,14 +143,33 @@ impl Engine {
             let slot = slot_of(&want);
             let flight = Flight { place, owner, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
             self.flights.insert(aim, flight);
-            self.next_source(aim);
+            self.go_on(aim);
         }
     }
 
-    /// A flight tries the next source of whoever leads it.
-    fn next_source(&mut self, aim: Aim) {
+    /// A flight goes on: with the next source of whoever leads it, or without one with those of the next who waits. A loop,
+    /// as tens of thousands may wait for one block.
+    fn go_on(&mut self, aim: Aim) {
+        let mut lost = Vec::new();
+        while !self.next_source(aim) {
+            let Some(flight) = self.flights.get_mut(&aim) else { break };
+            let own = flight.slot.take().filter(|slot| slot_of(&flight.want) != Some(*slot));
+            match flight.waiting.pop_front() {
+                Some(next) => {
+                    flight.slot = slot_of(&next);
+                    lost.push(std::mem::replace(&mut flight.want, next));
+                }
+                None => lost.extend(self.flights.remove(&aim).map(|flight| flight.want)),
+            }
+            self.let_go(aim, own);
+        }
+        lost.into_iter().for_each(|want| self.lost(want));
+    }
+
+    /// A flight tries the next source of whoever leads it. False: he has none left.
+    fn next_source(&mut self, aim: Aim) -> bool {
         loop {
-            let Some(flight) = self.flights.get_mut(&aim) else { return };
+            let Some(flight) = self.flights.get_mut(&aim) else { return true };
             flight.via = Via::Nothing;
             let (place, owner) = (flight.place, flight.owner);
             let Some((holder, index)) = flight.slot else {
@@ -160,30 +179,34 @@ impl Engine {
                 let Place { key, parent, position } = place;
                 let wish = Wish { keys: vec![key], private: false, parent, position, owner };
                 let granting = self.stores.grant(aim.0, holder, wish, GrantMode::Now);
-                let Some(flight) = self.flights.get_mut(&aim) else { return };
+                let Some(flight) = self.flights.get_mut(&aim) else { return true };
                 if !matches!(granting, Granting::Held(_)) {
                     flight.want.refusal = Refusal::Full;
-                    return self.flight_failed(aim);
+                    return false;
                 }
                 flight.slot = Some((holder, 0));
                 continue;
             };
-            let Some(store) = self.stores.get(aim.0) else { return };
+            let Some(store) = self.stores.get(aim.0) else { return false };
             let slot = match store.pool.granted_at(holder, index) {
-                Some(slot) if slot.committed => return self.flight_done(aim, false, Medium::Dram),
+                Some(slot) if slot.committed => {
+                    self.flight_done(aim, false, Medium::Dram);
+                    return true;
+                }
                 Some(slot) => slot.slot,
                 None => {
                     flight.want.refusal = Refusal::Ended;
-                    return self.flight_failed(aim);
+                    return false;
                 }
             };
             if std::mem::take(&mut flight.want.tier)
                 && let Some(op) = self.read_tier(aim, slot)
             {
-                return self.set_via(aim, Via::Tier(op));
+                self.set_via(aim, Via::Tier(op));
+                return true;
             }
-            let Some(flight) = self.flights.get_mut(&aim) else { return };
-            let Some(from) = flight.want.sources.pop_front() else { return self.flight_failed(aim) };
+            let Some(flight) = self.flights.get_mut(&aim) else { return true };
+            let Some(from) = flight.want.sources.pop_front() else { return false };
             if from.node == self.node.node {
                 // What this node has was looked for.
                 flight.want.refusal = Refusal::Missing;
@@ -191,7 +214,8 @@ impl Engine {
             }
             self.asks.push((from, aim));
             self.set_via(aim, Via::Asked);
-            return self.turn_peers_away(aim);
+            self.turn_peers_away(aim);
+            return true;
         }
     }
 
@@ -267,7 +291,7 @@ impl Engine {
     pub(super) fn source_failed(&mut self, aim: Aim, refusal: Refusal) {
         if let Some(flight) = self.flights.get_mut(&aim) {
             flight.want.refusal = refusal;
-            self.next_source(aim);
+            self.go_on(aim);
         }
     }
 
@@ -336,16 +360,6 @@ impl Engine {
         self.let_go(aim, own);
     }
 
-    /// A flight has no source left for whoever leads it: he is told, and the next one goes on.
-    fn flight_failed(&mut self, aim: Aim) {
-        let Some(flight) = self.flights.get_mut(&aim) else { return };
-        let own = flight.slot.take().filter(|_| slot_of(&flight.want).is_none());
-        let led = flight.want.clone();
-        self.let_go(aim, own);
-        self.lead_on(aim);
-        self.lost(led);
-    }
-
     /// The first of those who wait leads the flight now; without one there is none.
     fn lead_on(&mut self, aim: Aim) {
         let Some(flight) = self.flights.get_mut(&aim) else { return };
@@ -353,7 +367,7 @@ impl Engine {
             Some(want) => {
                 flight.slot = slot_of(&want);
                 flight.want = want;
-                self.next_source(aim);
+                self.go_on(aim);
             }
             None => drop(self.flights.remove(&aim)),
         }
