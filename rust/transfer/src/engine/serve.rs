@@ -73,9 +73,7 @@ impl Engine {
         for (block, place, destination) in wanted {
             let who = Who::Peer { peer: peer.clone(), ticket, place, link: serial, destination };
             let record = self.tier_record(&block, layout);
-            // A flight that a peer feeds is not waited for: that one may wait for this very answer.
-            let fed = |at: usize| self.flights.get(&(at, block)).is_some_and(|flight| flight.via.is_peer());
-            match at.zip(record).filter(|(at, _)| !fed(*at)) {
+            match at.zip(record) {
                 Some((at, record)) => self.want(at, record.place, record.owner, Want::new(who, &[])),
                 None => self.served(peer, ticket, place, serial, Err(Refusal::Missing)),
             }
