@@ -434,6 +434,40 @@ fn ancestors_of_a_block_in_use_go_last() {
     assert!(pool.find(&key(0, 3)).is_some());
 }
 
+// Goal: blocks that are being read, to be written to a disk say, stay while others can go, as they would free nothing; where
+// all are being read, a grant that does not wait costs no more of them than it wanted. Every policy does so. Method: hold
+// all but two blocks, in the order in which they go; then all.
+#[test]
+fn blocks_that_are_read_go_last() {
+    for policy in &POLICIES {
+        let memory = Memory::default();
+        let mut pool = Pool::new(memory.clone(), 12, 4, 10, policy.make(&Costs::default()));
+        (0..12).for_each(|prefix| store(&mut pool, 1, wish(prefix, 0..1)));
+        pool.take_changes();
+        let order = pool.coldest(12);
+        memory.0.borrow_mut().held.extend(&order[..10]);
+        let granted = pool.grant(holder(2), wish(20, 0..2), GrantMode::Now);
+        let Granting::Held(slots) = granted else { panic!("{policy:?}: {granted:?}") };
+        let mut slots: Vec<u32> = slots.iter().map(|slot| slot.slot.slot).collect();
+        slots.sort_unstable();
+        let mut quiet = order[10..].to_vec();
+        quiet.sort_unstable();
+        assert_eq!(slots, quiet, "{policy:?}");
+        pool.check();
+        // All are being read now.
+        pool.take_changes();
+        assert_eq!(pool.grant(holder(3), wish(21, 0..3), GrantMode::Now), Granting::Refused(Refusal::Full));
+        assert_eq!(removed(&mut pool).len(), 3, "{policy:?}");
+        pool.check();
+        // One who waits gets what he wants, when they are read no more.
+        assert_eq!(pool.grant(holder(4), wish(22, 0..5), GrantMode::Wait), Granting::Waiting);
+        assert_eq!(pool.advance(), []);
+        memory.0.borrow_mut().held.clear();
+        assert_eq!(pool.advance().len(), 1);
+        pool.check();
+    }
+}
+
 // Goal: keys that somebody made up, in a circle or with impossible positions, do not keep their slots for ever.
 // Method: two blocks that name each other as parent, one that names itself, one at the last position there is.
 #[test]

@@ -86,6 +86,8 @@ impl Actor {
     fn with_engine<T>(&mut self, work: impl FnOnce(&mut Engine, Nanos, &mut Vec<Output>) -> T) -> T {
         let mut outputs = Vec::new();
         let value = work(&mut self.engine, now(), &mut outputs);
+        // A grant that waited may have got memory of another arena.
+        self.carrier.know_arenas(&mut self.engine);
         outputs.into_iter().for_each(|output| self.carry_out(output));
         value
     }

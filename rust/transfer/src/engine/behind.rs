@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::messages::{DaemonReport, Refusal};
-use crate::pool::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
+use crate::pool::tier::{Capacity, Fate, Health, OpId, Record, Tier, TierEvent, Whose};
 use crate::types::{BlockKey, Layout, Medium, Nanos, Owner, SlotRef};
 
 use super::fetch::{Aim, Via};
@@ -46,6 +46,8 @@ struct Read {
     owner: Owner,
     /// The block was reported as gone meanwhile.
     gone: bool,
+    /// Somebody had it removed meanwhile: it is not to come back.
+    removed: bool,
 }
 
 /// A tier, and what is under way with it.
@@ -89,6 +91,13 @@ impl Behind {
     /// How many blocks are on the tier, as reported.
     pub fn count(&self) -> u64 {
         self.count
+    }
+
+    /// Reads of these blocks may end well: nobody is to find them all the same.
+    fn removed(&mut self, which: impl Fn(&BlockKey) -> bool) {
+        for read in self.reads.values_mut().filter(|read| which(&read.aim.1)) {
+            (read.gone, read.removed) = (true, true);
+        }
     }
 
     fn mark(&mut self, key: &BlockKey, there: bool) {
@@ -136,15 +145,19 @@ impl Engine {
         self.behind.as_ref().and_then(|behind| behind.reads.get(&op)).is_some_and(|read| read.aim == aim)
     }
 
-    /// Begins to read a block into an open slot. `None`: the tier does not have it, or somebody still writes the slot.
+    /// Begins to read a block into an open slot. `None`: the tier does not have it or does not answer, or somebody still
+    /// writes the slot.
     pub(super) fn read_tier(&mut self, aim: Aim, slot: SlotRef) -> Option<OpId> {
         let store = self.stores.get(aim.0)?;
         let layout = store.layout();
         let owner = self.tier_record(&aim.1, layout)?.owner;
+        if self.behind.as_ref()?.tier.health_of(&aim.1) == Health::Failed {
+            return None;
+        }
         let into = store.arena.begin_write(slot, 0..layout.strips).ok()?;
         let op = self.number();
         let behind = self.behind.as_mut()?;
-        behind.reads.insert(op, Read { aim, owner, gone: false });
+        behind.reads.insert(op, Read { aim, owner, gone: false, removed: false });
         behind.tier.read(op, &aim.1, into);
         Some(op)
     }
@@ -171,6 +184,18 @@ impl Engine {
                 }
             }
         }
+        self.leave_reads();
+    }
+
+    /// Nobody waits for a medium that has failed: it may never answer. What it still reads goes nowhere.
+    fn leave_reads(&mut self) {
+        let Some(behind) = self.behind.as_ref().filter(|behind| !behind.reads.is_empty()) else { return };
+        if behind.tier.capacity().health != Health::Failed {
+            return;
+        }
+        let fails = |read: &Read| read.gone || behind.tier.health_of(&read.aim.1) == Health::Failed;
+        let left = behind.reads.iter().filter(|(_, read)| fails(read)).map(|(op, read)| (*op, read.aim));
+        left.collect::<Vec<_>>().into_iter().for_each(|(op, aim)| self.leave_read(aim, op));
     }
 
     fn written(&mut self, write: &Write, fate: Fate) {
@@ -215,6 +240,7 @@ impl Engine {
             return;
         }
         if fate == Fate::Done
+            && !read.removed
             && let Some(bytes) = self.land(aim, read.owner)
         {
             self.stats.promotions.add(1, bytes);
@@ -259,7 +285,7 @@ impl Engine {
 
     fn all_gone_from_tier(&mut self, keys: &BTreeSet<BlockKey>) -> u64 {
         let Some(behind) = &mut self.behind else { return 0 };
-        behind.reads.values_mut().filter(|read| keys.contains(&read.aim.1)).for_each(|read| read.gone = true);
+        behind.removed(|of| keys.contains(of));
         keys.iter().for_each(|key| self.gone_from_tier(key));
         keys.len() as u64
     }

@@ -13,6 +13,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::messages::{Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
+use crate::pool::tier::OpId;
 use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Kind, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
@@ -88,6 +89,12 @@ impl Flight {
     pub fn wants(&self) -> impl Iterator<Item = &Want> {
         std::iter::once(&self.want).chain(&self.waiting)
     }
+
+    /// Takes its slot, if that is the engine's own and not one that whoever leads it has brought along.
+    fn take_own(&mut self) -> Option<(Holder, u32)> {
+        let brought = slot_of(&self.want);
+        self.slot.take_if(|slot| brought != Some(*slot))
+    }
 }
 
 /// A message to a peer that was not answered in full.
@@ -136,53 +143,83 @@ impl Engine {
         if self.stores.get(at).is_some_and(|store| store.pool.find(&place.key).is_some()) {
             self.found(aim, want, None, false, Medium::Dram);
         } else if let Some(flight) = self.flights.get_mut(&aim) {
+            if flight.via.is_peer() && matches!(want.who, Who::Peer { .. }) {
+                // That peer may wait for this very answer.
+                return self.lost(want);
+            }
             self.stats.single_flights += 1;
             flight.waiting.push_back(want);
         } else {
             let slot = slot_of(&want);
             let flight = Flight { place, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
             self.flights.insert(aim, flight);
-            self.next_source(aim);
+            self.go_on(aim);
         }
     }
 
-    /// A flight tries the next source of whoever leads it.
-    fn next_source(&mut self, aim: Aim) {
+    /// A flight goes on: with the next source of whoever leads it, or without one with those of the next who waits. A loop,
+    /// as tens of thousands may wait for one block.
+    fn go_on(&mut self, aim: Aim) {
+        let mut lost = Vec::new();
+        while !self.next_source(aim) {
+            let Some(flight) = self.flights.get_mut(&aim) else { break };
+            let own = flight.take_own();
+            match flight.waiting.pop_front() {
+                Some(next) => {
+                    flight.slot = slot_of(&next);
+                    lost.push(std::mem::replace(&mut flight.want, next));
+                }
+                None => lost.extend(self.flights.remove(&aim).map(|flight| flight.want)),
+            }
+            self.let_go(aim, own);
+        }
+        lost.into_iter().for_each(|want| self.lost(want));
+    }
+
+    /// A flight tries the next source of whoever leads it. False: he has none left.
+    fn next_source(&mut self, aim: Aim) -> bool {
         loop {
-            let Some(flight) = self.flights.get_mut(&aim) else { return };
+            let Some(flight) = self.flights.get_mut(&aim) else { return true };
             flight.via = Via::Nothing;
             let place = flight.place;
             let Some((holder, index)) = flight.slot else {
+                if !flight.want.tier && flight.want.sources.is_empty() {
+                    return false;
+                }
                 // It needs a slot of the engine's own. Whose block it is, its source says.
                 let number = self.number();
                 let holder = self.own(number);
                 let Place { key, parent, position } = place;
                 let wish = Wish { keys: vec![key], private: false, parent, position, owner: Owner::default() };
                 let granting = self.stores.grant(aim.0, holder, wish, GrantMode::Now);
-                let Some(flight) = self.flights.get_mut(&aim) else { return };
+                let Some(flight) = self.flights.get_mut(&aim) else { return true };
                 if !matches!(granting, Granting::Held(_)) {
                     flight.want.refusal = Refusal::Full;
-                    return self.flight_failed(aim);
+                    return false;
                 }
                 flight.slot = Some((holder, 0));
                 continue;
             };
-            let Some(store) = self.stores.get(aim.0) else { return };
+            let Some(store) = self.stores.get(aim.0) else { return false };
             let slot = match store.pool.granted_at(holder, index) {
-                Some(slot) if slot.committed => return self.flight_done(aim, false, Medium::Dram),
+                Some(slot) if slot.committed => {
+                    self.flight_done(aim, false, Medium::Dram);
+                    return true;
+                }
                 Some(slot) => slot.slot,
                 None => {
                     flight.want.refusal = Refusal::Ended;
-                    return self.flight_failed(aim);
+                    return false;
                 }
             };
             if std::mem::take(&mut flight.want.tier)
                 && let Some(op) = self.read_tier(aim, slot)
             {
-                return self.set_via(aim, Via::Tier(op));
+                self.set_via(aim, Via::Tier(op));
+                return true;
             }
-            let Some(flight) = self.flights.get_mut(&aim) else { return };
-            let Some(from) = flight.want.sources.pop_front() else { return self.flight_failed(aim) };
+            let Some(flight) = self.flights.get_mut(&aim) else { return true };
+            let Some(from) = flight.want.sources.pop_front() else { return false };
             if from.node == self.node.node {
                 // What this node has was looked for.
                 flight.want.refusal = Refusal::Missing;
@@ -190,7 +227,8 @@ impl Engine {
             }
             self.asks.push((from, aim));
             self.set_via(aim, Via::Asked);
-            return self.turn_peers_away(aim);
+            self.turn_peers_away(aim);
+            return true;
         }
     }
 
@@ -266,8 +304,18 @@ impl Engine {
     pub(super) fn source_failed(&mut self, aim: Aim, refusal: Refusal) {
         if let Some(flight) = self.flights.get_mut(&aim) {
             flight.want.refusal = refusal;
-            self.next_source(aim);
+            self.go_on(aim);
         }
+    }
+
+    /// The medium does not answer: who waits for this read goes on without it, and in another slot, as it may still write
+    /// to this one.
+    pub(super) fn leave_read(&mut self, aim: Aim, op: OpId) {
+        let Some(flight) = self.flights.get_mut(&aim).filter(|flight| flight.via == Via::Tier(op)) else { return };
+        let own = flight.take_own();
+        flight.slot = None;
+        self.let_go(aim, own);
+        self.source_failed(aim, Refusal::Missing);
     }
 
     /// The holder says that one block is written, or why not.
@@ -322,31 +370,23 @@ impl Engine {
 
     /// A flight's block is here: for all who want it.
     pub(super) fn flight_done(&mut self, aim: Aim, peer: bool, medium: Medium) {
-        let Some(flight) = self.flights.remove(&aim) else { return };
-        let own = flight.slot.filter(|_| slot_of(&flight.want).is_none());
+        let Some(mut flight) = self.flights.remove(&aim) else { return };
         if !peer && medium == Medium::Ssd {
             self.stats.hits_ssd += flight.wants().filter(|want| want.who != Who::Cache).count() as u64;
         }
-        self.found(aim, flight.want, flight.slot, peer, medium);
+        let landed = flight.slot;
+        let own = flight.take_own();
+        self.found(aim, flight.want, landed, peer, medium);
         for want in flight.waiting {
-            if self.stores.get(aim.0).is_some_and(|store| store.pool.find(&aim.1).is_some()) {
-                self.found(aim, want, None, peer, medium);
+            let published = self.stores.get(aim.0).is_some_and(|store| store.pool.find(&aim.1).is_some());
+            if published || slot_of(&want).is_none() {
+                self.found(aim, want, landed, peer, medium);
             } else {
-                // It was not published, or is not any more.
+                // It was not published, or is not any more, and only its holder has a slot with it.
                 self.want(aim.0, flight.place, want);
             }
         }
         self.let_go(aim, own);
-    }
-
-    /// A flight has no source left for whoever leads it: he is told, and the next one goes on.
-    fn flight_failed(&mut self, aim: Aim) {
-        let Some(flight) = self.flights.get_mut(&aim) else { return };
-        let own = flight.slot.take().filter(|_| slot_of(&flight.want).is_none());
-        let led = flight.want.clone();
-        self.let_go(aim, own);
-        self.lead_on(aim);
-        self.lost(led);
     }
 
     /// The first of those who wait leads the flight now; without one there is none.
@@ -356,7 +396,7 @@ impl Engine {
             Some(want) => {
                 flight.slot = slot_of(&want);
                 flight.want = want;
-                self.next_source(aim);
+                self.go_on(aim);
             }
             None => drop(self.flights.remove(&aim)),
         }
@@ -369,21 +409,23 @@ impl Engine {
         }
     }
 
-    /// A wanted block is here. `landed`: in this slot; otherwise it is published.
+    /// A wanted block is here, in the slot where it has landed, or published.
     fn found(&mut self, aim: Aim, want: Want, landed: Option<(Holder, u32)>, peer: bool, medium: Medium) {
         let Some(store) = self.stores.get_mut(aim.0) else { return };
-        let landed = landed.and_then(|(holder, index)| store.pool.granted_at(holder, index));
         match want.who {
             Who::Holder { holder, index } => {
-                let slot = landed.map(|slot: GrantedSlot| slot.slot).or_else(|| store.pool.adopt(holder, index));
+                let own = landed.filter(|landed| *landed == (holder, index));
+                let own = own.and_then(|(holder, index)| store.pool.granted_at(holder, index));
+                let slot = own.map(|slot: GrantedSlot| slot.slot).or_else(|| store.pool.adopt(holder, index));
                 self.wants.remove(&(holder, index));
                 match slot {
                     Some(slot) => self.tell_found(holder, index, slot, peer, medium),
-                    None => self.tell_lost(holder, index, Refusal::Ended),
+                    None => self.tell_lost(holder, index, Refusal::Missing),
                 }
             }
             Who::Peer { peer, ticket, place, link, destination } => {
-                let source = store.pool.find(&aim.1).or(landed.map(|slot| slot.slot));
+                let landed = || landed.and_then(|(holder, index)| store.pool.granted_at(holder, index));
+                let source = store.pool.find(&aim.1).or_else(|| landed().map(|slot| slot.slot));
                 self.serve_found(aim.0, source, medium, (peer, ticket, place, link), destination);
             }
             Who::Cache => {}
@@ -443,7 +485,9 @@ impl Engine {
             if let Via::Peer(ticket) = flight.via {
                 tickets.insert(ticket);
             }
+            let own = flight.take_own();
             (flight.via, flight.slot) = (Via::Nothing, None);
+            self.let_go(aim, own);
             led.push(aim);
         }
         for ticket in tickets {

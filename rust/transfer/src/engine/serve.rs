@@ -37,6 +37,8 @@ impl Engine {
             let any = behind.iter().any(|behind| *behind);
             if any { self.store_for(layout).ok() } else { None }
         });
+        // Of all its fetches, what waits for a read included: each costs memory until it ends.
+        let pending = self.pending_for(peer);
         let Some(link) = self.links.get_mut(peer) else { return };
         let serial = link.serial;
         let mut left = 0;
@@ -44,7 +46,7 @@ impl Engine {
         let mut wanted = Vec::new();
         for ((place, (block, destination)), behind) in (0..).zip(blocks).zip(behind) {
             let destination = (region, destination);
-            if busy || link.waiting.len() + wanted.len() >= self.settings.copies_waiting {
+            if busy || pending + left >= self.settings.copies_waiting {
                 refused.push((place, Refusal::Full));
                 continue;
             }
@@ -75,13 +77,17 @@ impl Engine {
         for (block, place, destination) in wanted {
             let who = Who::Peer { peer: peer.clone(), ticket, place, link: serial, destination };
             let record = self.tier_record(&block, layout);
-            // A flight that a peer feeds is not waited for: that one may wait for this very answer.
-            let fed = |at: usize| self.flights.get(&(at, block)).is_some_and(|flight| flight.via.is_peer());
-            match at.zip(record).filter(|(at, _)| !fed(*at)) {
+            match at.zip(record) {
                 Some((at, record)) => self.want(at, record.place, Want::new(who, &[])),
                 None => self.served(peer, ticket, place, serial, Err(Refusal::Missing)),
             }
         }
+    }
+
+    /// How many blocks are still to go to a peer, of all that it has asked for.
+    fn pending_for(&self, peer: &NodeId) -> usize {
+        let fetches = self.serving.range((peer.clone(), Ticket::MIN)..=(peer.clone(), Ticket::MAX));
+        fetches.map(|(_, serving)| serving.left).sum()
     }
 
     /// A block that a peer wants has come into the arena.
@@ -156,6 +162,9 @@ impl Engine {
 
     /// Asserts that what is left of each served fetch is being done.
     pub(super) fn check_servings<'a>(&'a self, jobs: impl Iterator<Item = &'a Job> + Clone) {
+        for peer in self.links.keys() {
+            assert!(self.pending_for(peer) <= self.settings.copies_waiting, "too much is to go to {peer}");
+        }
         for (key, serving) in &self.serving {
             let copies = jobs.clone().filter(|job| job.serves(key) && job.link == serving.link).count();
             let wants = self.flights.values().flat_map(|flight| flight.wants());

@@ -317,17 +317,22 @@ impl Budget {
             return;
         }
         let mut given: Vec<Vec<u32>> = vec![Vec::new(); others.len()];
+        // What these would give next is being read, and free later.
+        let mut busy = vec![false; others.len()];
         while wanted > 0 && pool.size() < most {
-            let giving = others.iter().enumerate().filter(|(_, store)| store.givable() > 0);
+            let giving = others.iter().enumerate().filter(|(from, store)| store.givable() > 0 && !busy[*from]);
             // An empty slot costs nothing, so it is the coldest of all.
             let cold = |store: &Store| (store.pool.empty() == 0, store.pool.coldest_use());
             let Some((coldest, from)) = giving.map(|(from, store)| (cold(store), from)).min() else { break };
             if needed == 0 && (true, pool.coldest_use()) <= coldest {
                 break;
             }
-            if let Some(slot) = others[from].pool.give_up() {
-                given[from].push(slot);
-                self.granted -= others[from].slot_bytes;
+            match others[from].pool.give_up() {
+                Some(slot) => {
+                    given[from].push(slot);
+                    self.granted -= others[from].slot_bytes;
+                }
+                None => busy[from] = true,
             }
             let grown = ((self.limit - self.granted) / slot_bytes).min(wanted as u64);
             self.grow(pool, slot_bytes, grown);

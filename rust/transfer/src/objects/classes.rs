@@ -231,14 +231,14 @@ pub fn read(arena: &Arena, slot: SlotRef, into: &mut [u8]) -> Result<bool, Error
     let strip = arena.layout().strip_bytes as usize;
     let whole = into.len() / strip;
     let (bulk, rest) = into.split_at_mut(whole * strip);
-    if !arena.load(slot, 0, bulk)? {
+    if !arena.load_held(slot, 0, bulk)? {
         return Ok(false);
     }
     if rest.is_empty() {
         return Ok(true);
     }
     let mut last = vec![0; strip];
-    let intact = arena.load(slot, whole as u32, &mut last)?;
+    let intact = arena.load_held(slot, whole as u32, &mut last)?;
     rest.copy_from_slice(&last[..rest.len()]);
     Ok(intact)
 }
@@ -251,7 +251,7 @@ pub fn verify(arena: &Arena, slot: SlotRef) -> Result<bool, Error> {
     let Layout { strips, strip_bytes } = arena.layout();
     let mut strip = vec![0; strip_bytes as usize];
     for number in 0..strips {
-        if !arena.load(slot, number, &mut strip)? {
+        if !arena.load_held(slot, number, &mut strip)? {
             return Ok(false);
         }
     }

@@ -430,9 +430,14 @@ impl<M: Lives> Pool<M> {
         Some(answer)
     }
 
-    /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine.
+    /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine. No more
+    /// than `need` of those are evicted in vain.
     fn make_room(&mut self, need: usize) -> bool {
+        let most = self.quarantine.len() + need;
         while self.free.len() < need {
+            if self.quarantine.len() >= most {
+                return false;
+            }
             let Some(victim) = self.victim() else { return false };
             self.tally.evictions += 1;
             self.tally.dropped += u64::from(!self.slots[victim as usize].clean);

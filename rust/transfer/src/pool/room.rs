@@ -21,6 +21,9 @@ use super::policy::{Evict, Gone};
 use super::{Lives, Place, Pool};
 use crate::types::BlockKey;
 
+/// How far a victim is looked for that nobody reads: usually the next few; at most twice as many as are written at once.
+const LOOKS: [usize; 3] = [8, 64, 512];
+
 /// Of a block's children, how many there are, and how many of those are idle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Children {
@@ -116,9 +119,22 @@ impl<M: Lives> Pool<M> {
         self.tell_parent(slot, |children| children.idle += 1);
     }
 
-    /// The idle block that goes next; it is a candidate no more.
+    /// The idle block that goes next; it is a candidate no more. One that is being read, to be written elsewhere first of
+    /// all, would free nothing yet: it goes only if there is no other.
     pub(super) fn victim(&mut self) -> Option<u32> {
-        let slot = self.room.policy.pop().or_else(|| self.room.stems.pop_first())?;
+        let quiet = |slot: &u32| self.memory.quiet(*slot);
+        let first = self.room.policy.coldest(1).first().copied();
+        let other = first.filter(|first| !quiet(first)).and_then(|_| {
+            let further = |limit: usize| self.room.policy.coldest(limit).into_iter().skip(1).find(|slot| quiet(slot));
+            LOOKS.into_iter().find_map(further)
+        });
+        let slot = match other {
+            Some(slot) => {
+                self.room.policy.forbid(slot);
+                slot
+            }
+            None => self.room.policy.pop().or_else(|| self.room.stems.pop_first())?,
+        };
         self.slots[slot as usize].role = Role::Stays;
         Some(slot)
     }

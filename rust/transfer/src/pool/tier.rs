@@ -142,6 +142,10 @@ pub trait Tier: Send {
     fn poll(&mut self) -> Vec<TierEvent>;
     /// Its numbers.
     fn capacity(&self) -> Capacity;
+    /// How the part of the medium does that this block is on.
+    fn health_of(&self, _: &BlockKey) -> Health {
+        self.capacity().health
+    }
     /// Ends well: what waits is written and made durable within `within`, so that the next start is quick. Operations that
     /// are not over then never end.
     fn close(&mut self, within: std::time::Duration);

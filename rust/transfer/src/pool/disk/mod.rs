@@ -24,7 +24,7 @@ use crate::error::Error;
 use crate::memory::{ReadHold, WriteHold};
 use crate::types::BlockKey;
 
-use super::tier::{Capacity, Fate, OpId, Record, Tier, TierEvent, Whose};
+use super::tier::{Capacity, Fate, Health, OpId, Record, Tier, TierEvent, Whose};
 use directory::Directory;
 use format::PAGE;
 use io::Medium;
@@ -218,6 +218,10 @@ impl Tier for Ssd {
             sum.health = sum.health.max(health);
         }
         sum
+    }
+
+    fn health_of(&self, key: &BlockKey) -> Health {
+        self.devices[self.device(key)].health()
     }
 
     fn close(&mut self, within: Duration) {
