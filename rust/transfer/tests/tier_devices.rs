@@ -428,6 +428,36 @@ fn a_disk_that_hangs() {
     assert_eq!(desk.put(record(10), 0), Fate::Done);
 }
 
+// Goal: it is known which blocks are on a device that does not answer: those on another one are read as ever. Method: two
+// devices, of which one hangs.
+#[test]
+fn one_of_two_disks_hangs() {
+    let stuck =
+        || Stuck { disk: MemoryDisk::default(), stuck: Mutex::new(false), reads_only: false, freed: Condvar::new() };
+    let (hangs, works) = (Arc::new(stuck()), Arc::new(stuck()));
+    let (ring, rung) = bell();
+    let ssd = Ssd::over(vec![hangs.clone(), works], 2 * LIMIT, 2, 1, ring).expect("it opens");
+    let mut desk = Desk::new(Box::new(ssd), rung);
+    for block in (0..12).map(record) {
+        assert_eq!(desk.put(block, 0), Fate::Done);
+    }
+    hangs.set(true);
+    (0..12).for_each(|number| {
+        desk.read(&record(number));
+    });
+    look_until(&mut desk, |desk| health(desk) == Health::Failed);
+    let (failed, good): (Vec<u32>, Vec<u32>) =
+        (0..12).partition(|number| desk.tier.health_of(&record(*number).place.key) == Health::Failed);
+    assert!(!failed.is_empty() && !good.is_empty());
+    for number in good {
+        assert_eq!(desk.get(&record(number)), Ok(content(&record(number), 0)));
+    }
+    for number in failed {
+        assert_eq!(desk.get(&record(number)), Err(Fate::Failed));
+    }
+    hangs.set(false);
+}
+
 // Goal: a block that is being read is not let go of, however much is written. Method: reads of the oldest blocks hang until their
 // neighbour was let go of.
 #[test]
