@@ -155,12 +155,17 @@ class Client:
 
     def _connect(self) -> None:
         shape = self.shape
-        try:
-            self.pool = PoolClient.connect(
-                self.daemon.socket, KEY, self.incarnation, shape.strips, shape.strip_bytes, timeout=PATIENCE
-            )
-        except RetryError as error:
-            raise Gone(str(error)) from error
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                self.pool = PoolClient.connect(
+                    self.daemon.socket, KEY, self.incarnation, shape.strips, shape.strip_bytes, timeout=1.0
+                )
+                return
+            except RetryError as error:
+                # A daemon that is dead answers nobody, however long one waits.
+                if self.daemon.process.poll() is not None or time.monotonic() > until:
+                    raise Gone(str(error)) from error
 
     def come_back(self) -> None:
         """Dies with all that it holds, and is another one then."""

@@ -121,7 +121,8 @@ def test_a_client_process_killed_at_each_step(tmp_path: Path, step: str) -> None
         "import os, signal, sys\n"
         "from types import SimpleNamespace\n"
         "from tests.transfer.daemons import Client, Shape\n"
-        f"daemon, shape = SimpleNamespace(socket={daemon.socket!r}), Shape({SHAPE.strips}, {SHAPE.strip_bytes})\n"
+        f"daemon = SimpleNamespace(socket={daemon.socket!r}, process=None)\n"
+        f"shape = Shape({SHAPE.strips}, {SHAPE.strip_bytes})\n"
         "client = Client(daemon, shape, int(sys.argv[1]), '')\n"
         # In place of the end that it would come back from.
         "client.come_back = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
