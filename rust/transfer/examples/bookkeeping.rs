@@ -8,11 +8,12 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use pyengine_transfer::messages::GrantMode;
+use pyengine_transfer::pool::model::NoMemory;
 use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{POLICIES, Policy};
-use pyengine_transfer::pool::{Granting, Holder, Lives, Pool, Wish};
+use pyengine_transfer::pool::{Granting, Holder, Pool, Wish};
 use pyengine_transfer::random::Random;
-use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Owner, Tag};
 
 /// Blocks of a prefix: 8k tokens of 16 would be 512; what is looked up in practice is some dozens to some thousands.
 const PREFIX: u64 = 64;
@@ -21,21 +22,6 @@ const BYTES: f64 = 128.0;
 /// Wanted of each core, in millions a second.
 const LOOKUPS: f64 = 2.0;
 const HOLDER: Holder = Holder { client: Some(1), tag: Tag { request: 1, attempt: 0, worker: 1 } };
-
-struct NoMemory;
-
-impl Lives for NoMemory {
-    fn issue(&self, slot: u32) -> SlotRef {
-        SlotRef { slot, generation: 1 }
-    }
-    fn seal(&self, _: SlotRef) -> bool {
-        true
-    }
-    fn retire(&self, _: SlotRef) {}
-    fn quiet(&self, _: u32) -> bool {
-        true
-    }
-}
 
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();

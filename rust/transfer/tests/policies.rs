@@ -8,12 +8,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 use pyengine_transfer::messages::GrantMode;
+use pyengine_transfer::pool::model::NoMemory;
 use pyengine_transfer::pool::model::{CacheModel, Hits};
 use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{Evict, Gone, POLICIES, Policy};
-use pyengine_transfer::pool::{Change, Granting, Holder, Lives, Place, Pool, Wish};
+use pyengine_transfer::pool::{Change, Granting, Holder, Place, Pool, Wish};
 use pyengine_transfer::random::Random;
-use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
+use pyengine_transfer::types::{BlockKey, Owner, Tag};
 
 const SLOTS: u32 = 32;
 
@@ -375,22 +376,6 @@ fn unknown_policy() {
 }
 
 // -- a pool with each policy ------------------------------------------------------------------------------------------
-
-/// Memory that always does as it is told.
-struct NoMemory;
-
-impl Lives for NoMemory {
-    fn issue(&self, slot: u32) -> SlotRef {
-        SlotRef { slot, generation: 1 }
-    }
-    fn seal(&self, _: SlotRef) -> bool {
-        true
-    }
-    fn retire(&self, _: SlotRef) {}
-    fn quiet(&self, _: u32) -> bool {
-        true
-    }
-}
 
 /// Node `i` of a tree in which all nodes but the first three have a parent.
 fn tree(seed: u64, nodes: u32) -> Vec<Place> {

@@ -139,9 +139,9 @@ fn key(id: Id) -> BlockKey {
     BlockKey(bytes)
 }
 
-/// Memory that always does as it is told.
+/// Memory that always does as it is told: a pool over it is books and nothing else.
 #[derive(Debug)]
-struct NoMemory;
+pub struct NoMemory;
 
 impl Lives for NoMemory {
     fn issue(&self, slot: u32) -> SlotRef {
