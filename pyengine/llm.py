@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -108,13 +107,13 @@ class LLM:
         self._pages = count
         self._max_tokens = max_tokens_per_step
         self._max_sequences = max_sequences
-        keeps: dict[str, Any] = {"ssd_dirs": [self._ssd], "ssd_bytes": size} if self._ssd else {}
         try:
             self._daemon = _native.Daemon(
                 node=NODE,
                 dram_bytes=dram_bytes or default_pool_bytes(),
                 session_key=secrets.token_bytes(32),
-                **keeps,
+                ssd_dirs=[self._ssd] if self._ssd else [],
+                ssd_bytes=size,
             )
         except _native.GiveUpError as error:
             # Of what can be refused here only the settings are left: an SSD directory in use, or of a newer version.

@@ -39,6 +39,22 @@ from pyengine.worker.service import WorkerService, run_worker
 PATIENCE = 60.0
 
 
+def configuration(folder: Path, secret: Path) -> WorkerConfig:
+    return WorkerConfig(
+        worker="w",
+        role=Role.DECODE,
+        node="a",
+        daemon_socket=f"{folder}/a.sock",
+        conductor=f"ipc://{folder}/conductor",
+        work_endpoint=f"ipc://{folder}/w",
+        secret_file=str(secret),
+        model="fake",
+        backend="fake",
+        state_dir=str(folder),
+        pages=8,
+    )
+
+
 class Running:
     """A service that serves on a thread, its daemon, and its conductor and gateway."""
 
@@ -51,21 +67,7 @@ class Running:
         self.daemon = self.start_daemon()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self.conductor = bind(context.socket(zmq.ROUTER), f"ipc://{folder}/conductor", self.session_key)
-        self.service = WorkerService(
-            WorkerConfig(
-                worker="w",
-                role=Role.DECODE,
-                node="a",
-                daemon_socket=f"{folder}/a.sock",
-                conductor=f"ipc://{folder}/conductor",
-                work_endpoint=f"ipc://{folder}/w",
-                secret_file=str(self._secret),
-                model="fake",
-                backend="fake",
-                state_dir=str(folder),
-                pages=8,
-            )
-        )
+        self.service = WorkerService(configuration(folder, self._secret))
         self.gateway = dial(context.socket(zmq.DEALER), f"ipc://{folder}/w", self.session_key)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve)
@@ -174,20 +176,7 @@ def test_a_worker_that_waits_for_its_daemon_can_be_ended(tmp_path: Path, monkeyp
             if "waiting for the daemon" in record.getMessage():
                 signal.raise_signal(signal.SIGTERM)
 
-    secret = secret_file(tmp_path)
-    config = WorkerConfig(
-        worker="w",
-        role=Role.DECODE,
-        node="a",
-        daemon_socket=f"{tmp_path}/a.sock",
-        conductor=f"ipc://{tmp_path}/conductor",
-        work_endpoint=f"ipc://{tmp_path}/w",
-        secret_file=str(secret),
-        model="fake",
-        backend="fake",
-        state_dir=str(tmp_path),
-        pages=8,
-    )
+    config = configuration(tmp_path, secret_file(tmp_path))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     logging.getLogger("pyengine").addHandler(terminator := Terminator())
     try:

@@ -3,12 +3,12 @@
 //! asked over its unix socket. Every wait is for an event, with a generous limit that only a failure reaches.
 
 mod lanes;
+mod scratch;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
@@ -26,6 +26,7 @@ use pyengine_transfer::session::{Ended, Session};
 use pyengine_transfer::types::{BlockKey, Layout, Medium, NodeAddress, Owner, Tag};
 
 use lanes::{KEY, PATIENCE};
+use scratch::Scratch;
 
 const LAYOUT: Layout = Layout { strips: 1, strip_bytes: 64 };
 const HEAD: BlockKey = BlockKey([0; 16]);
@@ -482,27 +483,7 @@ fn a_walk_over_many_blocks_is_whole_and_comes_in_stretches() {
 
 // -- a daemon ------------------------------------------------------------------------------------------------------
 
-/// A directory of this test's own, removed at its end.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("pyengine-admin-{name}-{}", std::process::id()));
-        Self(path)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.0.join("d.sock")
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn start(directory: &Directory) -> Daemon {
+fn start(directory: &Scratch) -> Daemon {
     let config = Config {
         listen: Some("127.0.0.1:0".into()),
         socket: Some(directory.socket()),
@@ -513,7 +494,7 @@ fn start(directory: &Directory) -> Daemon {
     Daemon::start(&config).expect("a daemon starts")
 }
 
-fn admin(directory: &Directory) -> AdminClient {
+fn admin(directory: &Scratch) -> AdminClient {
     AdminClient::connect(&directory.socket(), KEY, PATIENCE).expect("an admin comes in")
 }
 
@@ -570,7 +551,7 @@ fn publish(client: &PoolClient, request: u64, numbers: std::ops::Range<u32>) -> 
 
 #[test]
 fn what_is_rotten_is_found_and_dropped_though_somebody_holds_it() {
-    let directory = Directory::new("rotten");
+    let directory = Scratch::new();
     let daemon = start(&directory);
     let client = daemon.attach(1, LAYOUT, 0).expect("attaches");
     let mut admin = admin(&directory);
@@ -603,7 +584,7 @@ fn what_is_rotten_is_found_and_dropped_though_somebody_holds_it() {
 
 #[test]
 fn a_drain_lets_what_is_held_end_and_takes_on_nothing_new() {
-    let directory = Directory::new("drain");
+    let directory = Scratch::new();
     let daemon = start(&directory);
     let client = daemon.attach(1, LAYOUT, 0).expect("attaches");
     let mut admin = admin(&directory);
@@ -644,7 +625,7 @@ fn get(daemon: &Daemon, path: &str) -> String {
 
 #[test]
 fn strangers_are_told_why_not() {
-    let directory = Directory::new("strangers");
+    let directory = Scratch::new();
     let daemon = start(&directory);
     let refusal = |socket: &std::path::Path, key| {
         AdminClient::connect(socket, key, PATIENCE).map(|_| ()).expect_err("not let in")
@@ -689,7 +670,7 @@ fn strangers_are_told_why_not() {
 
 #[test]
 fn the_status_has_all_who_are_there() {
-    let directory = Directory::new("status");
+    let directory = Scratch::new();
     let daemon = start(&directory);
     let client = daemon.attach(1, LAYOUT, 0).expect("attaches");
     let local = PoolClient::connect(&directory.socket(), KEY, 2, LAYOUT, 0, PATIENCE).expect("attaches");
@@ -717,7 +698,7 @@ fn the_status_has_all_who_are_there() {
 
 #[test]
 fn http_serves_many_and_is_stopped_by_nobody() {
-    let directory = Directory::new("http");
+    let directory = Scratch::new();
     let daemon = start(&directory);
     let metrics = becomes(&daemon, "/metrics?x=y", 200);
     let (head, body) = metrics.split_once("\r\n\r\n").expect("a head");

@@ -5,12 +5,12 @@
 
 mod lanes;
 mod proxy;
+mod scratch;
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -32,6 +32,7 @@ use pyengine_transfer::wire;
 
 use lanes::{KEY, PATIENCE};
 use proxy::Proxy;
+use scratch::Scratch;
 
 const LAYOUT: Layout = Layout { strips: 6, strip_bytes: 512 };
 const HEAD: BlockKey = BlockKey([0; 16]);
@@ -42,28 +43,6 @@ fn config(node: &str) -> Config {
         transport: Via::Only(Kind::Tcp),
         session_key: Some(KEY),
         ..Config::new(node, 256 << 10)
-    }
-}
-
-/// A directory of this test's own, removed at its end.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("pyengine-{}-{number}", std::process::id()));
-        Self(path)
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.0.join("d.sock")
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
@@ -345,7 +324,7 @@ fn a_restarted_conductor_is_found_again() {
 
 #[test]
 fn a_dead_client_lets_go_and_its_partner_is_told() {
-    let directory = Directory::new();
+    let directory = Scratch::new();
     let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let b = daemon("b");
     let connect = |incarnation| {
@@ -378,7 +357,7 @@ fn a_dead_client_lets_go_and_its_partner_is_told() {
 
 #[test]
 fn a_dead_daemon_is_told_to_clients_and_peers() {
-    let directory = Directory::new();
+    let directory = Scratch::new();
     let mut a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let b = daemon("b");
     let client = PoolClient::connect(&directory.socket(), KEY, 1, LAYOUT, 0, PATIENCE).expect("attaches");
@@ -411,7 +390,7 @@ fn a_dead_daemon_is_told_to_clients_and_peers() {
 
 #[test]
 fn another_life_and_another_secret_are_refused() {
-    let directory = Directory::new();
+    let directory = Scratch::new();
     let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let wrong = PoolClient::connect(&directory.socket(), [8; 32], 1, LAYOUT, 0, PATIENCE).map(|_| ());
     assert!(wrong.is_err_and(|error| error.kind == ErrorKind::GiveUp && error.message.contains("secret")));
@@ -439,7 +418,7 @@ fn another_life_and_another_secret_are_refused() {
 
 #[test]
 fn strangers_with_noise_get_nothing_and_stop_nothing() {
-    let directory = Directory::new();
+    let directory = Scratch::new();
     let a = Daemon::start(&Config { socket: Some(directory.socket()), ..config("a") }).expect("starts");
     let mut noises: Vec<Vec<u8>> = vec![b"GET / HTTP/1.1\r\n\r\n".to_vec(), vec![0; 4096], vec![0xff; 100_000]];
     noises.push((0..5000u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).collect());
@@ -494,7 +473,7 @@ fn a_stale_life_is_refused() {
 
 #[test]
 fn impossible_configurations_are_refused_and_leave_nothing_open() {
-    let directory = Directory::new();
+    let directory = Scratch::new();
     let taken = TcpListener::bind("127.0.0.1:0").expect("binds");
     let address = taken.local_addr().expect("bound").to_string();
     let refusal = |config: Config| Daemon::start(&config).map(|_| ()).expect_err("impossible").message;
@@ -650,8 +629,8 @@ fn daemons_survive_cut_and_damaged_lanes() {
 // client get the right bytes. Method: daemons with a directory each way, a report endpoint, and blocks of two layouts.
 #[test]
 fn blocks_outlive_their_daemon() {
-    let directory = Directory::new();
-    let ssd = Directory::new();
+    let directory = Scratch::new();
+    let ssd = Scratch::new();
     let with_ssd = |node: &str| Config { ssd_dirs: vec![ssd.0.clone()], ssd_bytes: 64 << 20, ..config(node) };
     let other = Layout { strips: 70, strip_bytes: 100 };
     let of_other: Vec<u8> = (0..7000).map(|byte| (byte * 7) as u8).collect();

@@ -4,10 +4,10 @@
 //! whatever step leaves nothing behind. Method: an engine without its sockets under random operations of several clients,
 //! beside a dict; then whole daemons, in process and over the socket. `Engine::check` runs after every input.
 
+mod scratch;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -24,6 +24,8 @@ use pyengine_transfer::objects::reader::{Answer, Reader};
 use pyengine_transfer::objects::{Pool, Value};
 use pyengine_transfer::random::Random;
 use pyengine_transfer::types::{BlockKey, ClientId, NodeAddress, SlotRef};
+
+use scratch::Scratch;
 
 const NO_KEY: BlockKey = BlockKey([0; 16]);
 const SECOND: u64 = 1_000_000_000;
@@ -399,15 +401,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Node {
     daemon: Daemon,
-    directory: PathBuf,
+    directory: Scratch,
 }
 
 impl Node {
     fn new(dram_bytes: u64) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let directory = std::env::temp_dir().join(format!("pyengine-objects-{}-{number}", std::process::id()));
-        let socket = Some(directory.join("d.sock"));
+        let directory = Scratch::new();
+        let socket = Some(directory.socket());
         let config = Config { socket, ..Config::new("n", dram_bytes) };
         Self { daemon: Daemon::start(&config).expect("a daemon starts"), directory }
     }
@@ -417,13 +417,7 @@ impl Node {
     }
 
     fn over_the_socket(&self) -> Pool {
-        Pool::connect(&self.directory.join("d.sock"), open_key(), OBJECT_KEY, PATIENCE).expect("it listens")
-    }
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.directory);
+        Pool::connect(&self.directory.socket(), open_key(), OBJECT_KEY, PATIENCE).expect("it listens")
     }
 }
 

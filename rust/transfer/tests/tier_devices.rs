@@ -2,6 +2,7 @@
 //!
 //! Goal: what is wrong is refused with a sentence that says what to do, or costs blocks and never more. Method: each case by itself.
 
+mod scratch;
 mod shelves;
 
 use std::io::{self, IoSlice};
@@ -19,7 +20,8 @@ use pyengine_transfer::pool::null::Null;
 use pyengine_transfer::pool::tier::{Fate, Health, Record, Tier, TierEvent};
 use pyengine_transfer::types::Layout;
 
-use shelves::{Desk, PATIENCE, Scratch, bell, content, key, record};
+use scratch::Scratch;
+use shelves::{Desk, PATIENCE, bell, content, key, record};
 
 const LIMIT: u64 = (16 << 16) + OVERHEAD;
 

@@ -3,6 +3,7 @@
 //! Goal: blocks are right or missing, limits hold, every operation ends once. Method: each expectation below is a function
 //! over a [`Kind`] of tier, and `suites!` at the end makes it a test of each.
 
+mod scratch;
 mod shelves;
 
 use std::collections::BTreeSet;
@@ -17,7 +18,8 @@ use pyengine_transfer::pool::tier::{Fate, Health, Record, Tier, TierEvent, Whose
 use pyengine_transfer::pool::twin::{MemoryTier, Shelf};
 use pyengine_transfer::types::{BlockKey, Layout};
 
-use shelves::{Desk, LAYOUTS, Scratch, bell, content, key, number, record};
+use scratch::Scratch;
+use shelves::{Desk, LAYOUTS, bell, content, key, number, record};
 
 /// Small enough to be filled in a moment.
 const LIMIT: u64 = 2 << 20;

@@ -10,7 +10,7 @@ use crate::memory::{Arena, slot_bytes};
 use crate::messages::{GrantMode, LocalRequest};
 use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
-use crate::types::{BlockKey, Medium, Nanos, SlotRef, Tag};
+use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef, Tag};
 
 use super::stores::Store;
 use super::{Engine, Output};
@@ -239,13 +239,12 @@ impl Engine {
         if self.tier_stretch().is_some_and(|tier| tier.store == from.store) {
             return self.evict_tier(from, whose, now, out);
         }
-        let meant = self.stores.get(from.store as usize).map(|store| {
+        let keys = self.stores.get(from.store as usize).map(|store| {
             let blocks = store.pool.published_within(from.slot, STRETCH);
-            let blocks = blocks.filter(|block| whose.is_none_or(|whose| whose.has(block.owner)));
-            blocks.map(|block| block.place.key).collect::<Vec<_>>()
+            blocks.filter(|block| meant(whose, block.owner)).map(|block| block.place.key).collect::<Vec<_>>()
         });
         let next = self.next_stretch(from).or_else(|| self.tier_stretch());
-        (self.evict(&meant.unwrap_or_default(), now, out), next)
+        (self.evict(&keys.unwrap_or_default(), now, out), next)
     }
 
     /// Drops the blocks of the next stretch from the tier; of one owner, or of all. What is held is held in the arena, and
@@ -260,8 +259,8 @@ impl Engine {
     ) -> (Evicted, Option<Cursor>) {
         let mut evicted = Evicted::default();
         let (records, next) = self.tier_page(from.slot, STRETCH);
-        let meant = records.iter().filter(|record| whose.is_none_or(|whose| whose.has(record.owner)));
-        let keys: Vec<BlockKey> = meant.map(|record| record.place.key).collect();
+        let records = records.iter().filter(|record| meant(whose, record.owner));
+        let keys: Vec<BlockKey> = records.map(|record| record.place.key).collect();
         self.change(now, out, |engine| {
             evicted.dropped = engine.remove_all_from_tier(&keys);
             if let (Some(whose), None) = (whose, next) {
@@ -286,6 +285,11 @@ impl Engine {
         self.settle();
         out.append(&mut self.out);
     }
+}
+
+/// True if blocks of this owner are meant: those of one, or all.
+fn meant(whose: Option<Whose>, owner: Owner) -> bool {
+    whose.is_none_or(|whose| whose.has(owner))
 }
 
 fn ssd_status(capacity: Capacity) -> TierStatus {

@@ -2,8 +2,6 @@
 #![allow(dead_code, reason = "each test program uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -51,24 +49,6 @@ pub fn content(record: &Record, version: u32) -> Bytes {
     let words = record.layout.block_bytes().div_ceil(8);
     let bytes: Vec<u8> = (0..words).flat_map(|_| random.bits().to_le_bytes()).collect();
     Bytes(bytes[..record.layout.block_bytes()].to_vec())
-}
-
-/// An empty directory of its own under `base`, removed in the end.
-pub struct Scratch(pub PathBuf);
-
-impl Scratch {
-    pub fn under(base: &str) -> Self {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        Self(PathBuf::from(base).join(format!("pyengine-tiers-{}-{number}", std::process::id())))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // Not there if the test never opened it.
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
 }
 
 /// What a tier calls when it has something to tell.
