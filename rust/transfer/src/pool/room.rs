@@ -59,16 +59,23 @@ pub(super) struct Room {
     orphans: FxHashMap<(BlockKey, u32), Children>,
     /// Slots of idle blocks: what could be had.
     idle: usize,
+    /// What is on no other medium does not go.
+    keeps_dirty: bool,
 }
 
 impl Room {
     pub(super) fn new(policy: Box<dyn Evict>) -> Self {
-        Self { policy, stems: BTreeSet::new(), orphans: FxHashMap::default(), idle: 0 }
+        Self { policy, stems: BTreeSet::new(), orphans: FxHashMap::default(), idle: 0, keeps_dirty: false }
     }
 
     /// How many blocks could go.
     pub(super) fn idle(&self) -> usize {
         self.idle
+    }
+
+    /// See [`Pool::keep_dirty`].
+    pub(super) fn keep_dirty(&mut self, keep: bool) {
+        self.keeps_dirty = keep;
     }
 
     /// A holder has found the block.
@@ -122,18 +129,25 @@ impl<M: Lives> Pool<M> {
     /// The idle block that goes next; it is a candidate no more. One that is being read, to be written elsewhere first of
     /// all, would free nothing yet: it goes only if there is no other.
     pub(super) fn victim(&mut self) -> Option<u32> {
-        let quiet = |slot: &u32| self.memory.quiet(*slot);
+        let may = |slot: &u32| !self.room.keeps_dirty || self.slots[*slot as usize].clean;
+        let goes = |slot: &u32| self.memory.quiet(*slot) && may(slot);
         let first = self.room.policy.coldest(1).first().copied();
-        let other = first.filter(|first| !quiet(first)).and_then(|_| {
-            let further = |limit: usize| self.room.policy.coldest(limit).into_iter().skip(1).find(|slot| quiet(slot));
+        let other = first.filter(|first| !goes(first)).and_then(|_| {
+            let further = |limit: usize| self.room.policy.coldest(limit).into_iter().skip(1).find(goes);
             LOOKS.into_iter().find_map(further)
         });
-        let slot = match other {
-            Some(slot) => {
+        let slot = match (other, first) {
+            (Some(slot), _) => {
                 self.room.policy.forbid(slot);
                 slot
             }
-            None => self.room.policy.pop().or_else(|| self.room.stems.pop_first())?,
+            (None, Some(first)) if may(&first) => self.room.policy.pop()?,
+            (None, Some(_)) => return None,
+            (None, None) => {
+                let stem = self.room.stems.iter().copied().find(may)?;
+                self.room.stems.remove(&stem);
+                stem
+            }
         };
         self.slots[slot as usize].role = Role::Stays;
         Some(slot)
