@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use transfer::config::session_key;
-use transfer::daemon::new_incarnation;
+use transfer::incarnation::new_incarnation;
 use transfer::messages::{DaemonOrder, DaemonReport};
 use transfer::report::{self, EndpointEvent};
 use transfer::types::BlockKey;

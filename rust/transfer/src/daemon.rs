@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
@@ -31,8 +31,10 @@ use crate::config::Config;
 use crate::engine::{Engine, Input, Output, Settings};
 use crate::error::Error;
 use crate::http;
+use crate::incarnation::new_incarnation_after;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
+use crate::lives::STALE;
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
@@ -158,7 +160,8 @@ impl Daemon {
             listeners.push(Listener::unix(path)?);
         }
         let http = config.http.as_deref().map(Listener::tcp).transpose()?;
-        let me = NodeAddress { node: config.node.clone(), address, incarnation: new_incarnation() };
+        let incarnation = new_incarnation_after(&life_files(config));
+        let me = NodeAddress { node: config.node.clone(), address, incarnation };
         let (happenings, inbox) = sync_channel(HAPPENINGS);
         let notify = happenings.clone();
         // If the channel is full the actor is awake and looks at the transport anyway.
@@ -291,7 +294,8 @@ impl Daemon {
         self.shared.ask(asked::PATIENCE, |actor| actor.engine.counters())
     }
 
-    /// Takes on nothing new from now on; see [`Engine::drain`]. What is returned becomes readable when nothing is held.
+    /// Takes on nothing new from now on; see [`Engine::drain`]. What is returned becomes readable when nothing is held, and
+    /// what nobody else has is on other nodes, as far as the conductor wants that.
     ///
     /// # Errors
     /// Retry: the daemon has stopped, or is too busy to be told.
@@ -362,10 +366,14 @@ impl Drop for Daemon {
     }
 }
 
-/// Nanoseconds since 1970: another one at each start, and a later start has a larger one, so that a peer that has seen
-/// the new life refuses the old one.
-pub fn new_incarnation() -> Incarnation {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as Incarnation)
+/// Where the number of a node's life is written down: wherever something of it outlives the process.
+fn life_files(config: &Config) -> Vec<PathBuf> {
+    let beside = config.socket.iter().map(|socket| {
+        let mut name = socket.clone().into_os_string();
+        name.push(".life");
+        PathBuf::from(name)
+    });
+    config.ssd_dirs.iter().map(|directory| directory.join("life")).chain(beside).collect()
 }
 
 impl Shared {
@@ -408,7 +416,7 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
         Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
             if !local && !shared.doors.knows(&node) =>
         {
-            connection.refuse("a later life of your node is known here: this one is stale");
+            connection.refuse(STALE);
         }
         Purpose::Peer { node } if !local => {
             connection.welcome();
