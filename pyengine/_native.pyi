@@ -93,13 +93,15 @@ class Granted:
 
 @final
 class Located:
-    """Answer to `lookup`: the pinned leading blocks."""
+    """Answer to `lookup`: the pinned leading blocks. behind: so many after these can be fetched from the node's SSD."""
 
-    __match_args__ = ("tag", "slots")
+    __match_args__ = ("tag", "slots", "behind")
     @property
     def tag(self) -> Tag: ...
     @property
     def slots(self) -> list[Slot]: ...
+    @property
+    def behind(self) -> int: ...
 
 @final
 class Refused:
@@ -425,9 +427,9 @@ class BlockDump:
 
 @final
 class DaemonHeartbeat:
-    """xor: XOR of all published keys."""
+    """xor: XOR of all published keys. draining: it takes on nothing new."""
 
-    __match_args__ = ("node", "next_sequence", "count", "xor", "counters")
+    __match_args__ = ("node", "next_sequence", "count", "xor", "counters", "draining")
     @property
     def node(self) -> NodeAddress: ...
     @property
@@ -438,6 +440,8 @@ class DaemonHeartbeat:
     def xor(self) -> bytes: ...
     @property
     def counters(self) -> dict[str, int]: ...
+    @property
+    def draining(self) -> bool: ...
 
 @final
 class Replicated:
@@ -476,6 +480,7 @@ class ReportEndpoint:
     def order_replicate(
         self, node: str, order: int, keys: _Bytes, parent: _Bytes, position: int, source: NodeAddress
     ) -> None: ...
+    def order_moved(self, node: str, blocks: int, left: int) -> None: ...
     def close(self) -> None: ...
 
 # The transfer engine. `pyengine.transfer` says what all of this means, and is what users use.
@@ -639,13 +644,11 @@ class CacheModel:
         ssd_blocks: int = 0,
         *,
         costs: tuple[float, float, float] | None = None,
-        reload: float = ...,
     ) -> CacheModel:
         """Empty. policy: one of EVICTION_POLICIES; dram_blocks: 2 or more; ssd_blocks: 0 is no SSD.
 
         For policies that weigh costs, costs: seconds for a token, seconds for a pair of tokens in attention, tokens of
-        a block (by default LLaMA3-70B on eight A800, 16); reload: seconds to read a block from the SSD, which then is
-        what a dearer one costs (by default infinite).
+        a block (by default LLaMA3-70B on eight A800, 16).
 
         Raises GiveUpError for an unknown policy or an impossible capacity.
         """

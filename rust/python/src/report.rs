@@ -33,7 +33,14 @@ event!(
 );
 event!(
     /// Each second.
-    DaemonHeartbeat { node: NodeAddress, next_sequence: u64, count: u64, xor: Py<PyBytes>, counters: Py<PyDict> }
+    DaemonHeartbeat {
+        node: NodeAddress,
+        next_sequence: u64,
+        count: u64,
+        xor: Py<PyBytes>,
+        counters: Py<PyDict>,
+        draining: bool
+    }
 );
 event!(
     /// How an ordered replication went.
@@ -98,6 +105,11 @@ impl ReportEndpoint {
         self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
     }
 
+    fn order_moved(&self, py: Python<'_>, node: String, blocks: u64, left: u64) -> PyResult<()> {
+        let order = DaemonOrder::Moved { blocks, left };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.living.close(py)
     }
@@ -129,9 +141,10 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                     let blocks = PyList::new(py, blocks.collect::<Vec<_>>())?.unbind();
                     Bound::new(py, BlockDump { node: from, sequence, part, blocks, last })?.into_any()
                 }
-                DaemonReport::Heartbeat { next_sequence, count, xor, counters: values } => {
-                    let (xor, counters) = (key(xor), counters(py, values)?.unbind());
-                    Bound::new(py, DaemonHeartbeat { node: from, next_sequence, count, xor, counters })?.into_any()
+                DaemonReport::Heartbeat { next_sequence, count, xor, counters: values, draining } => {
+                    let (node, xor, counters) = (from, key(xor), counters(py, values)?.unbind());
+                    let heartbeat = DaemonHeartbeat { node, next_sequence, count, xor, counters, draining };
+                    Bound::new(py, heartbeat)?.into_any()
                 }
                 DaemonReport::Replicated { order, stored, missing } => {
                     Bound::new(py, Replicated { node: from, order, stored, missing })?.into_any()

@@ -60,6 +60,7 @@ pub enum AdminReply {
     Drain {
         draining: bool,
         held: Held,
+        moving: Moving,
     },
     /// It cannot be answered: why, and what to do.
     Refused(String),
@@ -222,6 +223,17 @@ impl Held {
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
+}
+
+/// What becomes of the blocks of a daemon that drains and that no other node has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Moving {
+    /// Blocks that the conductor had other nodes copy.
+    pub blocks: u64,
+    /// Blocks that are still to be copied.
+    pub left: u64,
+    /// No more are to be: all are elsewhere that anybody would miss, or there is no conductor who would have it done.
+    pub over: bool,
 }
 
 /// A published block.

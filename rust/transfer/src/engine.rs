@@ -20,9 +20,11 @@
 mod admin;
 mod behind;
 mod copies;
+mod drain;
 mod fetch;
 mod grants;
 mod objects;
+mod pace;
 mod push;
 mod replicate;
 mod serve;
@@ -49,9 +51,11 @@ pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
 use copies::Job;
+use drain::Drain;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
 use objects::Objects;
+use pace::Pace;
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
 use serve::Serving;
@@ -187,6 +191,8 @@ struct Link {
     outbox: Vec<PeerMessage>,
     waiting: std::collections::VecDeque<Job>,
     in_flight: usize,
+    /// How the peer answers fetches.
+    pace: Pace,
 }
 
 /// A node's daemon, without its sockets. Single-threaded; all collections that are walked are ordered, so that the
@@ -227,7 +233,7 @@ pub struct Engine {
     dumping: Option<Dump>,
     stats: Stats,
     /// Takes on nothing new.
-    draining: bool,
+    draining: Option<Drain>,
 }
 
 impl Engine {
@@ -262,7 +268,7 @@ impl Engine {
             next_heartbeat: 0,
             dumping: None,
             stats: Stats::default(),
-            draining: false,
+            draining: None,
         }
     }
 
@@ -306,6 +312,7 @@ impl Engine {
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
             }
+            Input::Order(DaemonOrder::Moved { blocks, left }) => self.moved_elsewhere(blocks, left),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
@@ -384,7 +391,7 @@ impl Engine {
             | LocalRequest::Push { tag, .. }
             | LocalRequest::Corrupt { tag, .. } => tag,
             // A hint is never answered.
-            LocalRequest::Prefetch { .. } if self.draining => return,
+            LocalRequest::Prefetch { .. } if self.is_draining() => return,
             LocalRequest::Prefetch { keys, parent, position, from } => {
                 return self.prefetch(client, &keys, parent, position, &from);
             }
@@ -514,7 +521,8 @@ impl Engine {
 
     fn new_link(&mut self, peer: NodeAddress) -> Link {
         let serial = self.number();
-        Link { peer, serial, up: false, outbox: Vec::new(), waiting: Default::default(), in_flight: 0 }
+        let pace = Pace::default();
+        Link { peer, serial, up: false, outbox: Vec::new(), waiting: Default::default(), in_flight: 0, pace }
     }
 
     fn peer_up(&mut self, peer: NodeAddress) {
@@ -532,7 +540,8 @@ impl Engine {
         for message in link.outbox.drain(..) {
             self.out.push(Output::Peer { peer: peer.node.clone(), message });
         }
-        self.links.insert(peer.node, link);
+        self.links.insert(peer.node.clone(), link);
+        self.fetches_begin(&peer.node);
     }
 
     fn peer_down(&mut self, peer: &NodeAddress) {
@@ -573,11 +582,7 @@ impl Engine {
             PeerMessage::Fetch { ticket, region, layout, blocks } => self.serve(peer, ticket, region, layout, blocks),
             PeerMessage::Fetched { ticket, place, copied } => self.peer_fetched(peer, ticket, place, copied),
             PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
-            PeerMessage::FetchEnded { ticket } => {
-                if self.fetches.get(&ticket).is_some_and(|fetch| fetch.cancelled && fetch.from.node == *peer) {
-                    self.fetches.remove(&ticket);
-                }
-            }
+            PeerMessage::FetchEnded { ticket } => self.fetch_ended(peer, ticket),
         }
     }
 
@@ -599,6 +604,7 @@ impl Engine {
             self.fail_open(tag, Refusal::Deadline, true);
         }
         self.visits_late();
+        self.fetches_late();
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
@@ -606,8 +612,9 @@ impl Engine {
             let ((here, mut xor), (behind, other)) = (self.stores.digest(), self.tier_digest());
             xor.iter_mut().zip(other).for_each(|(sum, byte)| *sum ^= byte);
             let (count, xor) = (here + behind, BlockKey(xor));
-            let (next_sequence, counters) = (self.next_sequence(), self.counters());
-            self.out.push(Output::Report(DaemonReport::Heartbeat { next_sequence, count, xor, counters }));
+            let (next_sequence, counters, draining) = (self.next_sequence(), self.counters(), self.is_draining());
+            let heartbeat = DaemonReport::Heartbeat { next_sequence, count, xor, counters, draining };
+            self.out.push(Output::Report(heartbeat));
         }
     }
 

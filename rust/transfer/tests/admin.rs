@@ -12,7 +12,9 @@ use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
-use pyengine_transfer::admin::{AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, Prefix, Status, hex};
+use pyengine_transfer::admin::{
+    AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, Moving, Prefix, Status, hex,
+};
 use pyengine_transfer::client::{ClientEvent, PoolClient};
 use pyengine_transfer::config::Config;
 use pyengine_transfer::daemon::Daemon;
@@ -592,7 +594,10 @@ fn a_drain_lets_what_is_held_end_and_takes_on_nothing_new() {
     grant(&client, 2, &[key(1), key(100)]).expect("room");
 
     let mut drain = |on, within_ms| match admin.ask(&AdminRequest::Drain { on, within_ms }).expect("answered") {
-        AdminReply::Drain { draining, held } => (draining, held),
+        AdminReply::Drain { draining, held, moving } => {
+            assert_eq!(moving, Moving { over: true, ..Moving::default() }, "there is no conductor");
+            (draining, held)
+        }
         other => panic!("{other:?}"),
     };
     let (draining, held) = drain(true, 0);

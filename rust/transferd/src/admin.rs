@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use clap::{Subcommand, ValueEnum};
 use serde::Serialize;
 use transfer::admin::{
-    AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, KEYS_LIMIT, Listed, Prefix, Status, Verified, hex,
+    AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, KEYS_LIMIT, Listed, Moving, Prefix, Status, Verified,
+    hex,
 };
 use transfer::config::open_key;
 use transfer::error::Error;
@@ -77,7 +78,8 @@ pub enum Command {
         #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
         tenant: Option<u64>,
     },
-    /// Lets a running daemon take on nothing new, and waits until nothing is held: then it can be stopped
+    /// Lets a running daemon take on nothing new, and waits until nothing is held and what only it has is on other nodes, as
+    /// far as that is in use: then it can be stopped
     Drain {
         #[command(flatten)]
         daemon: Way,
@@ -451,6 +453,7 @@ fn say_evicted(way: &Way, sum: Evicted) -> Result<(), Error> {
 struct DrainLine {
     draining: bool,
     held: Held,
+    moving: Moving,
 }
 
 fn drain(way: &Way, within: Duration) -> Result<(), Error> {
@@ -460,35 +463,44 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let within_ms = left.min(PROGRESS).as_millis() as u64;
-        let (draining, held) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
-            AdminReply::Drain { draining, held } => (draining, held),
+        let (draining, held, moving) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
+            AdminReply::Drain { draining, held, moving } => (draining, held, moving),
             other => return Err(another(&other)),
         };
-        let line = DrainLine { draining, held };
+        let line = DrainLine { draining, held, moving };
         let node = &client.node().node;
-        if held.is_nothing() {
-            return way.print(&line, || format!("{node} is drained: nothing is held, nothing new is taken on\n"));
+        if held.is_nothing() && moving.over {
+            let moved = moving.blocks;
+            return way.print(&line, || {
+                format!("{node} is drained: {moved} blocks moved, nothing is held, nothing new is taken on\n")
+            });
         }
+        let text = drain_text(&held, &moving);
         if left.is_zero() {
-            way.print(&line, || format!("{node} drains: {} held\n", held_text(&held)))?;
+            way.print(&line, || format!("{node} drains: {text}\n"))?;
             return Err(Error::retry(
-                "something is still held; nothing new is taken on: ask again, stop the daemon anyway, or `drain --cancel`",
+                "it is not done; nothing new is taken on: ask again, stop the daemon anyway, or `drain --cancel`",
             ));
         }
-        let text = held_text(&held);
         if text != told {
-            eprintln!("{node} drains: {text} held");
+            eprintln!("{node} drains: {text}");
             told = text;
         }
     }
 }
 
+fn drain_text(held: &Held, moving: &Moving) -> String {
+    let Moving { blocks, left, over } = moving;
+    let moved = if *over { format!("{blocks} blocks moved") } else { format!("{blocks} blocks moved, {left} to go") };
+    format!("{moved}, {} held", held_text(held))
+}
+
 fn cancel(way: &Way) -> Result<(), Error> {
     let mut client = way.connect()?;
     match client.ask(&AdminRequest::Drain { on: false, within_ms: 0 })? {
-        AdminReply::Drain { draining, held } => {
+        AdminReply::Drain { draining, held, moving } => {
             let node = &client.node().node;
-            way.print(&DrainLine { draining, held }, || format!("{node} takes on work again\n"))
+            way.print(&DrainLine { draining, held, moving }, || format!("{node} takes on work again\n"))
         }
         other => Err(another(&other)),
     }
@@ -509,6 +521,9 @@ mod tests {
         assert_eq!(table(["x"], std::iter::empty()), "");
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
+        let moving = Moving { blocks: 3, left: 2, over: false };
+        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks moved, 2 to go, nothing held");
+        assert_eq!(drain_text(&Held::default(), &Moving { over: true, ..moving }), "3 blocks moved, nothing held");
     }
 
     #[test]

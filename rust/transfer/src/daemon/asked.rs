@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{Actor, Happening, Question, Shared};
-use crate::admin::{AdminReply, AdminRequest, ConductorStatus, Cursor, KEYS_LIMIT, Status, Verified};
+use crate::admin::{AdminReply, AdminRequest, ConductorStatus, Cursor, KEYS_LIMIT, Moving, Status, Verified};
 use crate::engine::{Engine, Output};
 use crate::error::Error;
 use crate::link::{Connection, Link, now};
@@ -64,7 +64,8 @@ impl Shared {
         })
     }
 
-    /// Takes on nothing new, or again. What is returned becomes readable when nothing is held.
+    /// Takes on nothing new, or again. What is returned becomes readable when nothing is held, and nothing is left that
+    /// other nodes should have.
     pub(super) fn drain(&self, on: bool) -> Result<Arc<Wake>, Error> {
         let quiet = Arc::new(Wake::new()?);
         let waiter = Arc::downgrade(&quiet);
@@ -125,9 +126,15 @@ impl Actor {
         outputs.into_iter().for_each(|output| self.carry_out(output));
     }
 
+    /// How far the blocks of a drain are elsewhere.
+    fn moving(&self) -> Moving {
+        let moving = self.engine.moving();
+        Moving { over: moving.over || self.conductor.is_none(), ..moving }
+    }
+
     /// After whatever has happened.
     pub(super) fn tell_quiet(&mut self) {
-        if !self.awaiting_quiet.is_empty() && self.engine.is_quiet() {
+        if !self.awaiting_quiet.is_empty() && self.moving().over && self.engine.is_quiet() {
             self.awaiting_quiet.drain(..).filter_map(|waiter| waiter.upgrade()).for_each(|waiter| waiter.set());
         }
     }
@@ -179,8 +186,9 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             if on {
                 await_quiet(&quiet, link, Duration::from_millis(within_ms).min(DRAIN_WAIT));
             }
-            let (draining, held) = shared.ask(PATIENCE, |actor| (actor.engine.is_draining(), actor.engine.held()))?;
-            AdminReply::Drain { draining, held }
+            let state = |actor: &mut Actor| (actor.engine.is_draining(), actor.engine.held(), actor.moving());
+            let (draining, held, moving) = shared.ask(PATIENCE, state)?;
+            AdminReply::Drain { draining, held, moving }
         }
     })
 }

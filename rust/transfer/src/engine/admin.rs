@@ -1,4 +1,4 @@
-//! What whoever runs the daemon asks of its engine: how it does, what it keeps, and to take on nothing new.
+//! What whoever runs the daemon asks of its engine: how it does, and what it keeps.
 //!
 //! Walks over all blocks go in stretches of a fixed number of slots, so that serving goes on between them. Reads of blocks
 //! are left to the asker, who takes a hold for each: the engine's thread never touches bytes.
@@ -7,10 +7,9 @@ use std::sync::Arc;
 
 use crate::admin::{ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus};
 use crate::memory::{Arena, slot_bytes};
-use crate::messages::{GrantMode, LocalRequest};
 use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
-use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef, Tag};
+use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef};
 
 use super::stores::Store;
 use super::{Engine, Output};
@@ -27,39 +26,6 @@ pub struct Stretch {
 }
 
 impl Engine {
-    /// Takes on nothing new (or again): grants, lookups and opens are refused as `Full`, with which workers go on without
-    /// the pool or try elsewhere. What is held is served to its end: commits, pushes and their staging, fetches, and
-    /// also new fetches by peers, who may have nobody else to ask.
-    pub fn drain(&mut self, on: bool) {
-        self.draining = on;
-        if on {
-            // Nobody is owed what was only hinted at; a stop would wait for it.
-            self.hints.clear();
-        }
-    }
-
-    /// True while it takes on nothing new.
-    pub fn is_draining(&self) -> bool {
-        self.draining
-    }
-
-    /// True if this is something new, and nothing new is taken on.
-    pub(super) fn turns_away(&self, request: &LocalRequest) -> bool {
-        self.draining
-            && match request {
-                LocalRequest::Grant { mode: GrantMode::Wait | GrantMode::Now, .. } | LocalRequest::Lookup { .. } => {
-                    true
-                }
-                LocalRequest::Open { tag, to, .. } => to.node != self.node.node || self.turns_away_visit(*tag),
-                _ => false,
-            }
-    }
-
-    /// The same for who comes to fill a grant: one that is not there will not come.
-    pub(super) fn turns_away_visit(&self, tag: Tag) -> bool {
-        self.draining && self.stores.granted_to(tag).is_none()
-    }
-
     /// True if nothing is held, awaited or under way; see [`Engine::idle`]. Quick while something is.
     pub fn is_quiet(&self) -> bool {
         self.clients.values().all(|known| known.tags.is_empty())
@@ -86,7 +52,7 @@ impl Engine {
             waiting: waiting as u64,
             opens: self.opens.len() as u64,
             visits: self.visits.len() as u64,
-            fetches: (self.flights.len() + self.hints.len()) as u64,
+            fetches: (self.flights.len() + self.hints.len() + self.abandoned()) as u64,
             serving: self.serving.len() as u64,
             copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
             quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
@@ -116,7 +82,7 @@ impl Engine {
             incarnation: self.node.incarnation,
             version: env!("CARGO_PKG_VERSION").into(),
             uptime_ms: 0,
-            draining: self.draining,
+            draining: self.is_draining(),
             listening: false,
             conductor: None,
             http: None,

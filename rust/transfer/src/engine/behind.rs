@@ -125,6 +125,24 @@ impl Engine {
         self.behind.as_ref()?.tier.find(key).filter(|record| record.layout == layout)
     }
 
+    /// How many of these keys, from the first on, can be had without a peer. None if all of them are in the arena: then
+    /// there was no room to pin them, and there will be none to read others.
+    pub(super) fn leading_behind(&self, at: usize, keys: &[BlockKey]) -> u32 {
+        let (Some(store), Some(_)) = (self.stores.get(at), &self.behind) else { return 0 };
+        let layout = store.layout();
+        let (mut count, mut on_tier) = (0, false);
+        for key in keys {
+            if store.pool.find(key).is_none() {
+                if self.tier_record(key, layout).is_none() {
+                    break;
+                }
+                on_tier = true;
+            }
+            count += 1;
+        }
+        if on_tier { count } else { 0 }
+    }
+
     /// The layout of a block on the tier.
     pub(super) fn tier_layout(&self, key: &BlockKey) -> Option<Layout> {
         Some(self.behind.as_ref()?.tier.find(key)?.layout)

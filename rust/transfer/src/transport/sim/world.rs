@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, Step, pair};
 use crate::carrier::Carrier;
 use crate::engine::{Engine, Input, Output, Settings};
-use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest};
+use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
 use crate::mover::{self, Mover, Via};
 use crate::pool::twin::{MemoryTier, Shelf};
 use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId};
@@ -45,6 +45,8 @@ pub struct World {
     events: Vec<(NodeId, ClientId, LocalEvent)>,
     reports: Vec<(NodeId, DaemonReport)>,
     lives: u64,
+    /// Nodes that do not listen to their peers, and what was said to each.
+    deaf: BTreeMap<NodeId, Vec<(NodeId, u64, PeerMessage)>>,
 }
 
 impl World {
@@ -61,6 +63,7 @@ impl World {
             events: Vec::new(),
             reports: Vec::new(),
             lives: 0,
+            deaf: BTreeMap::new(),
         }
     }
 
@@ -149,6 +152,19 @@ impl World {
         self.network.heal(a, b, None);
         if self.sessions.get(&key).is_some_and(|session| session.torn) {
             self.break_session(a, b);
+        }
+    }
+
+    /// A node takes in nothing that its peers say, though its sessions stand, until [`World::listen`].
+    pub fn deafen(&mut self, name: &str) {
+        self.deaf.entry(name.to_owned()).or_default();
+    }
+
+    /// It takes in all that was said meanwhile, and listens again.
+    pub fn listen(&mut self, name: &str) {
+        for (from, session, message) in self.deaf.remove(name).unwrap_or_default() {
+            let control = Control::Message { at: name.to_owned(), from: from.clone(), session, message };
+            self.arrive(&from, &name.to_owned(), control);
         }
     }
 
@@ -249,6 +265,9 @@ impl World {
             }
             Control::Message { at, from, session, message } => {
                 let cut = self.network.inner().is_cut(&at, &from, None);
+                if let Some(said) = self.deaf.get_mut(&at) {
+                    return said.push((from, session, message));
+                }
                 match self.sessions.get_mut(&pair(&at, &from)).filter(|held| held.id == session) {
                     Some(held) if cut || held.torn => held.torn = true,
                     Some(_) => self.feed(&at, Input::Peer { peer: from, message }),
