@@ -34,6 +34,7 @@ from .events import (
     OrderReplicate,
     Replicated,
     SendToGateway,
+    TellMoved,
     Tick,
     WorkerLost,
 )
@@ -200,6 +201,8 @@ class Service:
                     self._reports.order_replicate(
                         action.node, action.order, action.keys, action.parent, action.position, address
                     )
+                case TellMoved(node, blocks, left):
+                    self._reports.order_moved(node, blocks, left)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
@@ -247,7 +250,9 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
             blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
             return BlockDump(node, report.sequence, report.part, blocks, report.last)
         case _native.DaemonHeartbeat():
-            return DaemonHeartbeat(node, report.next_sequence, report.count, report.xor, report.counters)
+            return DaemonHeartbeat(
+                node, report.next_sequence, report.count, report.xor, report.counters, report.draining
+            )
         case _native.Replicated():
             return Replicated(node, report.order, report.stored, report.missing)
         case _native.DaemonGone():
