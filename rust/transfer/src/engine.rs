@@ -34,6 +34,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::admin::Cursor;
 use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
@@ -115,13 +116,19 @@ const SECOND: Nanos = 1_000_000_000;
 const DUMP_PART: usize = 1024;
 /// Parts that are told at once; then the shell says when there is room for more.
 const DUMP_PARTS: usize = 16;
+/// Places that are looked at for one part: many may be empty, and serving is to go on.
+const DUMP_LOOKS: u32 = 16 * DUMP_PART as u32;
 
-/// A dump, as far as it is still to be told.
+/// A dump, as far as it is still to be told. Ten million blocks are not copied for it: it walks over them while they come
+/// and go. What does so after the cut is told by events of later numbers, which count.
 struct Dump {
     sequence: u64,
     /// Number of the next part.
     part: u32,
-    rest: std::vec::IntoIter<(BlockKey, BlockKey, u32, Medium)>,
+    /// Where the walk goes on.
+    next: Option<Cursor>,
+    /// Looked at, and not told yet.
+    found: VecDeque<(BlockKey, BlockKey, u32, Medium)>,
 }
 
 /// The limits of an engine: everything that can grow has one.
@@ -631,29 +638,33 @@ impl Engine {
         self.look_at_tier();
         self.report_changes();
         let sequence = self.next_sequence();
-        let stores = self.stores.iter().filter(|store| !store.objects);
-        let published = stores.flat_map(|store| store.pool.published());
-        let published = published.map(|place| (place, Medium::Dram));
-        let kept = self.tier_records().map(|record| (record.place, Medium::Ssd));
-        let all = published.chain(kept);
-        let blocks: Vec<_> = all.map(|(place, medium)| (place.key, place.parent, place.position, medium)).collect();
-        self.dumping = Some(Dump { sequence, part: 0, rest: blocks.into_iter() });
+        let next = Some(Cursor { store: 0, slot: 0 });
+        self.dumping = Some(Dump { sequence, part: 0, next, found: VecDeque::new() });
         self.dump_on();
     }
 
     /// Tells more of a dump: at once all of it would not fit into what may wait for the conductor.
     fn dump_on(&mut self) {
-        let Some(Dump { sequence, part, rest }) = &mut self.dumping else { return };
+        let Some(Dump { sequence, mut part, mut next, mut found }) = self.dumping.take() else { return };
         for _ in 0..DUMP_PARTS {
-            let blocks = rest.by_ref().take(DUMP_PART).collect();
-            let last = rest.len() == 0;
-            self.out.push(Output::Report(DaemonReport::Dump { sequence: *sequence, part: *part, blocks, last }));
-            *part += 1;
+            let mut looks = DUMP_LOOKS;
+            while let Some(at) = next.filter(|_| found.len() < DUMP_PART && looks > 0) {
+                looks -= DUMP_PART as u32;
+                let (blocks, behind) = self.dump_stretch(at, DUMP_PART as u32);
+                found.extend(
+                    blocks.into_iter().map(|(place, medium)| (place.key, place.parent, place.position, medium)),
+                );
+                next = behind;
+            }
+            let blocks = found.drain(..found.len().min(DUMP_PART)).collect();
+            let last = next.is_none() && found.is_empty();
+            self.out.push(Output::Report(DaemonReport::Dump { sequence, part, blocks, last }));
+            part += 1;
             if last {
-                self.dumping = None;
                 return;
             }
         }
+        self.dumping = Some(Dump { sequence, part, next, found });
     }
 
     /// True while a dump waits for [`Input::DumpOn`].

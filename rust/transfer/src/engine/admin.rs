@@ -145,6 +145,25 @@ impl Engine {
         (listed.collect(), next.map(|slot| Cursor { slot, ..from }))
     }
 
+    /// The blocks in so many places from this one on of which the conductor is to know, and where to go on.
+    pub(super) fn dump_stretch(&self, from: Cursor, count: u32) -> (Vec<(Place, Medium)>, Option<Cursor>) {
+        let Some(store) = self.stores.get(from.store as usize) else {
+            if self.tier_stretch().is_none_or(|tier| tier.store != from.store) {
+                return (Vec::new(), None);
+            }
+            let (records, next) = self.tier_page(from.slot, count);
+            let blocks = records.into_iter().map(|record| (record.place, Medium::Ssd));
+            return (blocks.collect(), next.map(|slot| Cursor { slot, ..from }));
+        };
+        let next = Cursor { slot: from.slot.saturating_add(count), ..from };
+        let next = if next.slot < store.pool.slots() { next } else { Cursor { store: from.store + 1, slot: 0 } };
+        if store.objects {
+            return (Vec::new(), Some(Cursor { store: from.store + 1, slot: 0 }));
+        }
+        let blocks = store.pool.published_within(from.slot, count).map(|block| (block.place, Medium::Dram));
+        (blocks.collect(), Some(next))
+    }
+
     /// Where the blocks on the tier begin, if there is one.
     fn tier_stretch(&self) -> Option<Cursor> {
         let store = self.stores.iter().count() as u32;

@@ -83,8 +83,10 @@ impl Behind {
             leaving: None,
             flushing: Flushing::default(),
         };
-        let keys: Vec<BlockKey> = behind.tier.records().map(|record| record.place.key).collect();
-        keys.iter().for_each(|key| behind.mark(key, true));
+        // Not kept in between: there may be ten million.
+        let (mut count, mut xor) = (0, [0; 16]);
+        behind.tier.records().for_each(|record| mark(&mut count, &mut xor, &record.place.key, true));
+        (behind.count, behind.xor) = (count, xor);
         behind
     }
 
@@ -101,12 +103,16 @@ impl Behind {
     }
 
     fn mark(&mut self, key: &BlockKey, there: bool) {
-        let mut key = key.0;
-        // So that a block on both media does not cancel itself out, see `DaemonReport::Heartbeat`.
-        key.rotate_left(1);
-        self.xor.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
-        self.count = if there { self.count + 1 } else { self.count.saturating_sub(1) };
+        mark(&mut self.count, &mut self.xor, key, there);
     }
+}
+
+fn mark(count: &mut u64, xor: &mut [u8; 16], key: &BlockKey, there: bool) {
+    let mut key = key.0;
+    // So that a block on both media does not cancel itself out, see `DaemonReport::Heartbeat`.
+    key.rotate_left(1);
+    xor.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
+    *count = if there { *count + 1 } else { count.saturating_sub(1) };
 }
 
 impl Engine {
@@ -148,12 +154,7 @@ impl Engine {
         Some(self.behind.as_ref()?.tier.find(key)?.layout)
     }
 
-    /// All blocks on the tier.
-    pub(super) fn tier_records(&self) -> impl Iterator<Item = Record> + '_ {
-        self.behind.iter().flat_map(|behind| behind.tier.records())
-    }
-
-    /// Some of them, see [`Tier::page`].
+    /// Some of the blocks on the tier, see [`Tier::page`].
     pub(super) fn tier_page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
         self.behind.as_ref().map_or((Vec::new(), None), |behind| behind.tier.page(from, count))
     }
