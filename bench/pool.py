@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import pool_ssd
 from bench.common import end_on_sigterm, line, median, note
 from pyengine import Pool
 
@@ -66,6 +67,7 @@ def main() -> None:
         for case, bench in (("local put", puts), ("local get", gets), ("exists", exists)):
             if arguments.only in case:
                 bench(case, pools, echo(stack, folder, case), turns, seconds)
+    pool_ssd.rows(arguments)
 
 
 def daemon(stack: ExitStack, folder: str) -> Pool:
