@@ -25,6 +25,7 @@ mod grants;
 mod objects;
 mod push;
 mod replicate;
+mod scrub;
 mod serve;
 mod stores;
 
@@ -32,6 +33,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::admin::Verified;
 use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
@@ -54,6 +56,7 @@ use grants::{Opener, Visit};
 use objects::Objects;
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
+use scrub::Scrubs;
 use serve::Serving;
 use stores::Stores;
 
@@ -102,6 +105,8 @@ pub enum Output {
     Report(DaemonReport),
     /// The answer to [`Engine::flush_tier`].
     Flushed { number: u64, ok: bool },
+    /// The answer to [`Engine::scrub`].
+    Scrubbed { number: u64, found: Verified },
 }
 
 /// Nanoseconds of a second.
@@ -215,6 +220,7 @@ pub struct Engine {
     /// Blocks that will be prefetched.
     hints: VecDeque<Hint>,
     behind: Option<Behind>,
+    scrubs: Scrubs,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
     /// By order; each holds slots, or waits for a fetch.
     replications: BTreeMap<u64, Replication>,
@@ -254,6 +260,7 @@ impl Engine {
             fetches: BTreeMap::new(),
             hints: VecDeque::new(),
             behind: None,
+            scrubs: Scrubs::default(),
             serving: BTreeMap::new(),
             replications: BTreeMap::new(),
             copies: BTreeMap::new(),

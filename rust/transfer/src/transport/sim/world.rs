@@ -331,7 +331,7 @@ impl World {
                 Output::Local { client, event } => self.events.push((name.clone(), client, event)),
                 Output::Report(report) => self.reports.push((name.clone(), report)),
                 // Nobody who runs a daemon is part of this world.
-                Output::Flushed { .. } => {}
+                Output::Flushed { .. } | Output::Scrubbed { .. } => {}
                 Output::Dial { peer } => {
                     self.arrive(name, &peer.node.clone(), Control::Dialled { by: here.clone(), peer })
                 }
