@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import pool_clients, pool_spread
+from bench import pool_clients, pool_spread, pool_ssd
 from bench.common import end_on_sigterm, line, median, note
 from pyengine import Pool
 
@@ -72,6 +72,7 @@ def main() -> None:
     if arguments.only in "8 clients":
         pool_clients.rows(arguments)
     pool_spread.rows(arguments)
+    pool_ssd.rows(arguments)
 
 
 def daemon(stack: ExitStack, folder: str) -> Pool:

@@ -29,8 +29,8 @@ pub enum AdminRequest {
     Counters,
     /// The next stretch of published blocks whose keys begin so; of one medium, or of all.
     Keys { from: Cursor, prefix: Prefix, medium: Option<Medium> },
-    /// Computes the checksums of the next stretch of published blocks. What is rotten is published no more.
-    Verify { from: Cursor },
+    /// Computes the checksums of the next stretch of blocks on one medium, or on all. What is rotten is dropped from it.
+    Verify { from: Cursor, medium: Option<Medium> },
     /// Drops these blocks, unless somebody holds them.
     Evict { keys: Vec<BlockKey> },
     /// Drops the next stretch of blocks that nobody holds; of one owner, or of all.
@@ -49,7 +49,9 @@ pub enum AdminReply {
         blocks: Vec<Listed>,
         next: Option<Cursor>,
     },
+    /// `medium`: where this stretch was.
     Verified {
+        medium: Medium,
         found: Verified,
         next: Option<Cursor>,
     },
@@ -160,6 +162,8 @@ pub struct TierStatus {
     pub blocks: u64,
     /// `good`, `read-only` or `failed`.
     pub health: String,
+    /// How bytes get there and back, `io_uring` or `threads`; empty if there is nothing to say.
+    pub io: String,
 }
 
 /// The blocks of one layout in DRAM. The five states add up to `slots`.
@@ -258,6 +262,8 @@ pub struct Verified {
     pub bytes: u64,
     /// Blocks that were gone before their turn came.
     pub gone: u64,
+    /// Blocks that the medium could not read.
+    pub failed: u64,
     /// Those whose bytes do not fit their checksums.
     pub bad: Vec<BlockKey>,
 }
@@ -299,8 +305,8 @@ mod tests {
             let keys: Vec<BlockKey> = keys.into_iter().map(BlockKey).collect();
             let request = AdminRequest::Evict { keys: keys.clone() };
             prop_assert_eq!(wire::decode::<AdminRequest>(&wire::encode(&request)), Ok(request));
-            let found = Verified { blocks: 1, bytes: 2, gone: 3, bad: keys };
-            let reply = AdminReply::Verified { found, next: Some(from) };
+            let found = Verified { blocks: 1, bytes: 2, gone: 3, failed: 4, bad: keys };
+            let reply = AdminReply::Verified { medium: Medium::Ssd, found, next: Some(from) };
             prop_assert_eq!(wire::decode::<AdminReply>(&wire::encode(&reply)), Ok(reply));
             let _ = wire::decode::<AdminReply>(&noise);
             if let Ok(AdminRequest::Keys { prefix, .. }) = wire::decode::<AdminRequest>(&noise) {

@@ -19,12 +19,13 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
+use crate::admin::Verified;
 use crate::carrier::Carrier;
 use crate::client::{ClientEvent, PoolClient};
 use crate::config::Config;
@@ -133,6 +134,8 @@ struct Shared {
     threads: Arc<Threads>,
     doors: Doors,
     catalog: Arc<Catalog>,
+    /// Whose turn it is to have the SSDs verified.
+    scrubbing: Mutex<()>,
     /// When it began, in [`now`]'s time.
     began: Nanos,
     /// True while connections are accepted.
@@ -193,6 +196,7 @@ impl Daemon {
             threads: threads.clone(),
             doors,
             catalog: engine.catalog().clone(),
+            scrubbing: Mutex::default(),
             began: now(),
             listening: AtomicBool::new(!listeners.is_empty()),
             conductor: config.conductor.clone(),
@@ -332,7 +336,7 @@ fn open_ssd(config: &Config, rung: &Arc<AtomicBool>, happenings: &SyncSender<Hap
     };
     let ssd = Ssd::open(&config.ssd_dirs, config.ssd_bytes, notify)?;
     let Capacity { limit, used, blocks, .. } = ssd.capacity();
-    tracing::info!("SSD: {blocks} blocks are here, in {used} of {limit} bytes");
+    tracing::info!("SSD: {blocks} blocks are here, in {used} of {limit} bytes; they move by {}", ssd.io());
     Ok(Some(ssd))
 }
 
@@ -600,6 +604,8 @@ struct Actor {
     awaiting_quiet: Vec<Weak<Wake>>,
     /// To be told when a flush of the SSDs is over, by its number.
     awaiting_flush: BTreeMap<u64, SyncSender<bool>>,
+    /// To be told what a step of a scrub has found, by its number.
+    awaiting_scrub: BTreeMap<u64, SyncSender<Verified>>,
 }
 
 struct Peer {
@@ -631,6 +637,7 @@ impl Actor {
             inputs: VecDeque::new(),
             awaiting_quiet: Vec::new(),
             awaiting_flush: BTreeMap::new(),
+            awaiting_scrub: BTreeMap::new(),
         }
     }
 
@@ -811,6 +818,12 @@ impl Actor {
             // Without a session the mover does not know the peer, and nobody would commit the blocks.
             Output::Submit { peer, copies } => self.carrier.submit(&peer.node, &copies, now()),
             Output::Report(report) => self.to_conductor(&report),
+            Output::Scrubbed { number, found } => {
+                if let Some(waiter) = self.awaiting_scrub.remove(&number) {
+                    // It may have given up waiting.
+                    let _ = waiter.try_send(found);
+                }
+            }
             Output::Flushed { number, ok } => {
                 if let Some(waiter) = self.awaiting_flush.remove(&number) {
                     // It may have given up waiting.

@@ -27,6 +27,7 @@ mod objects;
 mod pace;
 mod push;
 mod replicate;
+mod scrub;
 mod serve;
 mod stores;
 
@@ -34,7 +35,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::admin::Cursor;
+use crate::admin::{Cursor, Verified};
 use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
@@ -59,6 +60,7 @@ use objects::Objects;
 use pace::Pace;
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
+use scrub::Scrubs;
 use serve::Serving;
 use stores::Stores;
 
@@ -107,6 +109,8 @@ pub enum Output {
     Report(DaemonReport),
     /// The answer to [`Engine::flush_tier`].
     Flushed { number: u64, ok: bool },
+    /// The answer to [`Engine::scrub`].
+    Scrubbed { number: u64, found: Verified },
 }
 
 /// Nanoseconds of a second.
@@ -228,6 +232,7 @@ pub struct Engine {
     /// Blocks that will be prefetched.
     hints: VecDeque<Hint>,
     behind: Option<Behind>,
+    scrubs: Scrubs,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
     /// By order; each holds slots, or waits for a fetch.
     replications: BTreeMap<u64, Replication>,
@@ -267,6 +272,7 @@ impl Engine {
             fetches: BTreeMap::new(),
             hints: VecDeque::new(),
             behind: None,
+            scrubs: Scrubs::default(),
             serving: BTreeMap::new(),
             replications: BTreeMap::new(),
             copies: BTreeMap::new(),

@@ -74,6 +74,7 @@ impl Engine {
             used_bytes: self.stores.iter().map(costs).sum(),
             blocks: self.stores.iter().map(|store| store.pool.digest().0).sum(),
             health: "good".into(),
+            io: String::new(),
         };
         let copies = |serial: u64| self.copies.values().filter(|job| job.link == serial).count();
         Status {
@@ -86,7 +87,7 @@ impl Engine {
             listening: false,
             conductor: None,
             http: None,
-            tiers: std::iter::once(dram).chain(self.tier_capacity().map(ssd_status)).collect(),
+            tiers: std::iter::once(dram).chain(self.ssd_status()).collect(),
             layouts,
             clients: self
                 .clients
@@ -108,6 +109,23 @@ impl Engine {
         }
     }
 
+    fn ssd_status(&self) -> Option<TierStatus> {
+        let Capacity { limit, used, blocks, health, .. } = self.tier_capacity()?;
+        let health = match health {
+            Health::Good => "good",
+            Health::ReadOnly => "read-only",
+            Health::Failed => "failed",
+        };
+        Some(TierStatus {
+            medium: Medium::Ssd.name().into(),
+            limit_bytes: limit,
+            used_bytes: used,
+            blocks,
+            health: health.into(),
+            io: self.tier_io().into(),
+        })
+    }
+
     /// The published blocks of the next stretch whose keys begin so, and where the stretch after it begins.
     pub fn keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
         let Some(store) = self.stores.get(from.store as usize) else { return self.tier_keys(from, prefix, medium) };
@@ -122,21 +140,19 @@ impl Engine {
     }
 
     /// The published blocks of the next stretch, to be read one by one by [`Arena::begin_read`], and where the stretch
-    /// after it begins.
-    pub fn stretch(&self, from: Cursor) -> (Option<Stretch>, Option<Cursor>) {
+    /// after it begins; that on the tier is not this function's, see [`Engine::scrub`].
+    pub fn stretch(&self, from: Cursor, medium: Option<Medium>) -> (Option<Stretch>, Option<Cursor>) {
         let Some(store) = self.stores.get(from.store as usize) else { return (None, None) };
         let blocks = store.pool.published_within(from.slot, STRETCH);
         let behind = |slot: SlotRef| Cursor { slot: slot.slot + 1, ..from };
         let blocks = blocks.map(|block| (block.place.key, block.slot, behind(block.slot))).collect();
-        (Some(Stretch { arena: store.arena.clone(), blocks }), self.next_stretch(from))
+        let tier = || self.tier_stretch().filter(|_| medium != Some(Medium::Dram));
+        (Some(Stretch { arena: store.arena.clone(), blocks }), self.next_stretch(from).or_else(tier))
     }
 
     /// Blocks on the tier: the place behind all stores.
     fn tier_keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
-        let known = self.tier_stretch().is_some_and(|tier| tier.store == from.store);
-        if !known || medium == Some(Medium::Dram) {
-            return (Vec::new(), None);
-        }
+        let Some(from) = self.on_tier(from).filter(|_| medium != Some(Medium::Dram)) else { return (Vec::new(), None) };
         let (records, next) = self.tier_page(from.slot, STRETCH);
         let listed = records.into_iter().filter(|record| prefix.begins(&record.place.key)).map(|record| {
             let (Place { key, parent, position }, bytes) = (record.place, record.layout.block_bytes() as u64);
@@ -148,9 +164,7 @@ impl Engine {
     /// The blocks in so many places from this one on of which the conductor is to know, and where to go on.
     pub(super) fn dump_stretch(&self, from: Cursor, count: u32) -> (Vec<(Place, Medium)>, Option<Cursor>) {
         let Some(store) = self.stores.get(from.store as usize) else {
-            if self.tier_stretch().is_none_or(|tier| tier.store != from.store) {
-                return (Vec::new(), None);
-            }
+            let Some(from) = self.on_tier(from) else { return (Vec::new(), None) };
             let (records, next) = self.tier_page(from.slot, count);
             let blocks = records.into_iter().map(|record| (record.place, Medium::Ssd));
             return (blocks.collect(), next.map(|slot| Cursor { slot, ..from }));
@@ -164,10 +178,16 @@ impl Engine {
         (blocks.collect(), Some(next))
     }
 
-    /// Where the blocks on the tier begin, if there is one.
-    fn tier_stretch(&self) -> Option<Cursor> {
-        let store = self.stores.iter().count() as u32;
-        self.behind.as_ref().map(|_| Cursor { store, slot: 0 })
+    /// Where the blocks on the tier begin, if there is one: behind all stores, also those that come during a walk.
+    pub(super) fn tier_stretch(&self) -> Option<Cursor> {
+        self.behind.as_ref().map(|_| Cursor { store: u32::MAX, slot: 0 })
+    }
+
+    /// Where on the tier a walk is that is through with the stores.
+    pub(super) fn on_tier(&self, from: Cursor) -> Option<Cursor> {
+        let tier = self.tier_stretch()?;
+        let here = if from.store == tier.store { from } else { tier };
+        self.stores.get(from.store as usize).is_none().then_some(here)
     }
 
     fn next_stretch(&self, from: Cursor) -> Option<Cursor> {
@@ -221,7 +241,7 @@ impl Engine {
         now: Nanos,
         out: &mut Vec<Output>,
     ) -> (Evicted, Option<Cursor>) {
-        if self.tier_stretch().is_some_and(|tier| tier.store == from.store) {
+        if let Some(from) = self.on_tier(from) {
             return self.evict_tier(from, whose, now, out);
         }
         let keys = self.stores.get(from.store as usize).map(|store| {
@@ -264,7 +284,7 @@ impl Engine {
     }
 
     /// Something that no input has brought about, followed by what follows every input.
-    fn change(&mut self, now: Nanos, out: &mut Vec<Output>, work: impl FnOnce(&mut Self)) {
+    pub(super) fn change(&mut self, now: Nanos, out: &mut Vec<Output>, work: impl FnOnce(&mut Self)) {
         self.now = now;
         work(self);
         self.settle();
@@ -275,22 +295,6 @@ impl Engine {
 /// True if blocks of this owner are meant: those of one, or all.
 fn meant(whose: Option<Whose>, owner: Owner) -> bool {
     whose.is_none_or(|whose| whose.has(owner))
-}
-
-fn ssd_status(capacity: Capacity) -> TierStatus {
-    let Capacity { limit, used, blocks, health, .. } = capacity;
-    let health = match health {
-        Health::Good => "good",
-        Health::ReadOnly => "read-only",
-        Health::Failed => "failed",
-    };
-    TierStatus {
-        medium: Medium::Ssd.name().into(),
-        limit_bytes: limit,
-        used_bytes: used,
-        blocks,
-        health: health.into(),
-    }
 }
 
 fn layout_status(store: &Store) -> LayoutStatus {

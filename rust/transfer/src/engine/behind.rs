@@ -30,6 +30,9 @@ const CLEAN_SHARE: usize = 16;
 /// ... but no more than half of them, and this: 256 blocks of 2 MiB are what a disk of 1 GB/s writes in half a second.
 const CLEAN_LIMIT: usize = 256;
 
+/// The store of a read that is for no slot.
+const NOWHERE: usize = usize::MAX;
+
 /// A write under way.
 #[derive(Debug)]
 struct Write {
@@ -126,6 +129,11 @@ impl Engine {
         self.behind.as_ref().map(|behind| behind.tier.capacity())
     }
 
+    /// See [`Tier::io`].
+    pub(super) fn tier_io(&self) -> &'static str {
+        self.behind.as_ref().map_or("", |behind| behind.tier.io())
+    }
+
     /// What is known of a block on the tier, if it has this layout.
     pub(super) fn tier_record(&self, key: &BlockKey, layout: Layout) -> Option<Record> {
         self.behind.as_ref()?.tier.find(key).filter(|record| record.layout == layout)
@@ -181,6 +189,18 @@ impl Engine {
         Some(op)
     }
 
+    /// Begins to read a block for no other end than to see whether it has rotted. `None`: there is nothing that could.
+    pub(super) fn verify_on_tier(&mut self, record: &Record) -> Option<OpId> {
+        let op = self.number();
+        let (behind, key) = (self.behind.as_mut()?, record.place.key);
+        // A read as any other, for no store: whoever drops the block meanwhile is heeded.
+        let read = Read { aim: (NOWHERE, key), owner: record.owner, gone: false, removed: false };
+        behind.tier.verify(op, &key).then(|| {
+            behind.reads.insert(op, read);
+            op
+        })
+    }
+
     /// Takes what the tier has to tell.
     pub(super) fn look_at_tier(&mut self) {
         let events = self.behind.as_mut().map(|behind| behind.tier.poll()).unwrap_or_default();
@@ -197,6 +217,7 @@ impl Engine {
                         self.written(&write, fate);
                     } else if let Some(read) = behind.reads.remove(&op) {
                         self.read_ended(op, &read, fate);
+                        self.scrub_ended(op, fate);
                     } else {
                         self.flush_ended(op, fate);
                     }
@@ -214,7 +235,10 @@ impl Engine {
         }
         let fails = |read: &Read| read.gone || behind.tier.health_of(&read.aim.1) == Health::Failed;
         let left = behind.reads.iter().filter(|(_, read)| fails(read)).map(|(op, read)| (*op, read.aim));
-        left.collect::<Vec<_>>().into_iter().for_each(|(op, aim)| self.leave_read(aim, op));
+        for (op, aim) in left.collect::<Vec<_>>() {
+            self.leave_read(aim, op);
+            self.scrub_ended(op, Fate::Failed);
+        }
     }
 
     fn written(&mut self, write: &Write, fate: Fate) {

@@ -334,7 +334,7 @@ impl Model {
     fn verify(&mut self, node: &str) {
         let mut from = Some(Cursor { store: 0, slot: 0 });
         while let Some(at) = from {
-            let (stretch, next) = self.engine(node).stretch(at);
+            let (stretch, next) = self.engine(node).stretch(at, Some(Medium::Dram));
             from = next;
             let Some(stretch) = stretch else { continue };
             let (arena, blocks) = (stretch.arena, stretch.blocks);
@@ -355,7 +355,7 @@ impl Model {
     fn rot(&mut self, node: &str) {
         let arenas: Vec<RegionId> = self.engine(node).arenas().map(|(region, _)| region).collect();
         let region = self.pick(&arenas);
-        let (stretch, _) = self.engine(node).stretch(Cursor { store: region.0, slot: 0 });
+        let (stretch, _) = self.engine(node).stretch(Cursor { store: region.0, slot: 0 }, None);
         let Some(stretch) = stretch.filter(|stretch| !stretch.blocks.is_empty()) else { return };
         let (_, slot, _) = self.pick(&stretch.blocks);
         // Twice would heal it.

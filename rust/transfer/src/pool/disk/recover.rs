@@ -15,14 +15,13 @@ use rustc_hash::FxHashMap;
 use super::super::tier::Whose;
 use super::format::{
     Batch, Entry, Life, PAGE, Says, batch_header_pages, block_pages, decode_batch, decode_life, decode_table,
-    decode_trailer, digest, footer_pages,
+    decode_trailer, footer_pages,
 };
 use super::index::Location;
-use super::io::{FileId, Medium, Pages, Workers};
+use super::io::{FileId, Medium, Pages, Workers, holds};
 use super::log::{Log, Segment, Stage};
+use super::ring::Ring;
 use crate::error::Error;
-use crate::memory::checksum;
-use crate::types::Layout;
 
 /// One segment as it lies there.
 struct Scanned {
@@ -111,12 +110,8 @@ fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
 /// True if all bytes of an entry's block are as they were written.
 fn is_whole(medium: &dyn Medium, file: FileId, entry: &Entry) -> io::Result<bool> {
     let Says::Block(record, expected) = entry.says else { return Ok(true) };
-    let Layout { strip_bytes, .. } = record.layout;
     let pages = read_there(medium, file, entry.page, block_pages(record.layout))?;
-    Ok(pages.is_some_and(|pages| {
-        let strips = pages.bytes()[..record.layout.block_bytes()].chunks_exact(strip_bytes as usize);
-        digest(strips.map(checksum)) == expected
-    }))
+    Ok(pages.is_some_and(|pages| holds(&pages, record.layout, expected)))
 }
 
 /// When something was said: the segment's number, and the page.
@@ -134,6 +129,7 @@ impl Log {
     pub(super) fn recover(
         medium: Arc<dyn Medium>,
         threads: usize,
+        ring: Option<Ring>,
         notify: Arc<dyn Fn() + Send + Sync>,
         limit: u64,
         seed: u64,
@@ -145,8 +141,8 @@ impl Log {
                 medium.name()
             ))
         };
-        let mut log =
-            Self::empty(Workers::new(medium.clone(), threads, notify)?, limit, super::segment_bytes(limit), seed);
+        let workers = Workers::new(medium.clone(), threads, ring, notify)?;
+        let mut log = Self::empty(workers, limit, super::segment_bytes(limit), seed);
         let mut by_number = BTreeMap::new();
         for (file, bytes) in medium.list().map_err(failed)? {
             match scan(&*medium, file, bytes).map_err(failed)? {

@@ -385,6 +385,8 @@ impl World {
                 Output::Local { client, event } => self.events.push((name.clone(), client, event)),
                 Output::Report(report) => self.reports.push((name.clone(), report)),
                 Output::Flushed { number, ok } => self.flushed.push((name.clone(), number, ok)),
+                // Nobody who scrubs a tier is part of this world.
+                Output::Scrubbed { .. } => {}
                 Output::Dial { peer } => {
                     self.arrive(name, &peer.node.clone(), Control::Dialled { by: here.clone(), peer })
                 }
