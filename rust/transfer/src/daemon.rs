@@ -12,6 +12,7 @@
 
 mod asked;
 mod health;
+mod members;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -50,6 +51,8 @@ use crate::transport::lanes::Settings as LaneSettings;
 use crate::types::{ClientId, Incarnation, Layout, Nanos, NodeAddress, NodeId};
 use crate::wire;
 
+use members::Members;
+
 /// Happenings that may wait for the actor.
 const HAPPENINGS: usize = 4096;
 /// Happenings taken between two looks at the transport.
@@ -84,6 +87,10 @@ pub(crate) enum Happening {
     PeerGone { number: u64, peer: NodeAddress },
     /// No session came of a dial.
     DialFailed { peer: NodeAddress },
+    /// A listed member, by its place in the list, is reached.
+    MemberUp { at: usize, peer: NodeAddress },
+    /// It is not any more, or was not.
+    MemberGone { at: usize },
     /// The conductor's endpoint is reached.
     ConductorUp { link: Link },
     /// It is not any more.
@@ -592,6 +599,7 @@ struct Actor {
     awaiting_quiet: Vec<Weak<Wake>>,
     /// To be told when a flush of the SSDs is over, by its number.
     awaiting_flush: BTreeMap<u64, SyncSender<bool>>,
+    members: Members,
 }
 
 struct Peer {
@@ -623,10 +631,12 @@ impl Actor {
             inputs: VecDeque::new(),
             awaiting_quiet: Vec::new(),
             awaiting_flush: BTreeMap::new(),
+            members: Members::new(&config.peers),
         }
     }
 
     fn run(mut self, inbox: &Receiver<Happening>) {
+        self.list_members();
         let mut ticked = now();
         loop {
             let tick = ticked + TICK.as_nanos() as u64;
@@ -648,6 +658,7 @@ impl Actor {
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
+                self.dial_members();
             }
             self.tell_quiet();
         }
@@ -714,6 +725,8 @@ impl Actor {
                     self.feed(Input::PeerDown { peer });
                 }
             }
+            Happening::MemberUp { at, peer } => self.member_up(at, peer),
+            Happening::MemberGone { at } => self.member_gone(at),
             Happening::ConductorUp { link } => {
                 self.conductor = Some(link);
                 let hello = DaemonReport::Hello {

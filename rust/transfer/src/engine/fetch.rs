@@ -18,6 +18,7 @@ use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Kind, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
 use super::Engine;
+use super::copying::ENGINE;
 use super::stores::Store;
 
 /// A block in a store: what a flight brings. One flight has it at a time.
@@ -446,6 +447,7 @@ impl Engine {
 
     fn tell_found(&mut self, holder: Holder, index: u32, slot: SlotRef, peer: bool, medium: Medium) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, true),
             Some(client) => {
                 let found = Ok(Found { slot, peer, medium });
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
@@ -457,6 +459,7 @@ impl Engine {
 
     fn tell_lost(&mut self, holder: Holder, index: u32, refusal: Refusal) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, false),
             Some(client) => {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
             }

@@ -16,21 +16,23 @@ use std::sync::Arc;
 use crate::messages::{GrantMode, LocalEvent, Refusal};
 use crate::objects::catalog::{Catalog, Entry};
 use crate::objects::classes::Class;
+use crate::objects::hints::Head;
 use crate::objects::messages::{At, BATCH_LIMIT, ObjectEvent, ObjectRequest, Reserved, Wanted};
 use crate::pool::{Change, Granting, Holder, Wish};
 use crate::types::{BlockKey, ClientId, Medium, Owner, Tag};
 
 use super::Engine;
+use super::copying::ENGINE;
 
 /// The namespace of all objects: no digest of anything, which would be as probable as any other number.
 pub const NAMESPACE: u64 = u64::from_le_bytes(*b"objects\0");
 
 /// A block that is being written, or waits for its head.
 #[derive(Clone, Copy, Debug)]
-struct Block {
-    key: BlockKey,
-    store: usize,
-    committed: bool,
+pub(super) struct Block {
+    pub key: BlockKey,
+    pub store: usize,
+    pub committed: bool,
 }
 
 /// What a client writes under one name, by index of the block.
@@ -43,7 +45,7 @@ pub(super) struct Objects {
     /// Blocks reserved or pinned by puts under way, by client and the client's number.
     puts: BTreeMap<ClientId, BTreeMap<u64, Put>>,
     /// Of objects of more than one block, by the head's key: the others' keys, in their order.
-    chunks: HashMap<BlockKey, Vec<BlockKey>>,
+    pub chunks: HashMap<BlockKey, Vec<BlockKey>>,
     /// And back.
     heads: HashMap<BlockKey, BlockKey>,
 }
@@ -64,6 +66,19 @@ impl Objects {
         blocks
     }
 
+    /// A block that is fetched for a copy.
+    pub fn begin_copied(&mut self, put: u64, index: u32, block: Block) {
+        self.puts.entry(ENGINE).or_default().entry(put).or_default().insert(index, block);
+    }
+
+    /// It is here.
+    pub fn landed_copied(&mut self, put: u64, index: u32) {
+        let puts = self.puts.get_mut(&ENGINE);
+        if let Some(block) = puts.and_then(|puts| puts.get_mut(&put)?.get_mut(&index)) {
+            block.committed = true;
+        }
+    }
+
     /// True if nothing is under way.
     pub fn idle(&self) -> bool {
         self.puts.is_empty()
@@ -76,7 +91,7 @@ impl Objects {
 }
 
 /// Unique among all tags of a pool: workers' incarnations are times, and clients are numbered from 1.
-fn holder(client: ClientId, put: u64, index: u32) -> Holder {
+pub(super) fn holder(client: ClientId, put: u64, index: u32) -> Holder {
     Holder { client: Some(client), tag: Tag { request: put, attempt: index, worker: client } }
 }
 
@@ -90,8 +105,7 @@ impl Engine {
         let event = match request {
             ObjectRequest::Reserve { ticket, mut wanted } => {
                 wanted.truncate(BATCH_LIMIT);
-                let blocks = wanted.into_iter().map(|wanted| self.reserve(client, wanted)).collect();
-                ObjectEvent::Reserved { ticket, blocks }
+                return self.object_reserve(client, ticket, wanted);
             }
             ObjectRequest::Commit { ticket, blocks } => {
                 let stored = blocks.into_iter().map(|(put, index)| self.commit_block(client, put, index)).collect();
@@ -100,9 +114,17 @@ impl Engine {
             ObjectRequest::Abandon { puts } => {
                 return puts.into_iter().for_each(|put| self.abandon(client, put));
             }
-            ObjectRequest::Remove { ticket, keys } => {
-                let removed = keys.iter().map(|key| self.remove_object(key)).collect();
-                ObjectEvent::Removed { ticket, removed }
+            ObjectRequest::Remove { ticket, mut keys } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.object_remove(client, ticket, keys);
+            }
+            ObjectRequest::Copies { ticket, mut keys, wanted } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.object_copies(client, ticket, keys, wanted);
+            }
+            ObjectRequest::Contains { ticket, mut keys } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.object_exists(client, ticket, &keys);
             }
             ObjectRequest::Damaged { blocks } => {
                 return blocks.into_iter().for_each(|block| self.damaged(block));
@@ -110,7 +132,6 @@ impl Engine {
             // These are answered from the catalog, by whoever has the client's connection.
             ObjectRequest::Pin { .. }
             | ObjectRequest::Release { .. }
-            | ObjectRequest::Contains { .. }
             | ObjectRequest::List { .. }
             | ObjectRequest::Arena { .. }
             | ObjectRequest::Stats { .. } => return,
@@ -120,13 +141,14 @@ impl Engine {
 
     /// The client's process is dead, or has let go.
     pub(super) fn object_client_gone(&mut self, client: ClientId) {
+        self.client_quests_gone(client);
         let puts = self.objects.puts.get(&client).into_iter().flat_map(BTreeMap::keys);
         for put in puts.copied().collect::<Vec<_>>() {
             self.abandon(client, put);
         }
     }
 
-    fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {
+    pub(super) fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {
         let Wanted { put, class, key, parent, index } = wanted;
         let Some(class) = Class::new(class) else { return Reserved::Refused(Refusal::Protocol) };
         if let Some(puts) = self.objects.puts.get(&client) {
@@ -191,6 +213,13 @@ impl Engine {
             }
             return true;
         }
+        self.claim_over(client, put, true);
+        self.keep_put(client, put, key);
+        true
+    }
+
+    /// Ends a put whose head is readable: from now on its blocks hang together.
+    pub(super) fn keep_put(&mut self, client: ClientId, put: u64, key: BlockKey) {
         let blocks = self.objects.take(client, put).unwrap_or_default();
         let chunks: Vec<BlockKey> = blocks.values().skip(1).map(|block| block.key).collect();
         if !chunks.is_empty() {
@@ -198,11 +227,11 @@ impl Engine {
             self.objects.chunks.insert(key, chunks);
         }
         self.end_put(client, put, &blocks);
-        true
     }
 
     /// Ends a put whose head was not committed.
-    fn abandon(&mut self, client: ClientId, put: u64) {
+    pub(super) fn abandon(&mut self, client: ClientId, put: u64) {
+        self.claim_over(client, put, false);
         let Some(blocks) = self.objects.take(client, put) else { return };
         for (&index, block) in blocks.iter().filter(|(_, block)| block.committed) {
             if let Some(store) = self.stores.get_mut(block.store)
@@ -223,7 +252,7 @@ impl Engine {
         }
     }
 
-    fn remove_object(&mut self, key: &BlockKey) -> bool {
+    pub(super) fn remove_object(&mut self, key: &BlockKey) -> bool {
         let Some(Entry { region, slot, head: true }) = self.objects.catalog.find(key) else { return false };
         let removed = self.unpublish((region, slot));
         // Twice in one message: the second time it is gone.
@@ -260,26 +289,40 @@ impl Engine {
     /// Takes what has changed among objects into the catalog. What lost a part loses the rest.
     pub(super) fn note_objects(&mut self) {
         loop {
-            let mut gone = Vec::new();
+            let (mut gone, mut unwanted) = (Vec::new(), Vec::new());
             for store in self.stores.iter_mut().filter(|store| store.objects) {
                 for change in store.pool.take_changes() {
                     match change {
                         Change::Stored(place) => {
                             // One that was removed again within the same input has no slot; its removal follows.
-                            if let Some(slot) = store.pool.find(&place.key) {
-                                let entry = Entry { region: store.region, slot, head: place.position == 0 };
-                                self.objects.catalog.insert(place.key, entry);
+                            let Some(slot) = store.pool.find(&place.key) else { continue };
+                            let head = place.position == 0;
+                            if head && self.cluster.hints.was_removed(&place.key, &place.parent) {
+                                // It was on its way here when it was removed from all nodes.
+                                unwanted.push((store.region, slot));
+                                continue;
+                            }
+                            self.objects.catalog.insert(place.key, Entry { region: store.region, slot, head });
+                            if let Some(class) = Class::of(store.arena.layout()).filter(|_| head) {
+                                let (key, value, class) = (place.key, place.parent, class.number());
+                                self.cluster.note(Head { key, value, class }, true);
                             }
                         }
                         Change::Removed(key) => {
-                            self.objects.catalog.remove(&key);
+                            if self.objects.catalog.remove(&key).is_some_and(|entry| entry.head) {
+                                // Which it was, does not matter.
+                                self.cluster.note(Head { key, value: key, class: 0 }, false);
+                            }
                             gone.push(key);
                         }
                     }
                 }
             }
-            if gone.is_empty() {
+            if gone.is_empty() && unwanted.is_empty() {
                 return;
+            }
+            for block in unwanted {
+                self.unpublish(block);
             }
             for key in gone {
                 let head = self.objects.heads.remove(&key).unwrap_or(key);

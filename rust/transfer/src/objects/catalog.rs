@@ -66,6 +66,8 @@ pub struct Catalog {
     capacity: u64,
     hits: AtomicU64,
     misses: AtomicU64,
+    /// Other nodes may have what is not here.
+    elsewhere: AtomicBool,
 }
 
 impl Catalog {
@@ -82,6 +84,7 @@ impl Catalog {
             capacity,
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
+            elsewhere: AtomicBool::new(false),
         })
     }
 
@@ -117,6 +120,11 @@ impl Catalog {
     /// Where these are.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<Option<Medium>> {
         keys.iter().map(|key| self.find(key).map(|_| Medium::Dram)).collect()
+    }
+
+    /// True if other nodes may have what is not here.
+    pub fn is_elsewhere(&self) -> bool {
+        self.elsewhere.load(Relaxed)
     }
 
     /// Some objects whose names begin so, from `from` on; and where to go on, if there may be more. In no order; one that
@@ -182,6 +190,11 @@ impl Catalog {
     }
 
     // -- for the engine ------------------------------------------------------------------------------------------------
+
+    /// Whether other nodes may have what is not here.
+    pub fn set_elsewhere(&self, elsewhere: bool) {
+        self.elsewhere.store(elsewhere, Relaxed);
+    }
 
     /// There are objects in this arena.
     pub fn add_arena(&self, region: RegionId, arena: Arc<Arena>) {

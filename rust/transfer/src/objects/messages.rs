@@ -24,7 +24,7 @@ pub struct Wanted {
     /// Number of its class.
     pub class: u8,
     pub key: BlockKey,
-    /// The block before it in the value; all zero for the head.
+    /// The block before it in the value; for the head what was drawn for this put, by which values of one name differ.
     pub parent: BlockKey,
     /// Which block of the value; 0 is the head.
     pub index: u32,
@@ -76,7 +76,7 @@ pub struct ObjectStats {
 }
 
 /// From a client. The first kinds are answered by the thread that receives them, from the catalog; the others by the
-/// engine.
+/// engine, and so is `Contains` if something may be on other nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ObjectRequest {
     /// Pins those of these blocks that are here. They have nothing to do with each other. `names`: they are heads, and
@@ -100,6 +100,8 @@ pub enum ObjectRequest {
     Abandon { puts: Vec<u64> },
     /// Forgets objects, by the keys of their heads. Who reads one reads on.
     Remove { ticket: Ticket, keys: Vec<BlockKey> },
+    /// Sees to it that so many nodes have each of these, by the keys of their heads.
+    Copies { ticket: Ticket, keys: Vec<BlockKey>, wanted: u32 },
     /// What lies here is damaged, or its rest is missing: it is found no more. Not answered.
     Damaged { blocks: Vec<At> },
 }
@@ -155,10 +157,16 @@ pub enum ObjectEvent {
         ticket: Ticket,
         stored: Vec<bool>,
     },
-    /// Per key: whether there was one.
+    /// Per key: whether there was one. `missing`: members that could not be told to forget theirs.
     Removed {
         ticket: Ticket,
         removed: Vec<bool>,
+        missing: Vec<String>,
+    },
+    /// Per key: how many nodes have it.
+    Copies {
+        ticket: Ticket,
+        copies: Vec<u32>,
     },
 }
 
@@ -175,7 +183,8 @@ impl ObjectEvent {
             | Self::Stats { ticket, .. }
             | Self::Reserved { ticket, .. }
             | Self::Committed { ticket, .. }
-            | Self::Removed { ticket, .. } => *ticket,
+            | Self::Removed { ticket, .. }
+            | Self::Copies { ticket, .. } => *ticket,
         }
     }
 }

@@ -7,15 +7,21 @@
 //! | `catalog` | which objects are here, and how are they read without the engine? |
 //! | `reader` | the daemon's side of reads |
 //! | `engine/objects` | the daemon's side of writes |
+//! | `homes`, `hints` | across nodes: whose word on a name counts, and what does it know? |
+//! | `talk` | what do daemons say? |
+//! | `engine/cluster`, `quests`, `copying` | what follows |
 //! | `pool`, `road` | the client |
 //!
 //! `pool` and `road` are shells, beside `client`; the engine uses the others.
 
 pub mod catalog;
 pub mod classes;
+pub mod hints;
+pub mod homes;
 pub mod messages;
 pub mod pool;
 pub mod reader;
 pub mod road;
+pub mod talk;
 
 pub use pool::{Pool, Value};

@@ -79,7 +79,11 @@ pub fn read_only(catalog: &Arc<Catalog>, request: ObjectRequest) -> Result<Objec
     match request {
         ObjectRequest::Contains { ticket, mut keys } => {
             keys.truncate(BATCH_LIMIT);
-            Ok(ObjectEvent::Contained { ticket, found: catalog.contains(&keys) })
+            let found = catalog.contains(&keys);
+            if catalog.is_elsewhere() && found.contains(&None) {
+                return Err(ObjectRequest::Contains { ticket, keys });
+            }
+            Ok(ObjectEvent::Contained { ticket, found })
         }
         ObjectRequest::List { ticket, prefix, from, limit } => {
             let (objects, next) = catalog.list(&prefix, from, limit.clamp(1, LIST_LIMIT) as usize);
