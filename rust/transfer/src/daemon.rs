@@ -290,7 +290,7 @@ impl Daemon {
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
         let (happenings, catalog) = (self.shared.happenings.clone(), self.shared.catalog.clone());
-        Ok(Pool::inside(happenings, client, mailbox, catalog, object_key))
+        Pool::inside(happenings, client, mailbox, catalog, object_key)
     }
 
     /// All counters by Prometheus sample name.

@@ -55,7 +55,7 @@ use cluster::Cluster;
 use copies::Job;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
-use objects::Objects;
+use objects::{Objects, is_object};
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
 use serve::Serving;
@@ -281,7 +281,9 @@ impl Engine {
     pub fn with_tier(node: NodeAddress, settings: Settings, tier: Box<dyn Tier>) -> Self {
         let behind = Behind::new(tier);
         let next_sequence = behind.count();
-        Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) }
+        let mut engine = Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) };
+        engine.recover_objects();
+        engine
     }
 
     /// Reacts to one input at `now` (monotonic). Outputs are appended in the order in which they are to be carried out.
@@ -469,11 +471,13 @@ impl Engine {
                 self.refuse(client, tag, Refusal::TooLarge);
             }
         }
-        match self.stores.get_mut(at) {
-            // They stay in DRAM, see `engine/objects.rs`.
-            Some(store) if store.objects => self.objects.catalog.add_arena(store.region, store.arena.clone()),
-            Some(store) if self.behind.is_some() => store.pool.watch_hits(),
-            _ => {}
+        if let Some(store) = self.stores.get_mut(at) {
+            if store.objects {
+                self.objects.catalog.add_arena(store.region, store.arena.clone());
+            }
+            if self.behind.is_some() {
+                store.pool.watch_hits();
+            }
         }
         Ok(at)
     }
@@ -617,6 +621,7 @@ impl Engine {
         self.redial_members();
         self.quests_late();
         self.copying_tick();
+        self.objects_tick();
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
@@ -634,7 +639,9 @@ impl Engine {
         self.look_at_tier();
         self.leave_on();
         self.flush_on();
+        self.write_held();
         self.clean_ahead();
+        self.give_up_room();
     }
 
     fn dump(&mut self) {
@@ -645,7 +652,7 @@ impl Engine {
         let stores = self.stores.iter().filter(|store| !store.objects);
         let published = stores.flat_map(|store| store.pool.published());
         let published = published.map(|place| (place, Medium::Dram));
-        let kept = self.tier_records().map(|record| (record.place, Medium::Ssd));
+        let kept = self.tier_records().filter(|record| !is_object(record)).map(|record| (record.place, Medium::Ssd));
         let all = published.chain(kept);
         let blocks: Vec<_> = all.map(|(place, medium)| (place.key, place.parent, place.position, medium)).collect();
         self.dumping = Some(Dump { sequence, part: 0, rest: blocks.into_iter() });

@@ -12,13 +12,14 @@ use std::collections::{BTreeMap, VecDeque};
 
 use crate::messages::PeerMessage;
 use crate::objects::catalog::Entry;
+use crate::objects::classes::Class;
 use crate::objects::hints::{Claim, Head, Heard, Hints, Member, SELF};
 use crate::objects::homes::{Homes, seed};
 use crate::objects::talk::{Permit, Spot, Talk};
-use crate::pool::Place;
 use crate::types::{BlockKey, ClientId, Nanos, NodeAddress, NodeId};
 
 use super::copying::Copying;
+use super::objects::is_object;
 use super::quests::Quest;
 use super::{Engine, Output, SECOND};
 
@@ -324,21 +325,33 @@ impl Engine {
 
     /// An object of this node.
     pub(super) fn own_head(&self, key: &BlockKey) -> Option<Head> {
-        let Entry { region, slot, head } = self.objects.catalog.find(key)?;
-        let store = self.stores.iter().find(|store| store.region == region)?;
-        let Place { parent: value, .. } = store.pool.published_within(slot.slot, 1).next()?.place;
-        let class = crate::objects::classes::Class::of(store.layout())?.number();
-        head.then_some(Head { key: *key, value, class })
+        let Entry { dram, head, class, .. } = self.objects.catalog.find(key).filter(|entry| entry.head)?;
+        let place = match dram {
+            Some((region, slot)) => {
+                let store = self.stores.iter().find(|store| store.region == region)?;
+                store.pool.published_within(slot.slot, 1).next()?.place
+            }
+            None => self.tier_record(key, class.layout())?.place,
+        };
+        head.then_some(Head { key: *key, value: place.parent, class: class.number() })
     }
 
     /// All of them.
     pub(super) fn own_heads(&self) -> Vec<Head> {
         let mut heads = Vec::new();
         for store in self.stores.iter().filter(|store| store.objects) {
-            let Some(class) = crate::objects::classes::Class::of(store.layout()) else { continue };
+            let Some(class) = Class::of(store.layout()) else { continue };
             let places = store.pool.published().filter(|place| place.position == 0);
             heads.extend(places.map(|place| Head { key: place.key, value: place.parent, class: class.number() }));
         }
+        let behind = self.tier_records().filter(|record| is_object(record) && record.place.position == 0);
+        let behind = behind.filter_map(|record| {
+            let (place, class) = (record.place, Class::of(record.layout)?);
+            // What is in DRAM too has been seen.
+            let entry = self.objects.catalog.find(&place.key)?;
+            entry.dram.is_none().then_some(Head { key: place.key, value: place.parent, class: class.number() })
+        });
+        heads.extend(behind);
         heads
     }
 

@@ -9,9 +9,10 @@
 
 use std::collections::BTreeMap;
 
-use crate::messages::{GrantMode, PeerMessage, Ticket};
+use crate::messages::{GrantMode, PeerMessage, Refusal, Ticket};
 use crate::objects::classes::Class;
 use crate::objects::hints::Head;
+use crate::objects::messages::{Wanted, chained};
 use crate::objects::talk::{Talk, ToCopy};
 use crate::pool::{Granting, Holder, Wish};
 use crate::types::{BlockKey, ClientId, Nanos, NodeAddress, NodeId, Owner};
@@ -36,6 +37,8 @@ const LEAVING: usize = 64;
 pub(super) enum Asker {
     Peer(NodeId, Ticket),
     Quest(u64),
+    /// A block that a client wants brought: which bring, and its place there.
+    Bring(u64, (usize, Wanted)),
 }
 
 /// An object on its way here.
@@ -52,7 +55,11 @@ struct Job {
     /// Blocks that are begun: those behind the head first, the head last.
     begun: usize,
     under_way: usize,
+    /// The head has come.
+    headed: bool,
     failed: bool,
+    /// There was no room.
+    full: bool,
 }
 
 impl Job {
@@ -111,12 +118,24 @@ impl Engine {
         for (place, ToCopy { head, parts, mut from }) in (0..).zip(objects) {
             from.retain(|node| *node != self.node.node);
             from.reverse();
-            // A value of a smaller class is one block.
-            let parts = if head.class < Class::LARGEST.number() { Some(Vec::new()) } else { parts };
+            // Most are one block.
+            let parts = if chained(&head.value, &head.value).0 == 1 { Some(Vec::new()) } else { parts };
             let failed =
                 self.draining || self.cluster.copying.jobs.len() >= WAITING || Class::new(head.class).is_none();
             let asker = asker.clone();
-            let job = Job { asker, place, head, from, asked: None, parts, begun: 0, under_way: 0, failed };
+            let job = Job {
+                asker,
+                place,
+                head,
+                from,
+                asked: None,
+                parts,
+                begun: 0,
+                under_way: 0,
+                headed: false,
+                failed,
+                full: false,
+            };
             let number = self.number();
             self.cluster.copying.jobs.insert(number, job);
         }
@@ -188,7 +207,7 @@ impl Engine {
         });
         let Some((key, store)) = held else {
             if let Some(job) = self.cluster.copying.jobs.get_mut(&number) {
-                job.failed = true;
+                (job.failed, job.full) = (true, true);
             }
             return;
         };
@@ -207,8 +226,9 @@ impl Engine {
         job.under_way -= 1;
         job.failed |= !good;
         self.cluster.copying.under_way -= 1;
+        job.headed |= good && index == 0;
         if good && index > 0 {
-            self.objects.landed_copied(number, index);
+            self.part_committed(ENGINE, number, index);
         }
     }
 
@@ -216,25 +236,37 @@ impl Engine {
         let Some(job) = self.cluster.copying.jobs.remove(&number) else { return };
         // What was removed meanwhile is gone with this.
         self.note_objects();
-        let good = self.own_head(&job.head.key) == Some(job.head);
-        if good && job.begun > 0 && !job.failed {
+        let here = self.own_head(&job.head.key) == Some(job.head);
+        let whole = here && !(job.failed || self.objects.is_broken(number));
+        if whole && job.headed {
             self.keep_put(ENGINE, number, job.head.key);
         } else {
+            if here && job.headed {
+                self.forget_block(&job.head.key);
+            }
             self.abandon(ENGINE, number);
         }
         // Who is told may ask its home at once.
         self.tell_homes();
-        self.tell_asker(&job.asker, vec![(job.place, good)]);
+        let refusal = if job.full { Refusal::Full } else { Refusal::Missing };
+        self.tell_asker(&job.asker, vec![(job.place, if whole { Ok(()) } else { Err(refusal) })]);
     }
 
-    fn tell_asker(&mut self, asker: &Asker, ended: Vec<(u32, bool)>) {
+    fn tell_asker(&mut self, asker: &Asker, ended: Vec<(u32, Result<(), Refusal>)>) {
+        let bits = |ended: &[(u32, Result<(), Refusal>)]| ended.iter().map(|(at, end)| (*at, end.is_ok())).collect();
         match asker {
             Asker::Peer(node, ticket) => {
-                self.say(node, PeerMessage::Objects(Talk::Copied { ticket: *ticket, ended }));
+                self.say(node, PeerMessage::Objects(Talk::Copied { ticket: *ticket, ended: bits(&ended) }));
             }
             Asker::Quest(number) => {
                 let me = self.node.node.clone();
+                let ended: Vec<(u32, bool)> = bits(&ended);
                 self.quest_copied(*number, &me, &ended);
+            }
+            Asker::Bring(bring, wanted) => {
+                for (_, end) in ended {
+                    self.bring_came(*bring, wanted, end);
+                }
             }
         }
     }

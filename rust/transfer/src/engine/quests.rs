@@ -38,6 +38,8 @@ pub(super) enum Goal {
     Remove { client: ClientId, ticket: Ticket, removed: Vec<bool>, missing: Vec<String> },
     /// See to it that so many nodes have each.
     Copies { client: ClientId, ticket: Ticket, wanted: u32, have: Vec<u32> },
+    /// Bring them here. Per key: its place in the bring.
+    Bring { client: ClientId, bring: u64, places: Vec<(usize, Wanted)> },
     /// See to it that another node has each.
     Leave { moved: u64 },
 }
@@ -48,7 +50,8 @@ impl Goal {
             Self::Exists { client, .. }
             | Self::Reserve { client, .. }
             | Self::Remove { client, .. }
-            | Self::Copies { client, .. } => Some(*client),
+            | Self::Copies { client, .. }
+            | Self::Bring { client, .. } => Some(*client),
             Self::Leave { .. } => None,
         }
     }
@@ -117,6 +120,12 @@ impl Engine {
     pub(super) fn object_copies(&mut self, client: ClientId, ticket: Ticket, keys: Vec<BlockKey>, wanted: u32) {
         let have = vec![0; keys.len()];
         self.begin_quest(Goal::Copies { client, ticket, wanted, have }, keys, Stage::Homes);
+    }
+
+    /// Brings objects here, from whoever has them.
+    pub(super) fn objects_come(&mut self, client: ClientId, bring: u64, places: Vec<(usize, Wanted)>) {
+        let keys = places.iter().map(|(_, wanted)| wanted.key).collect();
+        self.begin_quest(Goal::Bring { client, bring, places }, keys, Stage::Homes);
     }
 
     /// Sees to it that another node has each of these.
@@ -200,7 +209,7 @@ impl Engine {
                 Stage::All => match &mut quest.goal {
                     Goal::Remove { .. } => self.begin_removal(number, &mut quest),
                     Goal::Copies { .. } | Goal::Leave { .. } => self.begin_copies(number, &mut quest),
-                    Goal::Exists { .. } | Goal::Reserve { .. } => return self.end_quest(quest),
+                    Goal::Exists { .. } | Goal::Reserve { .. } | Goal::Bring { .. } => return self.end_quest(quest),
                 },
                 Stage::Removal | Stage::Copies => return self.end_quest(quest),
             }
@@ -248,10 +257,7 @@ impl Engine {
             let here = self.own_head(&head.key) == Some(head);
             for node in ranked.take(more) {
                 let parts = here.then(|| self.parts_of(&head.key));
-                let mut from = spot.holders.clone();
-                // Not all of the first one.
-                let turn = usize::from(head.key.0[8]) % from.len().max(1);
-                from.rotate_left(turn);
+                let from = from_turn(&head, spot.holders.clone());
                 let (objects, places) = orders.entry(node).or_default();
                 objects.push(ToCopy { head, parts, from });
                 places.push(Some(at));
@@ -310,6 +316,17 @@ impl Engine {
             }
             Goal::Copies { client, ticket, have, .. } => {
                 self.tell(client, LocalEvent::Objects(ObjectEvent::Copies { ticket, copies: have }));
+            }
+            Goal::Bring { bring, places, .. } => {
+                for (place, spot) in places.into_iter().zip(found) {
+                    match spot.head {
+                        Some(head) => {
+                            let from = from_turn(&head, spot.holders);
+                            self.take_copies(Asker::Bring(bring, place), vec![ToCopy { head, parts: None, from }]);
+                        }
+                        None => self.bring_came(bring, &place, Err(Refusal::Missing)),
+                    }
+                }
             }
             Goal::Leave { moved } => self.left_some(moved),
         }
@@ -446,6 +463,13 @@ impl Engine {
             self.unclaim(&home, key);
         }
     }
+}
+
+/// Holders in the order in which they are asked: not all of the first one.
+fn from_turn(head: &Head, mut holders: Vec<NodeId>) -> Vec<NodeId> {
+    let turn = usize::from(head.key.0[8]) % holders.len().max(1);
+    holders.rotate_left(turn);
+    holders
 }
 
 impl Cluster {

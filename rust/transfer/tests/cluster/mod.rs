@@ -9,7 +9,7 @@ use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{DaemonOrder, LocalEvent, LocalRequest, Refusal};
 use pyengine_transfer::objects::classes::{self, CHUNK, Class, Trailer, tail};
 use pyengine_transfer::objects::homes::Homes;
-use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted};
+use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted, chain, lone};
 use pyengine_transfer::objects::reader::{Answer, Reader};
 use pyengine_transfer::transport::sim::{Faults, World};
 use pyengine_transfer::types::{BlockKey, NodeAddress};
@@ -152,7 +152,7 @@ impl Cluster {
     }
 
     pub fn begin_reserve(&mut self, node: &str, name: u8, put: u64) -> u64 {
-        let (key, parent) = (name_key(name.into()), BlockKey([put as u8; 16]));
+        let (key, parent) = (name_key(name.into()), lone([put as u8; 12]));
         let wanted = Wanted { put: 1 << 40 | put, class: 0, key, parent, index: 0 };
         self.begin(node, |ticket| ObjectRequest::Reserve { ticket, wanted: vec![wanted] })
     }
@@ -187,7 +187,9 @@ impl Cluster {
         self.puts += 1;
         let (put, nonce) = (self.puts, nonce(name, value, self.puts));
         let class = if blocks > 1 { Class::LARGEST.number() } else { 0 };
-        let parent = |index| if index == 0 { BlockKey(nonce) } else { block_key(name, nonce, index - 1) };
+        let second = block_key(name, nonce, 1);
+        let head = if blocks == 1 { lone(nonce[4..].try_into().expect("12")) } else { chain(blocks, Some(&second)) };
+        let parent = |index| if index == 0 { head } else { block_key(name, nonce, index - 1) };
         let wanted = (0..blocks).map(|index| Wanted {
             put,
             class,
@@ -279,7 +281,8 @@ impl Cluster {
     /// Where a block lies.
     fn at(&self, node: &str, key: &BlockKey) -> Option<(Arc<Arena>, At)> {
         let entry = self.world.engine(node)?.catalog().find(key)?;
-        Some((self.arena(node, entry.region)?, (entry.region, entry.slot)))
+        let (region, slot) = entry.dram?;
+        Some((self.arena(node, region)?, (region, slot)))
     }
 
     /// Who has it.
