@@ -301,13 +301,14 @@ class Daemon:
         listen: str | None = None,
         socket: str | None = None,
         conductor: str | None = None,
+        peers: Sequence[str] = ...,
         transport: str = "auto",
         tls: bool = False,
         ssd_dirs: Sequence[str] = ...,
         ssd_bytes: int = 0,
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
-        conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers; tls: TCP is
+        conductor: address of a ReportEndpoint; peers: "host:port" of daemons that share objects; transport: "auto", "shm", "tcp" or "rdma" to peers; tls: TCP is
         encrypted, to peers and to the conductor, which must want the same; ssd_dirs: directories that keep blocks
         behind the arena and over restarts, one a device, with ssd_bytes in all. Raises GiveUpError for an impossible
         configuration (arena larger than memory, port in use, path too long), with what to do.
@@ -359,6 +360,7 @@ class ObjectPool:
     def get_into(self, keys: Sequence[_Key], buffers: Sequence[_Bytes]) -> list[int | None]: ...
     def exists(self, keys: Sequence[_Key]) -> list[bool]: ...
     def remove(self, keys: Sequence[_Key]) -> list[bool]: ...
+    def replicate(self, keys: Sequence[_Key], copies: int) -> list[int]: ...
     def list(
         self, prefix: _Key, cursor: tuple[int, bytes | None] | None, limit: int
     ) -> tuple[list[tuple[bytes, int]], tuple[int, bytes | None] | None]:
@@ -473,6 +475,7 @@ class ReportEndpoint:
     def fileno(self) -> int: ...
     def events(self) -> list[DaemonReport]: ...
     def order_dump(self, node: str) -> None: ...
+    def order_members(self, node: str, members: Sequence[NodeAddress]) -> None: ...
     def order_replicate(
         self, node: str, order: int, keys: _Bytes, parent: _Bytes, position: int, source: NodeAddress
     ) -> None: ...

@@ -102,6 +102,11 @@ impl ObjectPool {
         self.with(py, |pool| pool.remove(&names))
     }
 
+    fn replicate(&self, py: Python<'_>, keys: Vec<Name>, copies: u32) -> PyResult<Vec<u32>> {
+        let names = names(&keys);
+        self.with(py, |pool| pool.replicate(&names, copies))
+    }
+
     /// Some (key, bytes), and where the list goes on.
     #[expect(clippy::type_complexity, reason = "the tuple of the Python method")]
     fn list<'py>(

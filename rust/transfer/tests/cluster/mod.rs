@@ -9,7 +9,7 @@ use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{DaemonOrder, LocalEvent, LocalRequest, Refusal};
 use pyengine_transfer::objects::classes::{self, CHUNK, Class, Trailer, tail};
 use pyengine_transfer::objects::homes::Homes;
-use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted, chain, lone};
+use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Sighting, Wanted, chain, lone};
 use pyengine_transfer::objects::reader::{Answer, Reader};
 use pyengine_transfer::transport::sim::{Faults, World};
 use pyengine_transfer::types::{BlockKey, NodeAddress};
@@ -227,6 +227,50 @@ impl Cluster {
         match self.ask(node, |ticket| ObjectRequest::Commit { ticket, blocks: order }) {
             Some(ObjectEvent::Committed { stored, .. }) => Ok(Some(stored.ends_with(&[true]))),
             None => Ok(None),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The value's nonce, all of it verified; `None`: a miss.
+    pub fn get(&mut self, node: &str, name: u8) -> Option<[u8; 16]> {
+        let ticket = self.begin_get(node, name);
+        self.got(node, name, ticket)
+    }
+
+    /// The first half: it is brought, if it is not here.
+    pub fn begin_get(&mut self, node: &str, name: u8) -> Option<u64> {
+        let key = name_key(name.into());
+        match self.pin(node, key)? {
+            Sighting::Behind { class } => {
+                let wanted = Wanted { put: 0, class, key, parent: BlockKey([0; 16]), index: 0 };
+                Some(self.begin(node, |ticket| ObjectRequest::Bring { ticket, wanted: vec![wanted] }))
+            }
+            Sighting::Here(_) | Sighting::Missing => None,
+        }
+    }
+
+    pub fn got(&mut self, node: &str, name: u8, ticket: Option<u64>) -> Option<[u8; 16]> {
+        if let Some(ticket) = ticket {
+            match self.answer(node, ticket) {
+                Some(ObjectEvent::Brought { .. }) | None => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        match self.pin(node, name_key(name.into()))? {
+            // Pinned only to be looked at: what is verified is held as long.
+            Sighting::Here(_) => self.verify(node, name),
+            Sighting::Behind { .. } | Sighting::Missing => None,
+        }
+    }
+
+    /// Pins, and lets go again.
+    fn pin(&mut self, node: &str, key: BlockKey) -> Option<Sighting<At>> {
+        match self.ask(node, |ticket| ObjectRequest::Pin { ticket, keys: vec![key], names: true }) {
+            Some(ObjectEvent::Pinned { first, found, .. }) => {
+                self.begin(node, |_| ObjectRequest::Release { pins: vec![first] });
+                Some(found[0])
+            }
+            None => None,
             other => panic!("{other:?}"),
         }
     }
