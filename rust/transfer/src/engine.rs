@@ -244,7 +244,7 @@ impl Engine {
         let ended_opens = Remembered::new(settings.ended_tags);
         let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
         let objects = Objects::new(settings.dram_bytes);
-        let cluster = Cluster::new(settings.dram_bytes);
+        let cluster = Cluster::new(node.node.clone(), settings.dram_bytes);
         Self {
             node,
             settings,

@@ -225,6 +225,8 @@ pub enum Purpose {
     Engine { node: NodeAddress },
     /// The control connection of an rdma path, from that node and its life; numbered as lanes are.
     Rdma { node: NodeAddress, path: u64 },
+    /// A daemon that asks about names of objects, and nothing else.
+    Ask { node: NodeAddress },
     /// Whoever runs the daemon (unix socket only); see [`crate::admin`].
     Admin,
 }

@@ -9,11 +9,13 @@
 //! home that has heard so from all knows that what it does not know is nowhere.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::messages::PeerMessage;
+use crate::objects::book::Book;
 use crate::objects::catalog::Entry;
 use crate::objects::classes::Class;
-use crate::objects::hints::{Claim, Head, Heard, Hints, Member, SELF};
+use crate::objects::hints::{Claim, Head, Heard, Member, SELF};
 use crate::objects::homes::{Homes, seed};
 use crate::objects::talk::{Permit, Spot, Talk};
 use crate::types::{BlockKey, ClientId, Nanos, NodeAddress, NodeId};
@@ -64,14 +66,10 @@ pub(super) struct Cluster {
     strangers: Vec<String>,
     listed: Vec<NodeAddress>,
     ordered: Vec<NodeAddress>,
-    /// Who has joined, by number.
-    joined: BTreeMap<Member, NodeId>,
     numbers: Member,
-    /// Of this node and all who have joined; empty while no member is known.
-    pub homes: Homes,
+    book: Arc<RwLock<Book>>,
     /// Names the set of homes: two nodes with the same view have the same homes.
     view: u64,
-    pub hints: Hints,
     /// What the homes are to be told after this input.
     news: Vec<(Head, bool)>,
     tellings: BTreeMap<NodeId, Telling>,
@@ -84,23 +82,37 @@ pub(super) struct Cluster {
 impl Cluster {
     /// Nobody is known. Hints are bounded by what a node's memory can hold: names of the smallest objects that fill half of
     /// it, which costs about a fortieth of it.
-    pub fn new(dram_bytes: u64) -> Self {
+    pub fn new(me: NodeId, dram_bytes: u64) -> Self {
+        let hints = ((dram_bytes / 8192) as usize).max(1 << 16);
         Self {
             known: BTreeMap::new(),
             strangers: Vec::new(),
             listed: Vec::new(),
             ordered: Vec::new(),
-            joined: BTreeMap::new(),
             numbers: SELF,
-            homes: Homes::default(),
+            book: Arc::new(RwLock::new(Book::new(me, hints))),
             view: 0,
-            hints: Hints::new(((dram_bytes / 8192) as usize).max(1 << 16)),
             news: Vec::new(),
             tellings: BTreeMap::new(),
             claims: BTreeMap::new(),
             quests: BTreeMap::new(),
             copying: Copying::default(),
         }
+    }
+
+    /// What this node knows of names and their homes.
+    pub fn book(&self) -> RwLockReadGuard<'_, Book> {
+        self.book.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same, to be changed.
+    pub fn book_mut(&self) -> RwLockWriteGuard<'_, Book> {
+        self.book.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The home of a name.
+    pub fn home(&self, key: &BlockKey) -> Option<NodeId> {
+        self.book().homes.home(key).cloned()
     }
 
     /// True if there are no other nodes, and none are expected.
@@ -110,7 +122,7 @@ impl Cluster {
 
     /// Who has joined.
     pub fn others(&self) -> Vec<NodeId> {
-        self.joined.values().cloned().collect()
+        self.book().joined.values().map(|peer| peer.node.clone()).collect()
     }
 
     /// Where a member is that has joined.
@@ -128,17 +140,11 @@ impl Cluster {
         away.chain(self.strangers.iter().cloned()).collect()
     }
 
-    /// True if this node knows all that is held of the names whose home it is.
-    fn is_sure(&self) -> bool {
-        let told = |node: &NodeId| self.known.get(node).is_some_and(|known| known.told == Some(self.view));
-        self.hints.complete() && self.joined.values().all(told)
-    }
-
-    /// Who holds a name, by this home's hints.
-    fn hinted(&self, me: &NodeId, key: &BlockKey) -> Option<(Head, Vec<NodeId>)> {
-        let (head, holders) = self.hints.holders(key, |member| member == SELF || self.joined.contains_key(&member))?;
-        let name = |member: &Member| if *member == SELF { Some(me) } else { self.joined.get(member) };
-        Some((head, holders.iter().filter_map(name).cloned().collect()))
+    /// Whether all have told what they hold may have changed.
+    fn look_who_told(&self) {
+        let told = |peer: &NodeAddress| self.known.get(&peer.node).is_some_and(|known| known.told == Some(self.view));
+        let mut book = self.book_mut();
+        book.told = book.joined.values().all(told);
     }
 
     /// Who might be told of an object's coming and going.
@@ -161,6 +167,11 @@ impl Cluster {
 }
 
 impl Engine {
+    /// What this node knows of names and their homes, for other threads.
+    pub fn book(&self) -> Arc<RwLock<Book>> {
+        self.cluster.book.clone()
+    }
+
     // -- members -----------------------------------------------------------------------------------------------------
 
     /// The members that the shell keeps sessions with, and the addresses that it has not reached yet.
@@ -231,8 +242,10 @@ impl Engine {
             self.cluster.known.remove(node);
         }
         if number != SELF {
-            self.cluster.joined.remove(&number);
-            self.cluster.hints.forget(number);
+            let mut book = self.cluster.book_mut();
+            book.joined.remove(&number);
+            book.hints.forget(number);
+            drop(book);
             self.cluster.tellings.remove(node);
             self.homes_moved();
         }
@@ -242,7 +255,7 @@ impl Engine {
 
     fn joins(&mut self, node: &NodeId) {
         let Some(link) = self.links.get(node) else { return };
-        if self.cluster.joined.len() >= MEMBERS {
+        if self.cluster.book().joined.len() >= MEMBERS {
             return;
         }
         let (address, now) = (link.peer.clone(), self.now);
@@ -255,7 +268,8 @@ impl Engine {
         {
             cluster.numbers += 1;
             (known.number, known.told) = (cluster.numbers, None);
-            cluster.joined.insert(known.number, node.clone());
+            let (number, address) = (known.number, known.address.clone());
+            self.cluster.book_mut().joined.insert(number, address);
             self.homes_moved();
         }
     }
@@ -281,31 +295,31 @@ impl Engine {
     /// The set of homes may be another one now.
     fn homes_moved(&mut self) {
         let me = self.node.clone();
-        let cluster = &mut self.cluster;
-        let mut all: Vec<(NodeId, u64)> =
-            cluster.joined.values().map(|node| (node.clone(), cluster.known[node].address.incarnation)).collect();
-        all.push((me.node.clone(), me.incarnation));
+        let joined: Vec<NodeAddress> = self.cluster.book().joined.values().cloned().collect();
+        let mut all: Vec<(&NodeId, u64)> =
+            joined.iter().chain([&me]).map(|member| (&member.node, member.incarnation)).collect();
         all.sort_unstable();
-        let alone = cluster.is_alone();
-        let homes = Homes::new(all.iter().filter(|_| !alone).map(|(node, _)| node.clone()));
+        let alone = self.cluster.is_alone();
+        let homes = Homes::new(all.iter().filter(|_| !alone).map(|(node, _)| (*node).clone()));
         let mut text = String::new();
         all.iter().for_each(|(node, life)| text.push_str(&format!("{node} {life}\n")));
         let view = seed(&text);
-        self.objects.catalog.set_elsewhere(!self.cluster.joined.is_empty());
-        if (&homes, view) == (&self.cluster.homes, self.cluster.view) {
+        self.objects.catalog.set_elsewhere(!joined.is_empty());
+        if (&homes, view) == (&self.cluster.book().homes, self.cluster.view) {
             return;
         }
         self.cluster.view = view;
-        let before = std::mem::replace(&mut self.cluster.homes, homes);
-        let cluster = &mut self.cluster;
-        cluster.hints.keep(|key| cluster.homes.home(key) == Some(&me.node));
+        let mut book = self.cluster.book_mut();
+        let before = std::mem::replace(&mut book.homes, homes.clone());
+        book.hints.keep(|key| homes.home(key) == Some(&me.node));
+        drop(book);
+        self.cluster.look_who_told();
         // Whose home is another one now, that one is told; all of them that this was all.
-        for node in cluster.joined.values() {
-            let telling = cluster.tellings.entry(node.clone()).or_default();
-            telling.ended = false;
+        for peer in &joined {
+            self.cluster.tellings.entry(peer.node.clone()).or_default().ended = false;
         }
         for head in self.own_heads() {
-            let (old, new) = (before.home(&head.key), self.cluster.homes.home(&head.key));
+            let (old, new) = (before.home(&head.key), homes.home(&head.key));
             if old == new {
                 continue;
             }
@@ -363,7 +377,7 @@ impl Engine {
 
     /// An object was removed from the whole cluster: it goes, and does not come back. True: it was here.
     pub(super) fn remove_for_good(&mut self, key: BlockKey, value: BlockKey) -> bool {
-        self.cluster.hints.remove(key, value);
+        self.cluster.book_mut().hints.remove(key, value);
         self.drop_own(&key, &value)
     }
 
@@ -371,16 +385,17 @@ impl Engine {
 
     /// A member holds an object, or no more.
     fn hear(&mut self, member: Member, head: Head, here: bool) {
-        let cluster = &mut self.cluster;
+        let mut book = self.cluster.book_mut();
         if !here {
-            return cluster.hints.gone(member, &head.key);
+            return book.hints.gone(member, &head.key);
         }
-        cluster.hints.unclaim(member, &head.key);
-        let joined = &cluster.joined;
-        let heard = cluster.hints.here(member, head, |member| member == SELF || joined.contains_key(&member));
+        book.hints.unclaim(member, &head.key);
+        let heard = book.here(member, head);
+        drop(book);
         let Heard::Drop(value, members) = heard else { return };
         for member in members {
-            match self.cluster.joined.get(&member).cloned() {
+            let peer = self.cluster.book().joined.get(&member).map(|peer| peer.node.clone());
+            match peer {
                 Some(node) => {
                     let objects = vec![(head.key, value)];
                     self.say(&node, PeerMessage::Objects(Talk::Drop { objects }));
@@ -399,7 +414,7 @@ impl Engine {
         while !self.cluster.news.is_empty() {
             let mut told: BTreeMap<NodeId, Vec<(Head, bool)>> = BTreeMap::new();
             for (head, here) in std::mem::take(&mut self.cluster.news) {
-                match self.cluster.homes.home(&head.key).cloned() {
+                match self.cluster.home(&head.key) {
                     Some(node) if node == self.node.node => self.hear(SELF, head, here),
                     Some(node) => told.entry(node).or_default().push((head, here)),
                     None => {}
@@ -445,13 +460,15 @@ impl Engine {
         }
         let Some(number) = self.cluster.number(node) else { return };
         match talk {
-            Talk::Join => {}
+            // Those two have connections of their own.
+            Talk::Join | Talk::Exist { .. } | Talk::Existing { .. } => {}
             Talk::Told { news, all, heard } => {
                 news.into_iter().for_each(|(head, here)| self.hear(number, head, here));
                 if let Some(known) = self.cluster.known.get_mut(node)
                     && all.is_some()
                 {
                     known.told = all;
+                    self.cluster.look_who_told();
                 }
                 if heard {
                     self.say(node, PeerMessage::Objects(Talk::Heard));
@@ -466,7 +483,10 @@ impl Engine {
                 let permits = keys.iter().map(|key| self.permit(number, *key)).collect();
                 self.say(node, PeerMessage::Objects(Talk::Claimed { ticket, permits }));
             }
-            Talk::Unclaim { keys } => keys.iter().for_each(|key| self.cluster.hints.unclaim(number, key)),
+            Talk::Unclaim { keys } => {
+                let mut book = self.cluster.book_mut();
+                keys.iter().for_each(|key| book.hints.unclaim(number, key));
+            }
             Talk::Where { ticket, keys, own } => {
                 let spots = keys.iter().map(|key| if own { self.own_spot(key) } else { self.spot(key) }).collect();
                 self.say(node, PeerMessage::Objects(Talk::There { ticket, spots }));
@@ -498,9 +518,9 @@ impl Engine {
 
     /// As the home of a name: may a member put it?
     pub(super) fn permit(&mut self, member: Member, key: BlockKey) -> Permit {
-        let sure = self.cluster.is_sure();
-        let Cluster { hints, joined, .. } = &mut self.cluster;
-        match hints.claim(member, key, |member| member == SELF || joined.contains_key(&member)) {
+        let mut book = self.cluster.book_mut();
+        let sure = book.is_sure();
+        match book.claim(member, key) {
             Claim::Taken => Permit::Taken,
             Claim::Free if sure => Permit::Free,
             Claim::Free => Permit::Unsure,
@@ -509,12 +529,8 @@ impl Engine {
 
     /// What this node knows of a name, as its home.
     pub(super) fn spot(&self, key: &BlockKey) -> Spot {
-        let home = self.cluster.homes.home(key) == Some(&self.node.node);
-        let sure = home && self.cluster.is_sure() && !self.cluster.hints.claimed(key);
-        match self.cluster.hinted(&self.node.node, key) {
-            Some((head, holders)) => Spot { head: Some(head), holders, sure },
-            None => Spot { sure, ..self.own_spot(key) },
-        }
+        let spot = self.cluster.book().spot(key);
+        if spot.head.is_some() { spot } else { Spot { sure: spot.sure, ..self.own_spot(key) } }
     }
 
     /// What this node has of a name itself.
@@ -525,22 +541,21 @@ impl Engine {
 
     pub(super) fn check_cluster(&self) {
         let cluster = &self.cluster;
-        cluster.hints.check();
-        for (number, node) in &cluster.joined {
+        let book = cluster.book();
+        book.hints.check();
+        for (number, peer) in &book.joined {
+            let node = &peer.node;
             assert_eq!(cluster.number(node), Some(*number), "{node} has joined");
             assert!(self.links.get(node).is_some_and(|link| link.up), "{node} has joined without a session");
         }
         assert!(cluster.tellings.keys().all(|node| cluster.number(node).is_some()), "telling somebody who is gone");
         assert!(cluster.news.is_empty(), "news that nobody is told");
-        for (key, node) in cluster.claims.values() {
-            let up = *node == self.node.node || cluster.known.contains_key(node) || cluster.homes.home(key).is_some();
-            assert!(up, "a claim at nobody's: {key:?}");
-        }
+        let told = |peer: &NodeAddress| cluster.known[&peer.node].told == Some(cluster.view);
+        assert_eq!(book.told, book.joined.values().all(told), "who has told all");
         // This node knows of its own objects as well as of others'.
         for head in self.own_heads() {
-            let mine = cluster.homes.home(&head.key) == Some(&self.node.node);
-            if mine && cluster.hints.complete() {
-                let (hinted, holders) = cluster.hinted(&self.node.node, &head.key).expect("its home knows it");
+            if book.is_home(&head.key) && book.hints.complete() {
+                let (hinted, holders) = book.hinted(&head.key).expect("its home knows it");
                 let full = holders.len() >= 7;
                 assert!(hinted == head && (full || holders.contains(&self.node.node)), "{hinted:?} is not {head:?}");
             }

@@ -383,7 +383,7 @@ impl Engine {
                             // One that was removed again within the same input has no slot; its removal follows.
                             let Some(slot) = store.pool.find(&place.key) else { continue };
                             let head = place.position == 0;
-                            if head && self.cluster.hints.was_removed(&place.key, &place.parent) {
+                            if head && self.cluster.book().hints.was_removed(&place.key, &place.parent) {
                                 // It was on its way here when it was removed from all nodes.
                                 unwanted.push((store.region, slot));
                                 continue;

@@ -157,7 +157,7 @@ impl Engine {
                 quest.found[at].head = here;
                 continue;
             }
-            match self.cluster.homes.home(key).cloned() {
+            match self.cluster.home(key) {
                 None => quest.found[at] = self.spot(key),
                 Some(home) if home == self.node.node && stage == Stage::Claims => {
                     quest.permits[at] = self.permit(SELF, *key);
@@ -245,7 +245,8 @@ impl Engine {
         let mut orders: BTreeMap<NodeId, (Vec<ToCopy>, Vec<Option<usize>>)> = BTreeMap::new();
         for (at, spot) in quest.found.iter().enumerate() {
             let Some(head) = spot.head else { continue };
-            let ranked = self.cluster.homes.ranked(&head.key).into_iter().filter(|node| !spot.holders.contains(node));
+            let ranked =
+                self.cluster.book().homes.ranked(&head.key).into_iter().filter(|node| !spot.holders.contains(node));
             let more = match &mut quest.goal {
                 Goal::Copies { wanted, have, .. } => {
                     have[at] = spot.holders.len() as u32;
@@ -450,7 +451,7 @@ impl Engine {
 
     fn unclaim(&mut self, home: &NodeId, key: BlockKey) {
         if *home == self.node.node {
-            self.cluster.hints.unclaim(SELF, &key);
+            self.cluster.book_mut().hints.unclaim(SELF, &key);
         } else {
             self.say(home, PeerMessage::Objects(Talk::Unclaim { keys: vec![key] }));
         }
@@ -459,7 +460,7 @@ impl Engine {
     /// A put has ended. `told`: with an object, of which the name's home is told, and then the claim is over there.
     pub(super) fn claim_over(&mut self, client: ClientId, put: u64, told: bool) {
         let Some((key, home)) = self.cluster.claims.remove(&(client, put)) else { return };
-        if !(told && self.cluster.homes.home(&key) == Some(&home)) {
+        if !(told && self.cluster.home(&key).as_ref() == Some(&home)) {
             self.unclaim(&home, key);
         }
     }

@@ -15,7 +15,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rustc_hash::FxHashMap;
 
@@ -127,6 +127,19 @@ pub struct Catalog {
     misses: AtomicU64,
     /// Other nodes may have what is not here.
     elsewhere: AtomicBool,
+    /// Asks them, if somebody can.
+    look: OnceLock<Look>,
+}
+
+/// Asks other nodes whether these are anywhere; `None`: the engine is to be asked.
+type Ask = dyn Fn(&[BlockKey]) -> Option<Vec<bool>> + Send + Sync;
+
+struct Look(Box<Ask>);
+
+impl std::fmt::Debug for Look {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Look")
+    }
 }
 
 impl Catalog {
@@ -147,6 +160,7 @@ impl Catalog {
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             elsewhere: AtomicBool::new(false),
+            look: OnceLock::new(),
         })
     }
 
@@ -195,6 +209,16 @@ impl Catalog {
     /// True if other nodes may have what is not here.
     pub fn is_elsewhere(&self) -> bool {
         self.elsewhere.load(Relaxed)
+    }
+
+    /// Whether these, which are not here, are on other nodes; `None`: the engine is to be asked.
+    pub fn look_elsewhere(&self, keys: &[BlockKey]) -> Option<Vec<bool>> {
+        (self.look.get()?.0)(keys)
+    }
+
+    /// How other nodes are asked. Only the first counts.
+    pub fn set_look(&self, look: Box<Ask>) {
+        drop(self.look.set(Look(look)));
     }
 
     /// Some objects whose names begin so, from `from` on; and where to go on, if there may be more. In no order; one that

@@ -7,13 +7,14 @@
 //! | `catalog` | which objects are here, and how are they read without the engine? |
 //! | `reader` | the daemon's side of reads |
 //! | `engine/objects` | the daemon's side of writes, and of what lies on the SSD |
-//! | `homes`, `hints` | across nodes: whose word on a name counts, and what does it know? |
+//! | `homes`, `hints`, `book` | across nodes: whose word on a name counts, and what does it know? |
 //! | `talk` | what do daemons say? |
 //! | `engine/cluster`, `quests`, `copying` | what follows |
 //! | `pool`, `visit`, `copies`, `road` | the client |
 //!
 //! `pool`, `visit` and `road` are shells, beside `client`; the engine uses the others.
 
+pub mod book;
 pub mod catalog;
 pub mod classes;
 mod copies;

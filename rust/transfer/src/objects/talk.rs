@@ -72,6 +72,14 @@ pub enum Talk {
         ticket: Ticket,
         spots: Vec<Spot>,
     },
+    /// On a connection that is for this only: are these anywhere? Answered by the thread that has it.
+    Exist {
+        keys: Vec<BlockKey>,
+    },
+    /// Per key; `None`: the receiver of the question is not sure.
+    Existing {
+        found: Vec<Option<bool>>,
+    },
     /// These objects, by key and value, are to go, and must not come back.
     Remove {
         ticket: Ticket,
