@@ -175,10 +175,7 @@ class Pool:
     def batch_put(self, keys: Sequence[Key], values: Sequence[Any], copies: int = 1) -> list[bool]:
         """As `put`, for each. If some cannot be stored the others are, and the error of the first is raised: the same
         call may then be made again, as what is there is not stored twice."""
-        stored = self._native.put(keys, [_in_host_memory(value) for value in values])
-        if copies > 1:
-            self._native.replicate(keys, copies)
-        return stored
+        return self._native.put(keys, [_in_host_memory(value) for value in values], copies)
 
     def batch_get(self, keys: Sequence[Key]) -> list[View | None]:
         """As `get`, for each."""

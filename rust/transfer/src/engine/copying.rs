@@ -37,6 +37,7 @@ const LEAVING: usize = 64;
 pub(super) enum Asker {
     Peer(NodeId, Ticket),
     Quest(u64),
+    Nobody,
     /// A block that a client wants brought: which bring, and its place there.
     Bring(u64, (usize, Wanted)),
 }
@@ -263,6 +264,7 @@ impl Engine {
                 let ended: Vec<(u32, bool)> = bits(&ended);
                 self.quest_copied(*number, &me, &ended);
             }
+            Asker::Nobody => {}
             Asker::Bring(bring, wanted) => {
                 for (_, end) in ended {
                     self.bring_came(*bring, wanted, end);

@@ -162,6 +162,14 @@ impl Engine {
                 keys.truncate(BATCH_LIMIT);
                 return self.object_copies(client, ticket, keys, wanted);
             }
+            ObjectRequest::Spread { mut keys, wanted } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.objects_spread(keys, wanted);
+            }
+            ObjectRequest::Come { mut keys } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.objects_expected(keys);
+            }
             ObjectRequest::Contains { ticket, mut keys } => {
                 keys.truncate(BATCH_LIMIT);
                 return self.object_exists(client, ticket, &keys);

@@ -40,6 +40,10 @@ pub(super) enum Goal {
     Copies { client: ClientId, ticket: Ticket, wanted: u32, have: Vec<u32> },
     /// Bring them here. Per key: its place in the bring.
     Bring { client: ClientId, bring: u64, places: Vec<(usize, Wanted)> },
+    /// As `Copies`, told to nobody.
+    Spread { wanted: u32 },
+    /// Bring them here, told to nobody.
+    Come,
     /// See to it that another node has each.
     Leave { moved: u64 },
 }
@@ -52,7 +56,7 @@ impl Goal {
             | Self::Remove { client, .. }
             | Self::Copies { client, .. }
             | Self::Bring { client, .. } => Some(*client),
-            Self::Leave { .. } => None,
+            Self::Spread { .. } | Self::Come | Self::Leave { .. } => None,
         }
     }
 }
@@ -120,6 +124,22 @@ impl Engine {
     pub(super) fn object_copies(&mut self, client: ClientId, ticket: Ticket, keys: Vec<BlockKey>, wanted: u32) {
         let have = vec![0; keys.len()];
         self.begin_quest(Goal::Copies { client, ticket, wanted, have }, keys, Stage::Homes);
+    }
+
+    /// Begins what will be asked for.
+    pub(super) fn objects_spread(&mut self, keys: Vec<BlockKey>, wanted: u32) {
+        if !self.cluster.is_alone() {
+            self.begin_quest(Goal::Spread { wanted }, keys, Stage::Homes);
+        }
+    }
+
+    /// The same for what will be read.
+    pub(super) fn objects_expected(&mut self, keys: Vec<BlockKey>) {
+        let missing = |key: &BlockKey| self.objects.catalog.find(key).is_none();
+        let keys: Vec<BlockKey> = keys.into_iter().filter(missing).collect();
+        if self.objects.catalog.is_elsewhere() {
+            self.begin_quest(Goal::Come, keys, Stage::Homes);
+        }
     }
 
     /// Brings objects here, from whoever has them.
@@ -208,8 +228,8 @@ impl Engine {
                 }
                 Stage::All => match &mut quest.goal {
                     Goal::Remove { .. } => self.begin_removal(number, &mut quest),
-                    Goal::Copies { .. } | Goal::Leave { .. } => self.begin_copies(number, &mut quest),
-                    Goal::Exists { .. } | Goal::Reserve { .. } | Goal::Bring { .. } => return self.end_quest(quest),
+                    Goal::Copies { .. } | Goal::Spread { .. } | Goal::Leave { .. } => self.begin_copies(number, &mut quest),
+                    Goal::Exists { .. } | Goal::Reserve { .. } | Goal::Bring { .. } | Goal::Come => return self.end_quest(quest),
                 },
                 Stage::Removal | Stage::Copies => return self.end_quest(quest),
             }
@@ -252,6 +272,7 @@ impl Engine {
                     have[at] = spot.holders.len() as u32;
                     wanted.saturating_sub(have[at]) as usize
                 }
+                Goal::Spread { wanted } => wanted.saturating_sub(spot.holders.len() as u32) as usize,
                 Goal::Leave { .. } => usize::from(spot.holders == [me.clone()]),
                 _ => 0,
             };
@@ -329,6 +350,13 @@ impl Engine {
                     }
                 }
             }
+            Goal::Come => {
+                for head in found.into_iter().filter_map(|spot| Some((spot.head?, spot.holders))) {
+                    let (head, from) = (head.0, from_turn(&head.0, head.1));
+                    self.take_copies(Asker::Nobody, vec![ToCopy { head, parts: None, from }]);
+                }
+            }
+            Goal::Spread { .. } => {}
             Goal::Leave { moved } => self.left_some(moved),
         }
     }

@@ -10,6 +10,23 @@ use crate::error::Error;
 const COPY_PATIENCE: Duration = Duration::from_secs(3600);
 
 impl Pool {
+    /// As `put`, and returns when so many nodes have each, as far as that can be (`replicate` says of how many).
+    ///
+    /// # Errors
+    /// As `put`.
+    pub fn put_copies(
+        &self,
+        items: &[(&[u8], &[u8])],
+        copies: u32,
+    ) -> Result<Vec<Result<bool, Error>>, Error> {
+        let outcomes = self.put_for(items, copies)?;
+        if copies > 1 {
+            let names: Vec<&[u8]> = items.iter().map(|(name, _)| *name).collect();
+            self.replicate(&names, copies)?;
+        }
+        Ok(outcomes)
+    }
+
     /// Sees to it that so many nodes have each of these objects, the first ones in the order of the name's homes if more are
     /// needed. Per name: how many have it now; fewer than wanted if there are not so many nodes, or no room on them; 0: there
     /// is none.

@@ -170,6 +170,10 @@ pub enum ObjectRequest {
     Abandon { puts: Vec<u64> },
     /// Forgets objects, by the keys of their heads. Who reads one reads on.
     Remove { ticket: Ticket, keys: Vec<BlockKey> },
+    /// The same as `Copies`, which will follow for these, among others. Not answered.
+    Spread { keys: Vec<BlockKey>, wanted: u32 },
+    /// Heads of objects that other nodes may have, and that will be asked for soon: they may come already. Not answered.
+    Come { keys: Vec<BlockKey> },
     /// Sees to it that so many nodes have each of these, by the keys of their heads.
     Copies { ticket: Ticket, keys: Vec<BlockKey>, wanted: u32 },
     /// What lies here is damaged, or its rest is missing: it is found no more. Not answered.

@@ -27,11 +27,13 @@ use crate::mailbox::Mailbox;
 use crate::messages::Refusal;
 use crate::types::{BlockKey, ClientId, Medium};
 
-/// Bytes of slots that one client reserves at a time: enough that a round trip is little beside the copying, and little
-/// beside any pool.
-pub(super) const ROUND_BYTES: u64 = 32 << 20;
+/// Bytes of slots that one client reserves at a time, 32 of the largest: enough that a round trip is little beside the
+/// copying, and little beside any pool.
+pub(super) const ROUND_BYTES: u64 = 33 << 20;
 /// How often room is waited for in vain, or a block is brought that is evicted before it is pinned.
 pub(super) const TRIES: usize = 64;
+/// Bytes of values that are written before their copies begin: enough that a message is little beside them.
+const SPREAD_BYTES: usize = 4 << 20;
 /// How long a flush may take: what it waits for fails by itself far sooner, if it makes no headway.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(3600);
 
@@ -167,6 +169,15 @@ impl Pool {
     /// # Errors
     /// Bug: an impossible name; then nothing is stored. Retry: the daemon is gone.
     pub fn put(&self, items: &[(&[u8], &[u8])]) -> Result<Vec<Result<bool, Error>>, Error> {
+        self.put_for(items, 1)
+    }
+
+    /// As `put`; and copies of what is there already begin to go to as many nodes while the rest is written.
+    pub(super) fn put_for(
+        &self,
+        items: &[(&[u8], &[u8])],
+        copies: u32,
+    ) -> Result<Vec<Result<bool, Error>>, Error> {
         let mut outcomes: Vec<Result<bool, Error>> = vec![Ok(false); items.len()];
         let mut small = VecDeque::new();
         let mut large = Vec::new();
@@ -178,7 +189,7 @@ impl Pool {
         let mut waited = 0;
         while !small.is_empty() {
             let round = next_round(&mut small);
-            let outcome = self.put_round(&round, &mut outcomes);
+            let outcome = self.put_round(&round, copies, &mut outcomes);
             if outcome.is_err() {
                 self.road.tell(ObjectRequest::Abandon { puts: round.iter().map(|item| item.put).collect() });
             }
@@ -204,7 +215,12 @@ impl Pool {
     }
 
     /// Values of a block each. Returns how many were stored.
-    fn put_round(&self, round: &[Item<'_>], outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
+    fn put_round(
+        &self,
+        round: &[Item<'_>],
+        copies: u32,
+        outcomes: &mut [Result<bool, Error>],
+    ) -> Result<usize, Error> {
         let wanted = round.iter().map(|item| Wanted {
             put: item.put,
             class: item.class.number(),
@@ -213,7 +229,7 @@ impl Pool {
             index: 0,
         });
         let reserved = self.reserve(wanted.collect())?;
-        let mut written = Vec::new();
+        let (mut written, mut bytes, mut stored) = (Vec::new(), 0, 0);
         for (item, reserved) in round.iter().zip(reserved) {
             match reserved {
                 Reserved::There => outcomes[item.at] = Ok(false),
@@ -223,9 +239,20 @@ impl Pool {
                     let arena = self.road.arena(region)?;
                     classes::write(&arena, slot, item.value, &trailer)?;
                     written.push(item);
+                    bytes += item.value.len();
                 }
             }
+            if copies > 1 && bytes >= SPREAD_BYTES {
+                let keys = written.iter().map(|item| item.key).collect();
+                stored += self.commit_round(&std::mem::take(&mut written), outcomes)?;
+                self.road.tell(ObjectRequest::Spread { keys, wanted: copies });
+                bytes = 0;
+            }
         }
+        Ok(stored + self.commit_round(&written, outcomes)?)
+    }
+
+    fn commit_round(&self, written: &[&Item<'_>], outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
         let stored = self.commit(written.iter().map(|item| (item.put, 0)).collect())?;
         for (item, stored) in written.iter().zip(&stored) {
             outcomes[item.at] = Ok(*stored);
