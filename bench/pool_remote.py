@@ -1,9 +1,9 @@
 """Objects across two nodes: what `bench/pool.py` prints for another node over tcp.
 
 Two processes with a daemon each. remote put: a batch that the other node has, too, when the call returns. remote get: a
-batch that only the other one has, copied into buffers here. Both against Mooncake Store (the same batch to and from another
-process's memory) and against our own transfer engine, which moves the same bytes between registered memory, with checksums
-too. exists: a batch that only the other one has, against a bare round trip of as many bytes over tcp.
+batch that only the other one has, copied into buffers here. Both against Mooncake Store (the same batch to and from
+the memory of another process) and against our own transfer engine, which moves the same bytes between registered memory,
+with checksums too. exists: a batch that only the other one has, against a bare round trip of as many bytes over tcp.
 
 Every round has names of its own, as what is there is not put again and what was got is here. The contenders take turns,
 call by call, after some calls of each that do not count.
@@ -21,7 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -42,7 +42,8 @@ ROUNDS, QUICK_ROUNDS = 60, 15
 ASKED, TOLD = 32 * 16 + 48, 32 * 32 + 48
 
 #: One call's seconds.
-Contender = Callable[[int], float]
+Contender: TypeAlias = Callable[[int], float]
+Direction: TypeAlias = Literal["write", "read"]
 
 
 def rows(arguments: Namespace) -> None:
@@ -115,7 +116,7 @@ class Bench:
             ratio = result[name] / result["ours"]
             line("pool", f"{case} x32", result["ours"], "us", against=name, ratio=ratio, theirs=result[name])
 
-    def turns(self, ours: Contender, op: str, theirs: str) -> dict[str, float]:
+    def turns(self, ours: Contender, op: Direction, theirs: str) -> dict[str, float]:
         contenders: dict[str, Contender] = {"ours": ours, "engine": lambda number: self.engine.run(op, number)}
         if self.mooncake is not None:
             if theirs == "get":
@@ -148,7 +149,7 @@ def interleave(contenders: dict[str, Contender], rounds: int) -> dict[str, float
 
 
 class Engine:
-    """Our transfer engine, between the same two processes; memory as large as the pools', so that no side is in cache."""
+    """Our transfer engine, between the same two processes, with so much memory that no side is in cache."""
 
     SETS = 8
 
@@ -164,7 +165,7 @@ class Engine:
             for base in range(0, self.SETS * COUNT * MIB, COUNT * MIB)
         ]
 
-    def run(self, op: str, number: int) -> float:
+    def run(self, op: Direction, number: int) -> float:
         begun = time.perf_counter()
         self.engine.run(self.peer, op, self.batches[number % self.SETS])
         return time.perf_counter() - begun

@@ -308,10 +308,11 @@ class Daemon:
         ssd_bytes: int = 0,
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
-        conductor: address of a ReportEndpoint; peers: "host:port" of daemons that share objects; transport: "auto", "shm", "tcp" or "rdma" to peers; tls: TCP is
-        encrypted, to peers and to the conductor, which must want the same; ssd_dirs: directories that keep blocks
-        behind the arena and over restarts, one a device, with ssd_bytes in all. Raises GiveUpError for an impossible
-        configuration (arena larger than memory, port in use, path too long), with what to do.
+        conductor: address of a ReportEndpoint; peers: "host:port" of daemons that share objects; transport: "auto",
+        "shm", "tcp" or "rdma" to peers; tls: TCP is encrypted, to peers and to the conductor, which must want the same;
+        ssd_dirs: directories that keep blocks behind the arena and over restarts, one a device, with ssd_bytes in all.
+        Raises GiveUpError for an impossible configuration (arena larger than memory, port in use, path too long), with
+        what to do.
         """
     @property
     def address(self) -> NodeAddress: ...

@@ -11,10 +11,10 @@ An object is immutable until it is removed: `put` of a name that is there stores
 never changes under its reader, copies of an object on several nodes can never differ, and of several that put one name
 at once one wins. To replace one, remove it and put it anew; who has a view of the old one keeps it.
 
-With `peers` the pools of several nodes are one: what is put at any of them is found at all, and only one of several that
-put a name at once stores it. There is no master: each name has a home among the members, by its hash, which knows who has
-it. While members cannot reach each other puts go on: should two store different values under one name then, one of them
-stays when they meet, the same for all.
+With `peers` the pools of several nodes are one: what is put at any of them is found at all, and only one of several
+that put a name at once stores it. There is no master: each name has a home among the members, by its hash, which knows
+who has it. While members cannot reach each other puts go on: should two store different values under one name then, one
+of them stays when they meet, the same for all.
 
 A pool is a cache: when room is needed, what was used longest ago and is not in use goes. A miss is None or False, never
 an exception. Errors say what to do: RetryError (no room now, daemon gone), GiveUpError (larger than the pool, wrong
@@ -95,8 +95,8 @@ class Pool:
         socket: a path in a directory that only you can write, where other processes connect; None: they cannot.
         secret_file: the cluster's secret, which those who connect must know too; None: the socket's mode 0600 is all.
         node: the node's id, if it shall have one.
-        listen, peers: "host:port" where other nodes reach this pool, and those of all whose objects are shared, which may
-        name this one too. Each is dialled until it answers. Beyond loopback they need a secret_file, the same for all.
+        listen, peers: "host:port" where other nodes reach this pool, and those of all who share objects, which may name
+        this one too. Each is dialled until it answers. Beyond loopback they need a secret_file, the same for all.
         transport, tls: how objects travel to peers, see `TransferEngine`.
         Raises GiveUpError if that is impossible, with what to do.
         """
@@ -129,8 +129,8 @@ class Pool:
         """Stores a value. False: there is one of this name already, and it stays as it is.
 
         value: contiguous, with the buffer protocol, or a tensor in host memory; it must not change until this returns.
-        copies: on how many nodes it is when this returns. With fewer members, or no room on them, it is on as many as can
-        be; `replicate` says on how many.
+        copies: on how many nodes it is when this returns. With fewer members, or no room there, it is on fewer;
+        `replicate` says on how many.
         Raises RetryError if all that could go has gone and there is no room, GiveUpError if there never will be.
         """
         return self.batch_put([key], [value], copies)[0]
@@ -158,8 +158,8 @@ class Pool:
     def remove(self, key: Key) -> bool:
         """Forgets an object, on all nodes. False: there was none. Who has a view of it keeps it.
 
-        Raises RetryError if a member could not be told: it is removed elsewhere, and that one is told when it comes back,
-        as long as the name's home remembers it (65,536 removals). To be certain, ask again then.
+        Raises RetryError if a member could not be told: it is removed elsewhere, and that one is told when it comes
+        back, as long as the name's home remembers it (65,536 removals). To be certain, ask again then.
         """
         return self._native.remove([key])[0]
 

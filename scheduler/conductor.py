@@ -218,7 +218,7 @@ class Conductor:
         if isinstance(report, DaemonHello):
             self.cluster.daemon(report.node)
             members = self._members()
-            return members + [OrderDump(node)] if self.feed.on_hello(report, now) else members
+            return [*members, OrderDump(node)] if self.feed.on_hello(report, now) else members
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
         order = False
@@ -242,7 +242,8 @@ class Conductor:
 
     def _members(self) -> list[Action]:
         """The set of daemons is another one: all that are up are told, and find each other's objects."""
-        up = tuple(self.cluster.daemons[name].node for name in sorted(self.cluster.daemons) if self.cluster.daemons[name].up)
+        daemons = self.cluster.daemons
+        up = tuple(daemons[name].node for name in sorted(daemons) if daemons[name].up)
         return [OrderMembers(node.node, up) for node in up]
 
     def _on_replicated(self, report: Replicated, now: float) -> None:

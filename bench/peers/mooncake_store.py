@@ -1,6 +1,6 @@
-"""Mooncake Store over tcp, as its Python wheel gives it: a master, one process whose memory it is, and this one, a client.
+"""Mooncake Store over tcp, as its Python wheel gives it: a master, a process whose memory it is, and a client.
 
-Asked line by line (bench/peers/driver.py): {"op": "put"|"get"|"exists", "round": N} -> seconds of that batch. Each round of
+Asked line by line (bench/peers/driver.py): {"op": "put"|"get"|"exists", "round": N} -> seconds of that batch. A round of
 puts has names of its own, as a value that is there is not written again; gets and questions are for what an earlier round
 has put.
 """
@@ -63,7 +63,9 @@ def serve(client: Any) -> None:
     target = np.zeros_like(source)
     check(client.register_buffer(source.ctypes.data, source.nbytes))
     check(client.register_buffer(target.ctypes.data, target.nbytes))
-    places = {name: [side[row].ctypes.data for row in range(COUNT)] for name, side in (("put", source), ("get", target))}
+    places = {
+        name: [side[row].ctypes.data for row in range(COUNT)] for name, side in (("put", source), ("get", target))
+    }
     say(sys.stdout, "ready")
     for line in sys.stdin:
         question = json.loads(line)

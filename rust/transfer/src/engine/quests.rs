@@ -480,7 +480,8 @@ impl Engine {
     fn unclaim(&mut self, home: &NodeId, key: BlockKey) {
         if *home == self.node.node {
             self.cluster.book_mut().hints.unclaim(SELF, &key);
-        } else {
+        } else if self.cluster.address(home).is_some() {
+            // One who is gone has forgotten it.
             self.say(home, PeerMessage::Objects(Talk::Unclaim { keys: vec![key] }));
         }
     }
