@@ -29,6 +29,7 @@ from .events import (
     FromWorker,
     GatewayLost,
     OrderDump,
+    OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
@@ -225,7 +226,8 @@ class Conductor:
             if daemon is not None and daemon.node.incarnation != report.node.incarnation:
                 self.draining.end(node)
             self.cluster.daemon(report.node)
-            return [OrderDump(node)] if self.feed.on_hello(report, now) else []
+            members = self._members()
+            return [*members, OrderDump(node)] if self.feed.on_hello(report, now) else members
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
         order, actions = False, list[Action]()
@@ -246,8 +248,15 @@ class Conductor:
                 self.links.forget(node)
                 self.replicator.lost(node)
                 self.draining.end(node)
-                actions = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
+                moved = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
+                actions = [*self._members(), *moved]
         return [*actions, OrderDump(node)] if order else actions
+
+    def _members(self) -> list[Action]:
+        """The set of daemons is another one: all that are up are told, and find each other's objects."""
+        daemons = self.cluster.daemons
+        up = tuple(daemons[name].node for name in sorted(daemons) if daemons[name].up)
+        return [OrderMembers(node.node, up) for node in up]
 
     def _on_replicated(self, report: Replicated, now: float) -> list[Action]:
         drained = self.draining.done(report.order, report.stored, report.missing)

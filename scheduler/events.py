@@ -156,4 +156,12 @@ class TellMoved:
     left: int
 
 
-Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | TellMoved
+@dataclass(frozen=True, slots=True)
+class OrderMembers:
+    """The node's daemon shares objects with these, itself among them."""
+
+    node: str
+    members: tuple[Node, ...]
+
+
+Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderMembers | TellMoved

@@ -218,6 +218,8 @@ pub struct Held {
     pub serving: u64,
     /// Copies to peers.
     pub copies: u64,
+    /// Objects that only this node has, and that are to go to others.
+    pub leaving: u64,
     /// Slots that may still be written by who lost them.
     pub quarantine: u64,
 }
@@ -229,11 +231,13 @@ impl Held {
     }
 }
 
-/// What becomes of the blocks of a daemon that drains and that no other node has.
+/// What becomes of the blocks and objects of a daemon that drains and that no other node has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moving {
     /// Blocks that the conductor had other nodes copy.
     pub blocks: u64,
+    /// Objects that have gone to other nodes.
+    pub objects: u64,
     /// Blocks that are still to be copied.
     pub left: u64,
     /// No more are to be: all are elsewhere that anybody would miss, or there is no conductor who would have it done.

@@ -12,6 +12,8 @@
 
 mod asked;
 mod health;
+mod lines;
+mod members;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -19,7 +21,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -40,6 +42,7 @@ use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
+use crate::objects::book::Book;
 use crate::objects::catalog::Catalog;
 use crate::objects::pool::Pool;
 use crate::objects::reader::{Answer, Reader};
@@ -52,6 +55,9 @@ use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
 use crate::types::{ClientId, Incarnation, Layout, Nanos, NodeAddress, NodeId};
 use crate::wire;
+
+use lines::Lines;
+use members::Members;
 
 /// Happenings that may wait for the actor.
 const HAPPENINGS: usize = 4096;
@@ -87,6 +93,10 @@ pub(crate) enum Happening {
     PeerGone { number: u64, peer: NodeAddress },
     /// No session came of a dial.
     DialFailed { peer: NodeAddress },
+    /// A listed member, by its place in the list, is reached.
+    MemberUp { at: usize, peer: NodeAddress },
+    /// It is not any more, or was not.
+    MemberGone { at: usize },
     /// The conductor's endpoint is reached.
     ConductorUp { link: Link },
     /// It is not any more.
@@ -136,6 +146,8 @@ struct Shared {
     catalog: Arc<Catalog>,
     /// Whose turn it is to have the SSDs verified.
     scrubbing: Mutex<()>,
+    book: Arc<RwLock<Book>>,
+    lines: Lines,
     /// When it began, in [`now`]'s time.
     began: Nanos,
     /// True while connections are accepted.
@@ -197,11 +209,18 @@ impl Daemon {
             doors,
             catalog: engine.catalog().clone(),
             scrubbing: Mutex::default(),
+            book: engine.book(),
+            lines: Lines::default(),
             began: now(),
             listening: AtomicBool::new(!listeners.is_empty()),
             conductor: config.conductor.clone(),
             http: http.as_ref().map(|(_, bound)| bound.to_string()),
         });
+        let weak = Arc::downgrade(&shared);
+        shared.catalog.set_look(Box::new(move |keys| {
+            let shared = weak.upgrade()?;
+            shared.lines.look(&shared, &shared.book, keys)
+        }));
         let mover = Mover::new(transports, mover::Settings::default());
         let actor = Actor::new(shared.clone(), engine, mover, config, rung);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
@@ -290,7 +309,7 @@ impl Daemon {
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
         let (happenings, catalog) = (self.shared.happenings.clone(), self.shared.catalog.clone());
-        Ok(Pool::inside(happenings, client, mailbox, catalog, object_key))
+        Pool::inside(happenings, client, mailbox, catalog, object_key)
     }
 
     /// All counters by Prometheus sample name.
@@ -412,12 +431,20 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node }
+        | Purpose::Engine { node }
+        | Purpose::Ask { node }
+        | Purpose::Lane { node, .. }
+        | Purpose::Rdma { node, .. }
             if !local && node.node == shared.me.node =>
         {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node }
+        | Purpose::Engine { node }
+        | Purpose::Ask { node }
+        | Purpose::Lane { node, .. }
+        | Purpose::Rdma { node, .. }
             if !local && !shared.doors.knows(&node) =>
         {
             connection.refuse(STALE);
@@ -426,6 +453,7 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             connection.welcome();
             serve_peer(shared, connection, number, &node, link, false);
         }
+        Purpose::Ask { node } if !local => shared.lines.serve(&shared.book, connection, &node.node, link),
         Purpose::Engine { node } if !local => {
             connection.welcome();
             serve_engine(connection, &node, link);
@@ -606,6 +634,7 @@ struct Actor {
     awaiting_flush: BTreeMap<u64, SyncSender<bool>>,
     /// To be told what a step of a scrub has found, by its number.
     awaiting_scrub: BTreeMap<u64, SyncSender<Verified>>,
+    members: Members,
 }
 
 struct Peer {
@@ -638,10 +667,12 @@ impl Actor {
             awaiting_quiet: Vec::new(),
             awaiting_flush: BTreeMap::new(),
             awaiting_scrub: BTreeMap::new(),
+            members: Members::new(&config.peers),
         }
     }
 
     fn run(mut self, inbox: &Receiver<Happening>) {
+        self.list_members();
         let mut ticked = now();
         loop {
             let tick = ticked + TICK.as_nanos() as u64;
@@ -663,6 +694,7 @@ impl Actor {
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
+                self.dial_members();
             }
             self.tell_quiet();
         }
@@ -729,6 +761,8 @@ impl Actor {
                     self.feed(Input::PeerDown { peer });
                 }
             }
+            Happening::MemberUp { at, peer } => self.member_up(at, peer),
+            Happening::MemberGone { at } => self.member_gone(at),
             Happening::ConductorUp { link } => {
                 self.conductor = Some(link);
                 let hello = DaemonReport::Hello {
@@ -777,6 +811,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
+        self.shared.lines.forget(node);
         self.shared.doors.close(node, peer.address.incarnation.saturating_add(1), "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }

@@ -19,13 +19,16 @@
 
 mod admin;
 mod behind;
+mod cluster;
 mod copies;
+mod copying;
 mod drain;
 mod fetch;
 mod grants;
 mod objects;
 mod pace;
 mod push;
+mod quests;
 mod replicate;
 mod scrub;
 mod serve;
@@ -52,6 +55,7 @@ pub use copies::Copied;
 pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
+use cluster::Cluster;
 use copies::Job;
 use drain::Drain;
 use fetch::{Aim, Fetch, Flight};
@@ -82,6 +86,9 @@ pub enum Input {
     Completed(Vec<Copied>),
     /// The conductor ordered something.
     Order(DaemonOrder),
+    /// Who shares objects with this node: those with whom the shell keeps sessions, and the addresses of those that it has
+    /// not reached yet.
+    Members { known: Vec<NodeAddress>, strangers: Vec<String> },
     /// What was reported has gone out, or most of it: there is room for more of a dump; see [`Engine::is_dumping`].
     DumpOn,
     /// The medium behind the arena has something to do or to tell.
@@ -215,6 +222,7 @@ pub struct Engine {
     out: Vec<Output>,
     stores: Stores,
     objects: Objects,
+    cluster: Cluster,
     clients: BTreeMap<ClientId, Client>,
     links: BTreeMap<NodeId, Link>,
     /// Who writes, or waits for, grants of this pool.
@@ -254,6 +262,7 @@ impl Engine {
         let ended_opens = Remembered::new(settings.ended_tags);
         let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
         let objects = Objects::new(settings.dram_bytes);
+        let cluster = Cluster::new(node.node.clone(), settings.dram_bytes);
         Self {
             node,
             settings,
@@ -261,6 +270,7 @@ impl Engine {
             out: Vec::new(),
             stores,
             objects,
+            cluster,
             clients: BTreeMap::new(),
             links: BTreeMap::new(),
             visits: BTreeMap::new(),
@@ -290,7 +300,9 @@ impl Engine {
     pub fn with_tier(node: NodeAddress, settings: Settings, tier: Box<dyn Tier>) -> Self {
         let behind = Behind::new(tier);
         let next_sequence = behind.count();
-        Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) }
+        let mut engine = Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) };
+        engine.recover_objects();
+        engine
     }
 
     /// Reacts to one input at `now` (monotonic). Outputs are appended in the order in which they are to be carried out.
@@ -326,6 +338,8 @@ impl Engine {
                 self.replicate(order, keys, parent, position, from);
             }
             Input::Order(DaemonOrder::Moved { blocks, left }) => self.moved_elsewhere(blocks, left),
+            Input::Order(DaemonOrder::Members { members }) => self.order_members(members),
+            Input::Members { known, strangers } => self.list_members(known, strangers),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
@@ -477,11 +491,13 @@ impl Engine {
                 self.refuse(client, tag, Refusal::TooLarge);
             }
         }
-        match self.stores.get_mut(at) {
-            // They stay in DRAM, see `engine/objects.rs`.
-            Some(store) if store.objects => self.objects.catalog.add_arena(store.region, store.arena.clone()),
-            Some(store) if self.behind.is_some() => store.pool.watch_hits(),
-            _ => {}
+        if let Some(store) = self.stores.get_mut(at) {
+            if store.objects {
+                self.objects.catalog.add_arena(store.region, store.arena.clone());
+            }
+            if self.behind.is_some() {
+                store.pool.watch_hits();
+            }
         }
         Ok(at)
     }
@@ -555,6 +571,7 @@ impl Engine {
         }
         self.links.insert(peer.node.clone(), link);
         self.fetches_begin(&peer.node);
+        self.member_up(&peer.node);
     }
 
     fn peer_down(&mut self, peer: &NodeAddress) {
@@ -568,6 +585,7 @@ impl Engine {
         self.visitors_lost(&peer.node);
         self.servings_lost(&peer.node);
         self.fetches_lost(&peer.node);
+        self.member_down(&peer.node);
     }
 
     fn peer(&mut self, peer: &NodeId, message: PeerMessage) {
@@ -592,6 +610,7 @@ impl Engine {
                     self.fail_open(tag, Refusal::Ended, false);
                 }
             }
+            PeerMessage::Objects(talk) => self.talk(peer, talk),
             PeerMessage::Fetch { ticket, region, layout, blocks } => self.serve(peer, ticket, region, layout, blocks),
             PeerMessage::Fetched { ticket, place, copied } => self.peer_fetched(peer, ticket, place, copied),
             PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
@@ -618,6 +637,10 @@ impl Engine {
         }
         self.visits_late();
         self.fetches_late();
+        self.redial_members();
+        self.quests_late();
+        self.copying_tick();
+        self.objects_tick();
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
@@ -636,7 +659,9 @@ impl Engine {
         self.look_at_tier();
         self.leave_on();
         self.flush_on();
+        self.write_held();
         self.clean_ahead();
+        self.give_up_room();
     }
 
     fn dump(&mut self) {
@@ -689,9 +714,11 @@ impl Engine {
             self.granted(holder, slots);
         }
         self.prefetch_on();
+        self.copying_on();
         self.send_asks();
         self.write_hits();
         self.report_changes();
+        self.tell_homes();
         self.pump();
     }
 
@@ -728,6 +755,7 @@ impl Engine {
             self.clients.iter().filter(|(_, known)| !known.tags.is_empty()).map(|client| format!("owed {client:?}")),
         );
         all.extend(self.objects.unfinished());
+        all.extend(self.cluster.unfinished());
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
@@ -778,6 +806,8 @@ impl Engine {
         self.check_tier();
         self.stores.check();
         self.check_objects();
+        self.check_cluster();
+        self.check_copying();
         for (at, store) in self.stores.iter().enumerate() {
             for slot in 0..store.pool.slots() {
                 let expected = reads.remove(&(at, slot)).unwrap_or(0);

@@ -10,6 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::objects::messages::{ObjectEvent, ObjectRequest};
+use crate::objects::talk::Talk;
 use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, Owner, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
@@ -174,6 +175,8 @@ pub enum PeerMessage {
     FetchCancel { ticket: Ticket },
     /// Nothing of this fetch will be written any more.
     FetchEnded { ticket: Ticket },
+    /// About objects.
+    Objects(Talk),
 }
 
 /// From a daemon to the conductor.
@@ -207,6 +210,9 @@ pub enum DaemonOrder {
     /// To a daemon that drains, after each of its heartbeats and whenever it changes: so many of its blocks are on other
     /// nodes now because of that, and so many are still to go there. None: it keeps nothing that anybody would miss.
     Moved { blocks: u64, left: u64 },
+    /// Who shares objects with this node, which may be among them: all that were told before and are not named are no
+    /// members any more.
+    Members { members: Vec<NodeAddress> },
 }
 
 /// Says in a session's first message what the dialling side wants to be.
@@ -225,6 +231,8 @@ pub enum Purpose {
     Engine { node: NodeAddress },
     /// The control connection of an rdma path, from that node and its life; numbered as lanes are.
     Rdma { node: NodeAddress, path: u64 },
+    /// A daemon that asks about names of objects, and nothing else.
+    Ask { node: NodeAddress },
     /// Whoever runs the daemon (unix socket only); see [`crate::admin`].
     Admin,
 }

@@ -281,6 +281,7 @@ fn held_text(held: &Held) -> String {
         (held.fetches, "fetch", "fetches"),
         (held.serving, "fetch by a peer", "fetches by peers"),
         (held.copies, "copy", "copies"),
+        (held.leaving, "object to leave", "objects to leave"),
         (held.quarantine, "slot in quarantine", "slots in quarantine"),
     ];
     let some: Vec<String> = counts
@@ -510,10 +511,9 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
         let line = DrainLine { draining, held, moving };
         let node = &client.node().node;
         if held.is_nothing() && moving.over {
-            let moved = moving.blocks;
-            return way.print(&line, || {
-                format!("{node} is drained: {moved} blocks moved, nothing is held, nothing new is taken on\n")
-            });
+            let moved = moved_text(&moving);
+            return way
+                .print(&line, || format!("{node} is drained: {moved}, nothing is held, nothing new is taken on\n"));
         }
         let text = drain_text(&held, &moving);
         if left.is_zero() {
@@ -530,9 +530,13 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
 }
 
 fn drain_text(held: &Held, moving: &Moving) -> String {
-    let Moving { blocks, left, over } = moving;
-    let moved = if *over { format!("{blocks} blocks moved") } else { format!("{blocks} blocks moved, {left} to go") };
-    format!("{moved}, {} held", held_text(held))
+    format!("{}, {} held", moved_text(moving), held_text(held))
+}
+
+fn moved_text(moving: &Moving) -> String {
+    let Moving { blocks, objects, left, over } = moving;
+    let moved = format!("{blocks} blocks and {objects} objects moved");
+    if *over { moved } else { format!("{moved}, {left} blocks to go") }
 }
 
 fn cancel(way: &Way) -> Result<(), Error> {
@@ -561,9 +565,12 @@ mod tests {
         assert_eq!(table(["x"], std::iter::empty()), "");
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
-        let moving = Moving { blocks: 3, left: 2, over: false };
-        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks moved, 2 to go, nothing held");
-        assert_eq!(drain_text(&Held::default(), &Moving { over: true, ..moving }), "3 blocks moved, nothing held");
+        let moving = Moving { blocks: 3, objects: 1, left: 2, over: false };
+        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks and 1 objects moved, 2 blocks to go, nothing held");
+        assert_eq!(
+            drain_text(&Held::default(), &Moving { over: true, ..moving }),
+            "3 blocks and 1 objects moved, nothing held"
+        );
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
 use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef};
 
+use super::objects::is_object;
 use super::stores::Store;
 use super::{Engine, Output};
 
@@ -37,9 +38,15 @@ impl Engine {
             && self.serving.is_empty()
             && self.copies.is_empty()
             && self.objects.idle()
+            && self.cluster.is_quiet()
             && self.links.values().all(|link| link.waiting.is_empty())
             && self.nobody_flushes()
             && self.stores.iter().all(|store| store.pool.idle())
+    }
+
+    /// Objects that have gone to other nodes since this one began to drain.
+    pub fn moved(&self) -> u64 {
+        self.cluster.copying.left
     }
 
     /// What is held, awaited or under way.
@@ -55,6 +62,7 @@ impl Engine {
             fetches: (self.flights.len() + self.hints.len() + self.abandoned()) as u64,
             serving: self.serving.len() as u64,
             copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
+            leaving: self.cluster.leaving() as u64,
             quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
         }
     }
@@ -166,7 +174,8 @@ impl Engine {
         let Some(store) = self.stores.get(from.store as usize) else {
             let Some(from) = self.on_tier(from) else { return (Vec::new(), None) };
             let (records, next) = self.tier_page(from.slot, count);
-            let blocks = records.into_iter().map(|record| (record.place, Medium::Ssd));
+            let told = records.into_iter().filter(|record| !is_object(record));
+            let blocks = told.map(|record| (record.place, Medium::Ssd));
             return (blocks.collect(), next.map(|slot| Cursor { slot, ..from }));
         };
         let next = Cursor { slot: from.slot.saturating_add(count), ..from };

@@ -32,10 +32,16 @@ impl Engine {
     /// the pool or try elsewhere. What is held is served to its end: commits, pushes and their staging, fetches, and
     /// also new fetches by peers, who may have nobody else to ask.
     pub fn drain(&mut self, on: bool) {
-        if on != self.is_draining() {
+        let was = self.is_draining();
+        if on != was {
             self.draining = on.then_some(Drain { blocks: 0, left: None, heard: self.now });
             // The conductor is told with the next tick.
             self.next_heartbeat = 0;
+        }
+        if !on {
+            self.stop_leaving();
+        } else if !was {
+            self.begin_to_leave();
         }
         if on {
             // Nobody is owed what was only hinted at; a stop would wait for it.
@@ -55,7 +61,7 @@ impl Engine {
             return Moving { over: true, ..Moving::default() };
         };
         let over = left == Some(0) || self.now.saturating_sub(heard) >= SILENCE;
-        Moving { blocks, left: left.unwrap_or(0), over }
+        Moving { blocks, objects: self.moved(), left: left.unwrap_or(0), over }
     }
 
     /// The conductor tells how far the drain has come.

@@ -18,6 +18,7 @@ use crate::pool::tier::OpId;
 use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Kind, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
+use super::copying::ENGINE;
 use super::stores::Store;
 use super::{Engine, Link};
 
@@ -82,6 +83,8 @@ pub(super) struct Flight {
     /// Where it goes.
     slot: Option<(Holder, u32)>,
     pub via: Via,
+    /// What is under way was removed meanwhile: it is not to come back.
+    stale: bool,
     waiting: VecDeque<Want>,
 }
 
@@ -166,7 +169,8 @@ impl Engine {
             flight.waiting.push_back(want);
         } else {
             let slot = slot_of(&want);
-            let flight = Flight { place, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
+            let (via, waiting) = (Via::Nothing, VecDeque::new());
+            let flight = Flight { place, want, slot, via, stale: false, waiting };
             self.flights.insert(aim, flight);
             self.go_on(aim);
         }
@@ -195,7 +199,7 @@ impl Engine {
     fn next_source(&mut self, aim: Aim) -> bool {
         loop {
             let Some(flight) = self.flights.get_mut(&aim) else { return true };
-            flight.via = Via::Nothing;
+            (flight.via, flight.stale) = (Via::Nothing, false);
             let place = flight.place;
             let Some((holder, index)) = flight.slot else {
                 if !flight.want.tier && flight.want.sources.is_empty() {
@@ -279,6 +283,8 @@ impl Engine {
             for (from, aim) in std::mem::take(&mut self.asks) {
                 let Some(flight) = self.flights.get(&aim).filter(|flight| flight.via == Via::Asked) else { continue };
                 let holder = match flight.want.who {
+                    // Copies of objects end together, or by themselves.
+                    Who::Holder { holder, .. } if holder.client == Some(ENGINE) => None,
                     Who::Holder { holder, .. } => Some(holder),
                     Who::Peer { .. } | Who::Cache => None,
                 };
@@ -383,7 +389,7 @@ impl Engine {
     /// Makes a flight's block readable if all its strips are here: its size. `None`: they are not. What no client has asked
     /// for stays whose it was where it comes from.
     pub(super) fn land(&mut self, aim: Aim, owner: Owner) -> Option<u64> {
-        let (holder, index) = self.flights.get(&aim)?.slot?;
+        let (holder, index) = self.flights.get(&aim).filter(|flight| !flight.stale)?.slot?;
         let store = self.stores.get_mut(aim.0)?;
         let block_bytes = store.layout().block_bytes() as u64;
         let slot = store.pool.granted_at(holder, index)?;
@@ -476,20 +482,24 @@ impl Engine {
 
     fn tell_found(&mut self, holder: Holder, index: u32, slot: SlotRef, peer: bool, medium: Medium) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, true),
             Some(client) => {
                 let found = Ok(Found { slot, peer, medium });
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
                 self.check_complete(holder.tag);
             }
+            None if Self::is_bring(holder) => self.brought(holder, Ok(slot)),
             None => self.replication_went_on(holder),
         }
     }
 
     fn tell_lost(&mut self, holder: Holder, index: u32, refusal: Refusal) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, false),
             Some(client) => {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
             }
+            None if Self::is_bring(holder) => self.brought(holder, Err(refusal)),
             None => self.replication_went_on(holder),
         }
     }
@@ -540,6 +550,18 @@ impl Engine {
     /// See [`Engine::drop_wants`].
     pub(super) fn lead_all_on(&mut self, aims: Vec<Aim>) {
         aims.into_iter().for_each(|aim| self.lead_on(aim));
+    }
+
+    /// A block was removed: what is on its way here is not to come, and who waits for it gets nothing.
+    pub(super) fn call_off(&mut self, key: &BlockKey) {
+        for at in 0..self.stores.iter().count() {
+            let Some(flight) = self.flights.get_mut(&(at, *key)) else { continue };
+            flight.stale = true;
+            for want in std::iter::once(&mut flight.want).chain(&mut flight.waiting) {
+                want.tier = false;
+                want.sources.clear();
+            }
+        }
     }
 
     /// The session with a peer is over: nothing comes from it.

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::catalog::{Catalog, Hold};
+use super::catalog::{Catalog, Hold, List};
 use super::messages::{BATCH_LIMIT, LIST_LIMIT, ObjectEvent, ObjectRequest};
 use crate::memory::Arena;
+use crate::types::{BlockKey, Medium};
 
 /// Pins that one client may have.
 const PIN_LIMIT: usize = 1 << 17;
@@ -47,8 +48,14 @@ impl Reader {
                 }
                 let (first, holds) = (self.next, self.catalog.pin(&keys, names));
                 self.next += holds.len() as u64;
-                let found = holds.iter().map(|hold| hold.as_ref().map(Hold::at)).collect();
-                self.pins.extend((first..).zip(holds).filter_map(|(pin, hold)| Some((pin, hold?))));
+                let mut found = Vec::with_capacity(holds.len());
+                for (pin, seen) in (first..).zip(holds) {
+                    found.push(seen.map(|hold| {
+                        let at = hold.at();
+                        self.pins.insert(pin, hold);
+                        at
+                    }));
+                }
                 ObjectEvent::Pinned { ticket, first, found }
             }
             ObjectRequest::Release { pins } => {
@@ -79,11 +86,21 @@ pub fn read_only(catalog: &Arc<Catalog>, request: ObjectRequest) -> Result<Objec
     match request {
         ObjectRequest::Contains { ticket, mut keys } => {
             keys.truncate(BATCH_LIMIT);
-            Ok(ObjectEvent::Contained { ticket, found: catalog.contains(&keys) })
+            let mut found = catalog.contains(&keys);
+            if catalog.is_elsewhere() && found.contains(&None) {
+                let missing: Vec<BlockKey> =
+                    keys.iter().zip(&found).filter(|(_, medium)| medium.is_none()).map(|(key, _)| *key).collect();
+                let Some(there) = catalog.look_elsewhere(&missing) else {
+                    return Err(ObjectRequest::Contains { ticket, keys });
+                };
+                let missing = found.iter_mut().filter(|medium| medium.is_none());
+                missing.zip(there).for_each(|(medium, there)| *medium = there.then_some(Medium::Dram));
+            }
+            Ok(ObjectEvent::Contained { ticket, found })
         }
         ObjectRequest::List { ticket, prefix, from, limit } => {
-            let (objects, next) = catalog.list(&prefix, from, limit.clamp(1, LIST_LIMIT) as usize);
-            Ok(ObjectEvent::Listed { ticket, objects, next })
+            let List { objects, behind, next } = catalog.list(&prefix, from, limit.clamp(1, LIST_LIMIT) as usize);
+            Ok(ObjectEvent::Listed { ticket, objects, behind, next })
         }
         ObjectRequest::Stats { ticket } => Ok(ObjectEvent::Stats { ticket, stats: catalog.stats() }),
         request => Err(request),

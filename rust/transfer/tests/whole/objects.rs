@@ -214,7 +214,7 @@ impl Model {
 
     fn pin(&mut self, node: &str, client: ClientId, key: BlockKey) -> Option<(u64, At)> {
         match self.ask_objects(node, client, ObjectRequest::Pin { ticket: 4, keys: vec![key], names: true }) {
-            Some(ObjectEvent::Pinned { first, found, .. }) => found[0].map(|at| (first, at)),
+            Some(ObjectEvent::Pinned { first, found, .. }) => found[0].here().map(|at| (first, *at)),
             other => panic!("{other:?}"),
         }
     }
