@@ -1,9 +1,10 @@
 """Objects across two nodes: what `bench/pool.py` prints for another node over tcp.
 
-Two processes with a daemon each. remote put: a batch that the other node has, too, when the call returns. remote get: a
-batch that only the other one has, copied into buffers here. Both against Mooncake Store (the same batch to and from
-the memory of another process) and against our own transfer engine, which moves the same bytes between registered memory,
-with checksums too. exists: a batch that only the other one has, against a bare round trip of as many bytes over tcp.
+Two processes with a daemon each. remote put: a batch that the other node has, too, when the call returns. remote get:
+a batch that only the other one has, copied into buffers here. Both against Mooncake Store (the same batch to and from
+the memory of another process) and against our own transfer engine, which moves the same bytes between registered
+memory, with checksums too. exists: a batch that only the other one has, against a bare round trip of as many bytes
+over tcp.
 
 Every round has names of its own, as what is there is not put again and what was got is here. The contenders take turns,
 call by call, after some calls of each that do not count.
