@@ -1,8 +1,8 @@
 """Mooncake Store over tcp, as its Python wheel gives it: a master, a process whose memory it is, and a client.
 
 Asked line by line (bench/peers/driver.py): {"op": "put"|"get"|"exists", "round": N} -> seconds of that batch. A round
-of puts has names of its own, as a value that is there is not written again; gets and questions are for what an earlier
-round has put.
+of puts has names of its own, as a value that is there is not written again; gets and questions are for what an
+earlier round has put.
 """
 
 from __future__ import annotations
