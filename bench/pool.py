@@ -6,6 +6,9 @@ and the median of all rounds counts, so that a busy machine disturbs all of them
 local put: into a daemon in this process and into one in another, with checksums; against memcpy of the same bytes
 local get: 32 views of 1 MiB; through the daemon against a bare round trip of as many bytes over a unix socket
 exists:    the same, where nothing is pinned
+remote put, get, exists: the same between two nodes, see bench/pool_remote.py
+8 clients: eight processes put and get at once: the slow ones beside the usual one (bench/pool_clients.py)
+fetch from two holders: see bench/pool_spread.py
 
 A bare round trip: this process sends a request's bytes to another, which sends an answer's bytes back; both in Python,
 one call to send and one to receive.
@@ -27,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import pool_clients, pool_remote, pool_spread, pool_ssd
 from bench.common import end_on_sigterm, line, median, note
 from pyengine import Pool
 
@@ -66,6 +70,11 @@ def main() -> None:
         for case, bench in (("local put", puts), ("local get", gets), ("exists", exists)):
             if arguments.only in case:
                 bench(case, pools, echo(stack, folder, case), turns, seconds)
+    if arguments.only in "8 clients":
+        pool_clients.rows(arguments)
+    pool_spread.rows(arguments)
+    pool_ssd.rows(arguments)
+    pool_remote.rows(arguments)
 
 
 def daemon(stack: ExitStack, folder: str) -> Pool:

@@ -93,13 +93,15 @@ class Granted:
 
 @final
 class Located:
-    """Answer to `lookup`: the pinned leading blocks."""
+    """Answer to `lookup`: the pinned leading blocks. behind: so many after these can be fetched from the node's SSD."""
 
-    __match_args__ = ("tag", "slots")
+    __match_args__ = ("tag", "slots", "behind")
     @property
     def tag(self) -> Tag: ...
     @property
     def slots(self) -> list[Slot]: ...
+    @property
+    def behind(self) -> int: ...
 
 @final
 class Refused:
@@ -301,16 +303,18 @@ class Daemon:
         listen: str | None = None,
         socket: str | None = None,
         conductor: str | None = None,
+        peers: Sequence[str] = ...,
         transport: str = "auto",
         tls: bool = False,
         ssd_dirs: Sequence[str] = ...,
         ssd_bytes: int = 0,
     ) -> Daemon:
         """Starts it. listen: "host:port" for peers (port 0: any; None: no peers); socket: path for local workers;
-        conductor: address of a ReportEndpoint; transport: "auto", "shm", "tcp" or "rdma" to peers; tls: TCP is
-        encrypted, to peers and to the conductor, which must want the same; ssd_dirs: directories that keep blocks
-        behind the arena and over restarts, one a device, with ssd_bytes in all. Raises GiveUpError for an impossible
-        configuration (arena larger than memory, port in use, path too long), with what to do.
+        conductor: address of a ReportEndpoint; peers: "host:port" of daemons that share objects; transport: "auto",
+        "shm", "tcp" or "rdma" to peers; tls: TCP is encrypted, to peers and to the conductor, which must want the same;
+        ssd_dirs: directories that keep blocks behind the arena and over restarts, one a device, with ssd_bytes in all.
+        Raises GiveUpError for an impossible configuration (arena larger than memory, port in use, path too long), with
+        what to do.
         """
     @property
     def address(self) -> NodeAddress: ...
@@ -354,7 +358,7 @@ class ObjectPool:
     """A client of a node's objects, from `connect` or `Daemon.objects`. Use it from any thread."""
     @staticmethod
     def connect(socket: str, session_key: _Bytes, object_key: _Bytes, timeout: float) -> ObjectPool: ...
-    def put(self, keys: Sequence[_Key], values: Sequence[_Bytes]) -> list[bool]: ...
+    def put(self, keys: Sequence[_Key], values: Sequence[_Bytes], copies: int = 1) -> list[bool]: ...
     def get(self, keys: Sequence[_Key]) -> list[View | None]: ...
     def get_into(self, keys: Sequence[_Key], buffers: Sequence[_Bytes]) -> list[int | None]: ...
     def exists(self, keys: Sequence[_Key]) -> list[bool]: ...
@@ -363,6 +367,7 @@ class ObjectPool:
     def flush(self) -> bool:
         """True if all that could be got when it was asked outlives the daemon's process."""
     def remove(self, keys: Sequence[_Key]) -> list[bool]: ...
+    def replicate(self, keys: Sequence[_Key], copies: int) -> list[int]: ...
     def list(
         self, prefix: _Key, cursor: tuple[int, bytes | None] | None, limit: int
     ) -> tuple[list[tuple[bytes, int]], tuple[int, bytes | None] | None]:
@@ -429,9 +434,9 @@ class BlockDump:
 
 @final
 class DaemonHeartbeat:
-    """xor: XOR of all published keys."""
+    """xor: XOR of all published keys. draining: it takes on nothing new."""
 
-    __match_args__ = ("node", "next_sequence", "count", "xor", "counters")
+    __match_args__ = ("node", "next_sequence", "count", "xor", "counters", "draining")
     @property
     def node(self) -> NodeAddress: ...
     @property
@@ -442,6 +447,8 @@ class DaemonHeartbeat:
     def xor(self) -> bytes: ...
     @property
     def counters(self) -> dict[str, int]: ...
+    @property
+    def draining(self) -> bool: ...
 
 @final
 class Replicated:
@@ -477,9 +484,11 @@ class ReportEndpoint:
     def fileno(self) -> int: ...
     def events(self) -> list[DaemonReport]: ...
     def order_dump(self, node: str) -> None: ...
+    def order_members(self, node: str, members: Sequence[NodeAddress]) -> None: ...
     def order_replicate(
         self, node: str, order: int, keys: _Bytes, parent: _Bytes, position: int, source: NodeAddress
     ) -> None: ...
+    def order_moved(self, node: str, blocks: int, left: int) -> None: ...
     def close(self) -> None: ...
 
 # The transfer engine. `pyengine.transfer` says what all of this means, and is what users use.
@@ -643,13 +652,11 @@ class CacheModel:
         ssd_blocks: int = 0,
         *,
         costs: tuple[float, float, float] | None = None,
-        reload: float = ...,
     ) -> CacheModel:
         """Empty. policy: one of EVICTION_POLICIES; dram_blocks: 2 or more; ssd_blocks: 0 is no SSD.
 
         For policies that weigh costs, costs: seconds for a token, seconds for a pair of tokens in attention, tokens of
-        a block (by default LLaMA3-70B on eight A800, 16); reload: seconds to read a block from the SSD, which then is
-        what a dearer one costs (by default infinite).
+        a block (by default LLaMA3-70B on eight A800, 16).
 
         Raises GiveUpError for an unknown policy or an impossible capacity.
         """

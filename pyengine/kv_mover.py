@@ -7,10 +7,10 @@ calls of the Batcher (`ready`, `first_token`) and into `Failure`s. One `Job` is 
     prefill   prefetch, open(decode's grant) --> seek --> ready --> load --> [compute chunk, stage, push]* --> note
     decode    grant --> complete(note) --> first token, ready --> load --> end(grant) --> [decode, write through]
 
-To seek is to pin what this node has of the prefix in DRAM (lookup), and if the plan names sources beyond that, this
-node's SSD among them, to grant slots for the rest and fetch it into them. A prefill part may not hold slots before
-decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which holds nothing. Slots
-that no source filled are let go before anything is computed.
+To seek is to pin what this node has of the prefix in DRAM (lookup), and if the plan names sources beyond that, or
+the lookup finds more on this node's SSD, to grant slots for the rest and fetch it into them. A prefill part may not
+hold slots before decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which
+holds nothing. Slots that no source filled are let go before anything is computed.
 
 On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
 block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
@@ -157,6 +157,8 @@ class Job:
     reused: Counter[str] = dataclasses.field(default_factory=Counter)
     #: True while `local` is a grant to fetch into, False while it is a lookup.
     reserving: bool = False
+    #: Leading blocks that a lookup has found on this node: in DRAM, and behind that on its SSD. It is believed once.
+    found: range | None = None
     #: Prefill: blocks on their way (or committed at the decode node before).
     delivered: set[int] = dataclasses.field(default_factory=set)
     #: Prefill: blocks that wait in their pages until fewer are staged.
@@ -318,6 +320,7 @@ class KvMover:
         if job.local is not None:
             self._release(job.local.tag)
             job.local = None
+        job.found = None
         if self.pool is None:
             self.batcher.ready(sequence_id, 0)
         else:
@@ -333,7 +336,7 @@ class KvMover:
         assert self.pool is not None, "callers check"
         wanted = len(self._offers(job))
         if wanted:
-            tag, keys = self._reuse_tag(job, reserving=True), job.work.keys[: wanted * KEY_BYTES]
+            tag, keys = self._reuse_tag(job, reserving=True), b"".join(job.sequence.keys[:wanted])
             self._ask(self.pool.grant, tag, keys, False, NO_PARENT, 0, "now", job.work.tenant)
         else:
             self._lookup(job)
@@ -358,8 +361,9 @@ class KvMover:
         assert self.pool is not None, "callers check"
         here = self.pool.node.node
         sources = [source for source in job.work.sources if source.node.node != here or source.medium is Medium.SSD]
+        found = job.found or range(0)
         known = max(job.work.cached_blocks, *(source.last for source in sources)) if sources else 0
-        offers = [NOBODY] * min(known, self._prefix_limit(job))
+        offers = [NOBODY] * min(max(known, found.stop), self._prefix_limit(job))
         for source in sources:
             own = source.node.node == here
             nodes, tier = ((), source.medium.value) if own else ((source.node,), f"peer_{source.medium.value}")
@@ -368,6 +372,8 @@ class KvMover:
                 others = tuple(node for node in nodes if node not in offer.nodes)
                 # Whatever is preferred among peers, this node's own SSD is read first.
                 offers[block] = Offer(offer.nodes + others, tier if own else offer.tier or tier)
+        for block in range(found.start, min(found.stop, len(offers))):
+            offers[block] = Offer(offers[block].nodes, Medium.SSD.value)
         return offers
 
     def _lookup(self, job: Job, tiers: Run[str] = ()) -> None:
@@ -421,11 +427,9 @@ class KvMover:
                             granted.setdefault(job.id, []).append((tag, slots[0]))
                         else:
                             self._granted(job, tag, slots)
-                case _native.Located(tag, slots):
+                case _native.Located(tag, slots, behind):
                     if job := self._by_tag.get(tag):
-                        assert job.local is not None and job.local.tag == tag, "one lookup per job at a time"
-                        job.local.take(slots)
-                        self._ready(job)
+                        self._located(job, tag, slots, behind)
                 case _native.Opened(tag, committed, slots):
                     if job := self._by_tag.get(tag):
                         self._opened(job, committed, slots)
@@ -450,6 +454,17 @@ class KvMover:
         for sequence_id, staged in granted.items():
             if job := self.jobs.get(sequence_id):
                 self._store_staged(job, staged)
+
+    def _located(self, job: Job, tag: Tag, slots: list[Slot], behind: int) -> None:
+        assert job.local is not None and job.local.tag == tag, "one lookup per job at a time"
+        if behind and job.found is None and self._held(job):
+            job.found = range(len(slots), len(slots) + behind)
+            self._seek_prefix(job)
+            # Only now: what it has pinned stays where it is.
+            self._release(tag)
+            return
+        job.local.take(slots)
+        self._ready(job)
 
     def _granted(self, job: Job, tag: Tag, slots: list[Slot]) -> None:
         if job.handoff is not None and job.handoff.tag == tag:

@@ -14,7 +14,7 @@ from pyengine import _native, env
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
-from pyengine.scheduler.types import KEY_BYTES, FinishReason, Medium, Node, Role, SamplingParams, Source
+from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams
 from pyengine.secret import claim_ssd, read_secret, secret_file
 from pyengine.text import Detokenizer, Tokenizer
 from pyengine.worker.core import Worker
@@ -228,8 +228,6 @@ class LLM:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(62)
         tokens = np.asarray(ids, np.uint32)
         keys = _native.block_keys(tokens, self._worker.block_tokens, self._root, self._hash_key)
-        # No conductor knows what lies on SSD: whatever is missing in DRAM is looked for there.
-        ssd = Source(self._node, 0, len(keys) // KEY_BYTES, Medium.SSD)
         work = Work(
             request=self._requests,
             attempt=1,
@@ -242,7 +240,6 @@ class LLM:
             namespace=self._worker.namespace,
             decode_node=self._node,
             decode_incarnation=0,
-            sources=(ssd,) if self._ssd else (),
             deadline=NEVER,
         )
         self._worker.accept(work)

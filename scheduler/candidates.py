@@ -48,7 +48,8 @@ class Masks:
 def candidates(cluster: Cluster, route: Route, turn: int) -> View:
     """The view of the route's workers, its masks narrowed to those that fit the request.
 
-    Workers the request names in `exclude`, and those whose daemon does not report, are left only if nobody else is.
+    Workers the request names in `exclude`, and those whose daemon does not report or drains, are left only if nobody
+    else is.
     Raises Refused.
     """
     view = cluster.view(route.model, route.namespace, turn)
@@ -62,7 +63,7 @@ def candidates(cluster: Cluster, route: Route, turn: int) -> View:
     masks = _fitting(view, route.prompt_tokens).within(everybody, both)
     if not masks.some:
         raise _too_large(view, route.prompt_tokens)
-    wishes = [view.connected]
+    wishes = [view.takes]
     if route.exclude:
         wishes.insert(0, np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool))
     for wanted in wishes:

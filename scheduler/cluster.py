@@ -69,17 +69,23 @@ class Daemon:
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
+    draining: bool = False
+
+    @property
+    def takes(self) -> bool:
+        """It reports, and takes on new work."""
+        return self.up and not self.draining
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages; nobody writes to it.
 
-    both: of role both. prefills, decodes: who may take which part. node: index into `nodes`. connected: its node's
-    daemon reports to the conductor. queue_seconds: until all prompts accepted so far are computed. running: sequences
-    that decode or wait to. tbt: predicted gap between tokens with one sequence more. step_seconds, token_seconds,
-    context_seconds: predicted cost of one prefill step, of one prompt token, of one token of its context. measured:
-    whether predictions rest on samples. turn: plans made so far.
+    both: of role both. prefills, decodes: who may take which part. node: index into `nodes`. takes: its node's
+    daemon reports to the conductor and takes on new work. queue_seconds: until all prompts accepted so far are
+    computed. running: sequences that decode or wait to. tbt: predicted gap between tokens with one sequence more.
+    step_seconds, token_seconds, context_seconds: predicted cost of one prefill step, of one prompt token, of one
+    token of its context. measured: whether predictions rest on samples. turn: plans made so far.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -90,7 +96,7 @@ class View:
     prefills: Bools
     decodes: Bools
     node: Ints
-    connected: Bools
+    takes: Bools
     queue_seconds: F64
     running: Ints
     free_pages: Ints
@@ -118,7 +124,7 @@ class Group:
 
     _INTS = ("node", "running", "free_pages", "pages", "pool_slots", "max_positions", "max_tokens_per_step")
     _FLOATS = ("queue_seconds", "tbt", "step_seconds", "token_seconds", "context_seconds")
-    _BOOLS = ("both", "prefills", "decodes", "connected", "measured")
+    _BOOLS = ("both", "prefills", "decodes", "takes", "measured")
 
     def __init__(self, workers: Iterable[Worker], daemons: dict[str, Daemon]) -> None:
         self._workers = sorted(workers, key=lambda worker: worker.info.worker)
@@ -166,7 +172,7 @@ class Group:
             "both": info.role is Role.BOTH,
             "prefills": info.role.prefills and not worker.stuck,
             "decodes": info.role.decodes and not worker.stuck,
-            "connected": daemon is not None and daemon.up and daemon.node.incarnation == info.node.incarnation,
+            "takes": daemon is not None and daemon.takes and daemon.node.incarnation == info.node.incarnation,
             "measured": cost.measured,
         }
         for name, value in row.items():
@@ -274,10 +280,20 @@ class Cluster:
     def daemon(self, node: Node) -> None:
         """The node's daemon has dialled in. Its counters of before stand until its next heartbeat."""
         known = self.daemons.get(node.node)
-        self.daemons[node.node] = Daemon(node, True, known.counters if known else {})
+        draining = known is not None and known.draining and known.node == node
+        self.daemons[node.node] = Daemon(node, True, known.counters if known else {}, draining)
         self.daemons.move_to_end(node.node)
         self._limit()
         self._groups.clear()
+
+    def drains(self, node: str, draining: bool) -> bool:
+        """The node's daemon takes on nothing new, or does again; True if that is news."""
+        daemon = self.daemons[node]
+        if daemon.draining == draining:
+            return False
+        daemon.draining = draining
+        self._groups.clear()
+        return True
 
     def daemon_lost(self, node: str) -> None:
         daemon = self.daemons.get(node)

@@ -15,6 +15,7 @@ import numpy as np
 from .candidates import Refused, candidates
 from .cluster import Assigned, Cluster, Ints, View
 from .cost import F64, LINK_DELAY, LinkCost
+from .draining import Drains
 from .events import (
     Action,
     BlockDump,
@@ -28,9 +29,11 @@ from .events import (
     FromWorker,
     GatewayLost,
     OrderDump,
+    OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
+    TellMoved,
     Tick,
     WorkerLost,
 )
@@ -51,9 +54,11 @@ from .messages import (
 from .policies import Ask, find_admission, find_policy
 from .policies.base import ttft
 from .prefix_index import Match, PrefixIndex, Run
-from .replication import Replicator
+from .replication import Copy, Replicator
+from .spreading import spread
 from .types import (
     KEY_BYTES,
+    Medium,
     Plan,
     Rejection,
     Source,
@@ -95,12 +100,14 @@ class Conductor:
         self.feed = Feed(self.index)
         self.links = LinkCost()
         self.replicator = Replicator(self.index)
+        self.draining = Drains(self.index, self.replicator)
         self._random = random.Random(seed)
         self._gateways: dict[str, _Gateway] = {}
         self._routes: OrderedDict[tuple[str, int], _Route] = OrderedDict()
         self._plans = 0
         self._rejections: dict[str, int] = {}
         self._replicated = 0
+        self._moved = 0
         self._state_sent = float("-inf")
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -169,6 +176,7 @@ class Conductor:
         counters = self.cluster.counters()
         counters[f'pyengine_conductor_plans_total{{policy="{self.policy_name}"}}'] = self._plans
         counters["pyengine_conductor_replicated_blocks_total"] = self._replicated
+        counters["pyengine_conductor_moved_blocks_total"] = self._moved
         for kind, count in sorted(self._rejections.items()):
             counters[f'pyengine_conductor_rejections_total{{reason="{kind}"}}'] = count
         for cause, count in self.feed.dumps.items():
@@ -215,11 +223,14 @@ class Conductor:
         node = report.node.node
         daemon = self.cluster.daemons.get(node)
         if isinstance(report, DaemonHello):
+            if daemon is not None and daemon.node.incarnation != report.node.incarnation:
+                self.draining.end(node)
             self.cluster.daemon(report.node)
-            return [OrderDump(node)] if self.feed.on_hello(report, now) else []
+            members = self._members()
+            return [*members, OrderDump(node)] if self.feed.on_hello(report, now) else members
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
-        order = False
+        order, actions = False, list[Action]()
         match report:
             case BlockStored() | BlockRemoved():
                 order = self.feed.on_event(report, now)
@@ -228,21 +239,64 @@ class Conductor:
             case DaemonHeartbeat():
                 daemon.counters = dict(report.counters)
                 order = self.feed.on_heartbeat(report, now)
+                actions = self._drain(report, now)
             case Replicated():
-                self._on_replicated(report, now)
+                actions = self._on_replicated(report, now)
             case DaemonGone():
                 self.cluster.daemon_lost(node)
                 self.feed.on_gone(node)
                 self.links.forget(node)
                 self.replicator.lost(node)
-        return [OrderDump(node)] if order else []
+                self.draining.end(node)
+                moved = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
+                actions = [*self._members(), *moved]
+        return [*actions, OrderDump(node)] if order else actions
 
-    def _on_replicated(self, report: Replicated, now: float) -> None:
+    def _members(self) -> list[Action]:
+        """The set of daemons is another one: all that are up are told, and find each other's objects."""
+        daemons = self.cluster.daemons
+        up = tuple(daemons[name].node for name in sorted(daemons) if daemons[name].up)
+        return [OrderMembers(node.node, up) for node in up]
+
+    def _on_replicated(self, report: Replicated, now: float) -> list[Action]:
+        drained = self.draining.done(report.order, report.stored, report.missing)
+        if drained is not None:
+            self._moved += report.stored
+            return self._move_on(drained, now)
         self._replicated += report.stored
         done = self.replicator.done(report.order, now)
         if done is not None:
             copy, seconds = done
             self.links.observe(copy.source, copy.to, report.stored * self._block_bytes(copy.to), seconds)
+        return []
+
+    def _drain(self, report: DaemonHeartbeat, now: float) -> list[Action]:
+        """The node's daemon says whether it drains."""
+        node = report.node.node
+        actions: list[Action] = []
+        if self.cluster.drains(node, report.draining):
+            if report.draining:
+                actions = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
+            else:
+                self.draining.end(node)
+        if not report.draining or not self.feed.synced(node):
+            return actions
+        self.draining.begin(node, self.cluster.daemons, now)
+        return [*actions, *self._move_on(node, now)]
+
+    def _move_on(self, node: str, now: float) -> list[Action]:
+        """Orders what is next of a node's drain, and tells its daemon how far it is."""
+        moves = self.draining.moves(node, now)
+        actions: list[Action] = [self._order(move.copy, move.keys, move.parent, now) for move in moves]
+        progress = self.draining.progress(node)
+        if progress is not None:
+            actions.append(TellMoved(node, *progress))
+        return actions
+
+    def _order(self, copy: Copy, keys: list[bytes], parent: bytes, now: float) -> OrderReplicate:
+        self.links.order(copy.source, copy.to, len(keys) * self._block_bytes(copy.source), now)
+        source = self.cluster.daemons[copy.source].node
+        return OrderReplicate(copy.to, copy.order, b"".join(keys), parent, copy.first, source)
 
     def _block_bytes(self, node: str) -> int:
         for worker in self.cluster.workers.values():
@@ -291,7 +345,7 @@ class Conductor:
 
         prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
         here, node = int(prefix[choice.prefill]), prefill.node.node
-        fetched = self._fetched(keys, here, node) if choice.fetch else []
+        fetched = self._fetched(keys, here, node, view.block_bytes, now) if choice.fetch else []
         cached = max((run.last for run in fetched), default=here)
         sources = [*self.index.only_on_ssd(keys[:here], node), *fetched]
         plan = Plan(
@@ -324,10 +378,23 @@ class Conductor:
         read = np.minimum(blocks, match.ssd.get(source, 0)) * view.block_bytes / self.links.rate(source, source)
         return np.where(size > 0, self.links.queue(source, now) + LINK_DELAY + size / rate + read, 0.0)
 
-    def _fetched(self, keys: list[bytes], first: int, to: str) -> list[Run]:
-        """Who has what `to` lacks from block `first` on; behind them who else has it, should they fail."""
-        runs = self.index.runs(keys, first, {to})
-        return runs + self.index.runs(keys, first, {to, *(run.node for run in runs)})
+    def _fetched(self, keys: list[bytes], first: int, to: str, block_bytes: int, now: float) -> list[Run]:
+        """Who has what `to` lacks from block `first` on, each for a part; behind them who else has it, should they
+        fail.
+        """
+        runs: list[Run] = []
+        others: list[Run] = []
+        for run in self.index.runs(keys, first, {to}):
+
+            def seconds(node: str, medium: Medium = run.medium) -> float:
+                read = block_bytes / self.links.rate(node, node) if medium is Medium.SSD else 0.0
+                return read + block_bytes / self.links.rate(node, to)
+
+            shared = self.index.shared(keys, run, {to})
+            stripes, stand_ins = spread(run, shared, block_bytes, lambda node: self.links.queue(node, now), seconds)
+            runs += stripes
+            others += stand_ins
+        return [*runs, *others, *self.index.runs(keys, first, {to, *(run.node for run in runs)})]
 
     def _account(self, gateway: str, plan: Plan, tokens: int, block_bytes: int, now: float) -> None:
         """Takes the plan's load into account until heartbeats show it, or it ends."""
@@ -350,23 +417,13 @@ class Conductor:
             self._end(*next(iter(self._routes)))
 
     def _replicate(self, view: View, keys: list[bytes], now: float) -> list[Action]:
-        if not self.policy.replicates:
-            return []
+        # Whatever the policy: what is hot is moved when its node drains.
         hot = self.replicator.hit(keys, now)
-        copy = self.replicator.propose(view, keys[:hot], now)
+        copy = self.replicator.propose(view, keys[:hot], now) if self.policy.replicates else None
         if copy is None:
             return []
-        self.links.order(copy.source, copy.to, (copy.last - copy.first) * view.block_bytes, now)
-        return [
-            OrderReplicate(
-                node=copy.to,
-                order=copy.order,
-                keys=b"".join(keys[copy.first : copy.last]),
-                parent=keys[copy.first - 1] if copy.first else NO_PARENT,
-                position=copy.first,
-                source=self.cluster.daemons[copy.source].node,
-            )
-        ]
+        parent = keys[copy.first - 1] if copy.first else NO_PARENT
+        return [self._order(copy, keys[copy.first : copy.last], parent, now)]
 
     def check(self) -> None:
         """Raises AssertionError if a part contradicts itself or the others."""

@@ -86,13 +86,17 @@ class BlockDump:
 
 @dataclass(frozen=True, slots=True)
 class DaemonHeartbeat:
-    """count, xor: of all blocks published before event `next_sequence`, as `PrefixIndex` counts them."""
+    """count, xor: of all blocks published before event `next_sequence`, as `PrefixIndex` counts them.
+
+    draining: it takes on nothing new.
+    """
 
     node: Node
     next_sequence: int
     count: int
     xor: bytes
     counters: dict[str, int]
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,4 +145,23 @@ class OrderReplicate:
     source: Node
 
 
-Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate
+@dataclass(frozen=True, slots=True)
+class TellMoved:
+    """The node's daemon, which drains, is to know how many of its blocks are elsewhere because of that, and how many
+    are still to go: none, and it need not wait.
+    """
+
+    node: str
+    blocks: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class OrderMembers:
+    """The node's daemon shares objects with these, itself among them."""
+
+    node: str
+    members: tuple[Node, ...]
+
+
+Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderMembers | TellMoved

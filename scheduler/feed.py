@@ -60,6 +60,11 @@ class Feed:
         known.dump = None
         return known.expected != report.next_sequence and self._order(known, "hello", now)
 
+    def synced(self, node: str) -> bool:
+        """All that the node holds is known, but for what is on its way."""
+        source = self._sources.get(node)
+        return source is not None and source.dump is None
+
     def on_gone(self, node: str) -> None:
         """Nothing can be fetched from there; if it comes back, it is asked for a dump."""
         self.index.clear(node)

@@ -6,7 +6,7 @@ and a recompute, never a wrong answer. A block counts once for each medium that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -201,6 +201,35 @@ class PrefixIndex:
                 holders, last = still, last + 1
             runs.append(Run(self._names(holders)[0], first, last, medium))
             first = last
+
+    def shared(self, keys: Sequence[bytes], run: Run, avoid: Iterable[str]) -> dict[str, int]:
+        """Who else, but those to avoid, holds the run's blocks on its medium from the first on, and up to which."""
+        alive = ~sum(1 << self._nodes[node].bit for node in {run.node, *avoid} if node in self._nodes)
+        shared: dict[str, int] = {}
+        for index in range(run.first, run.last):
+            block = self._blocks.get(keys[index])
+            still = alive & block.on(run.medium) if block else 0
+            if index > run.first:
+                shared.update((self._name[bit], index) for bit in _bits(alive & ~still))
+            alive = still
+            if not alive:
+                return shared
+        shared.update((self._name[bit], run.last) for bit in _bits(alive))
+        return shared
+
+    def only_at(self, node: str, others: Iterable[str]) -> Callable[[bytes], tuple[bytes, int] | None]:
+        """Tells of a block that this node holds, and nobody else but the others: its parent and its position."""
+        held = self._nodes.get(node)
+        here = 1 << held.bit if held else 0
+        known = here | sum(1 << self._nodes[name].bit for name in set(others) - {node} if name in self._nodes)
+
+        def place(key: bytes) -> tuple[bytes, int] | None:
+            block = self._blocks.get(key)
+            if block is None or not block.holders & here or block.holders & ~known:
+                return None
+            return block.parent, block.position
+
+        return place
 
     def only_on_ssd(self, keys: Sequence[bytes], node: str) -> list[Run]:
         """Runs of these blocks that the node's SSD has, and its DRAM has not."""

@@ -73,7 +73,7 @@ class Replicator:
         self._orders = {n: order for n, order in self._orders.items() if now - order.at <= ORDER_PATIENCE}
         if not keys or len(self._orders) >= MAX_ORDERS:
             return None
-        rows = np.flatnonzero(view.prefills & view.connected)
+        rows = np.flatnonzero(view.prefills & view.takes)
         nodes = {view.nodes[view.node[row]] for row in rows}
         holders = nodes & set(self._index.holders(keys[-1]))
         wanted = 1 + int(self._warm(keys[-1], now) / HOT)
@@ -86,10 +86,18 @@ class Replicator:
         runs = self._index.runs(keys[: first + MAX_BLOCKS], first, {to})
         if not runs:
             return None
-        copy = Copy(self._next, runs[0].node, to, runs[0].first, runs[0].last)
-        self._next += 1
+        copy = Copy(self.number(), runs[0].node, to, runs[0].first, runs[0].last)
         self._orders[copy.order] = _Order(copy, now)
         return copy
+
+    def number(self) -> int:
+        """Of the next order that any daemon is given."""
+        self._next += 1
+        return self._next - 1
+
+    def heat(self, now: float) -> dict[bytes, float]:
+        """Of all blocks whose reuse is remembered."""
+        return {key: self._warm(key, now) for key in self._heat}
 
     def done(self, order: int, now: float) -> tuple[Copy, float] | None:
         """The order was carried out: what it was, and how long it took."""

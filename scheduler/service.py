@@ -31,9 +31,11 @@ from .events import (
     FromWorker,
     GatewayLost,
     OrderDump,
+    OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
+    TellMoved,
     Tick,
     WorkerLost,
 )
@@ -194,12 +196,14 @@ class Service:
                 case OrderDump(node):
                     logger.info("asking %s for all its blocks", node)
                     self._reports.order_dump(node)
+                case OrderMembers(node, members):
+                    self._reports.order_members(node, [_address(member) for member in members])
                 case OrderReplicate():
-                    source = action.source
-                    address = _native.NodeAddress(source.node, source.address, source.incarnation)
                     self._reports.order_replicate(
-                        action.node, action.order, action.keys, action.parent, action.position, address
+                        action.node, action.order, action.keys, action.parent, action.position, _address(action.source)
                     )
+                case TellMoved(node, blocks, left):
+                    self._reports.order_moved(node, blocks, left)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
@@ -233,6 +237,10 @@ class Service:
                 self._on(GatewayLost(gateway))
 
 
+def _address(node: Node) -> _native.NodeAddress:
+    return _native.NodeAddress(node.node, node.address, node.incarnation)
+
+
 def _report(report: _native.DaemonReport) -> DaemonReport:
     """The same report as plain data."""
     node = Node(report.node.node, report.node.address, report.node.incarnation)
@@ -247,7 +255,9 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
             blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
             return BlockDump(node, report.sequence, report.part, blocks, report.last)
         case _native.DaemonHeartbeat():
-            return DaemonHeartbeat(node, report.next_sequence, report.count, report.xor, report.counters)
+            return DaemonHeartbeat(
+                node, report.next_sequence, report.count, report.xor, report.counters, report.draining
+            )
         case _native.Replicated():
             return Replicated(node, report.order, report.stored, report.missing)
         case _native.DaemonGone():

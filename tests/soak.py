@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import selectors
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -27,6 +25,7 @@ from statistics import median
 
 from pyengine._native import NodeAddress
 from tests.transfer.daemons import PATIENCE, Client, Shape, Transferd
+from tests.transfer.links import Link
 
 SHAPE = Shape(2, 16 << 10)
 #: 120 slots on each node, 500 blocks on the SSD, 1200 in all.
@@ -39,81 +38,6 @@ CLIENTS = 2
 SLACK_SHARE = 0.05
 SLACK_BYTES = 4 << 20
 SLACK_COUNT = 8
-
-
-class Link:
-    """A TCP link to one address that can be cut: connections end, and new ones end at once until it is mended."""
-
-    def __init__(self, listen: tuple[str, int], target: tuple[str, int]) -> None:
-        self._target = target
-        self._listener = socket.create_server(listen)
-        self._whole = threading.Event()
-        self._whole.set()
-        self._open: set[socket.socket] = set()
-        self._lock = threading.Lock()
-        self.cuts = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        with self._lock:
-            self._whole.clear()
-            self.cuts += 1
-            for each in self._open:
-                # Its thread wakes up and closes it.
-                try:
-                    each.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue
-
-    def mend(self) -> None:
-        self._whole.set()
-
-    def close(self) -> None:
-        self.cut()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._carry, args=(near,), daemon=True).start()
-
-    def _carry(self, near: socket.socket) -> None:
-        with near:
-            try:
-                far = socket.create_connection(self._target, timeout=PATIENCE)
-            except OSError:
-                return
-            with far:
-                with self._lock:
-                    if not self._whole.is_set():
-                        return
-                    self._open |= {near, far}
-                try:
-                    self._forward(near, far)
-                except OSError:
-                    pass
-                finally:
-                    with self._lock:
-                        self._open -= {near, far}
-
-    @staticmethod
-    def _forward(near: socket.socket, far: socket.socket) -> None:
-        for each in (near, far):
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with selectors.DefaultSelector() as selector:
-            selector.register(near, selectors.EVENT_READ, far)
-            selector.register(far, selectors.EVENT_READ, near)
-            while True:
-                for key, _ in selector.select():
-                    source, sink = key.fileobj, key.data
-                    assert isinstance(source, socket.socket)
-                    data = source.recv(1 << 18)
-                    if not data:
-                        return
-                    sink.sendall(data)
 
 
 @dataclass

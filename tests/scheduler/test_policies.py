@@ -52,7 +52,7 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         prefills=prefills,
         decodes=np.array([role.decodes for role in roles]),
         node=np.arange(count),
-        connected=np.ones(count, dtype=bool),
+        takes=np.ones(count, dtype=bool),
         queue_seconds=floats(0, 5),
         running=ints(0, 9),
         free_pages=ints(0, 99),

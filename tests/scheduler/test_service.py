@@ -53,10 +53,10 @@ M = TypeVar("M", bound=Message)
 class Peer:
     """A gateway or worker as the conductor sees it."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, key: bytes = KEY) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.setsockopt(zmq.SNDTIMEO, int(PATIENCE * 1000))
-        self._socket = dial(self._context.socket(zmq.DEALER), endpoint, KEY)
+        self._socket = dial(self._context.socket(zmq.DEALER), endpoint, key)
         self._codec = Codec(ConductorToGateway)
 
     def send(self, *messages: Message) -> None:

@@ -73,6 +73,9 @@ class Pool:
     node: Node
     blocks: dict[tuple[bytes, Medium], tuple[bytes, int]] = field(default_factory=dict)
     sequence: int = 0
+    draining: bool = False
+    #: Slots of its DRAM.
+    slots: int = 10_000
 
     def store(self, key: bytes, parent: bytes, position: int, medium: Medium = Medium.DRAM) -> BlockStored:
         self.blocks[key, medium] = (parent, position)
@@ -88,8 +91,14 @@ class Pool:
         xor = 0
         for key, medium in self.blocks:
             xor ^= int.from_bytes(key if medium is Medium.DRAM else key[1:] + key[:1], "little")
-        counters = {f'pyengine_pool_blocks{{node="{self.node.node}"}}': len(self.blocks)}
-        return DaemonHeartbeat(self.node, self.sequence, len(self.blocks), xor.to_bytes(16, "little"), counters)
+        cached = sum(medium is Medium.DRAM for _, medium in self.blocks)
+        states = {"free": self.slots - cached, "cached": cached}
+        counters = {
+            f'pyengine_pool_blocks{{node="{self.node.node}",tier="dram",state="{state}"}}': count
+            for state, count in states.items()
+        }
+        digest = xor.to_bytes(16, "little")
+        return DaemonHeartbeat(self.node, self.sequence, len(self.blocks), digest, counters, self.draining)
 
     def dump(self, parts: int = 1) -> list[BlockDump]:
         blocks = [(key, *where, medium) for (key, medium), where in self.blocks.items()]

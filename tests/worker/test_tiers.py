@@ -51,6 +51,7 @@ class Granted:
 class Located:
     tag: Tag
     slots: list[Slot]
+    behind: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +127,11 @@ class TieredPool:
         self._events.append(Granted(tag, self._slots[tag]))
 
     def lookup(self, tag: Tag, keys: bytes) -> None:
-        self.held[tag] = []
-        for i in range(0, len(keys), KEY_BYTES):
-            if "dram" not in self.places.get(keys[i : i + KEY_BYTES], ()):
-                break
-            self.held[tag].append(keys[i : i + KEY_BYTES])
-        self._events.append(Located(tag, [self._slot(key) for key in self.held[tag]]))
+        wanted = [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
+        places = [self.places.get(key, set()) for key in wanted]
+        count, behind = here(places)
+        self.held[tag] = wanted[:count]
+        self._events.append(Located(tag, [self._slot(key) for key in self.held[tag]], behind))
 
     def fetch(self, tag: Tag, indices: Sequence[int], sources: Sequence[NodeAddress]) -> None:
         self.asked.append(("fetch", list(indices), [source.node for source in sources]))
@@ -181,6 +181,13 @@ class TieredPool:
 
     def close(self) -> None:
         pass
+
+
+def here(places: Sequence[set[str]]) -> tuple[int, int]:
+    """Leading blocks that are in DRAM, and how many behind these are on this node, if any is on its SSD only."""
+    dram = next((i for i, place in enumerate(places) if "dram" not in place), len(places))
+    own = next((i for i, place in enumerate(places) if not place & {"dram", "ssd"}), len(places))
+    return dram, own - dram
 
 
 def found(places: set[str], nodes: list[str]) -> str | None:
@@ -241,8 +248,12 @@ def test_a_prefix_comes_from_wherever_it_is(
         cluster.run(request)
         assert request.ids == fake_tokens(PROMPT, 8)
 
-        # With no source a lookup, and without room too; else the grant covers what anybody is believed to have.
+        # With no source a lookup, and without room too; else the grant covers what anybody is believed to have. What a
+        # lookup finds on the node's own SSD is granted, too.
         believed = min(max(cached, *(last for *_, last in plan)), BLOCKS) if plan else 0
+        dram, behind = here(places)
+        if not believed and behind:
+            believed = dram + behind
         wanted = 0 if full else believed
         tiers: Counter[str] = Counter()
         for block in range(wanted or BLOCKS):

@@ -33,19 +33,11 @@ impl CacheModel {
 #[pymethods]
 impl CacheModel {
     #[new]
-    #[pyo3(signature = (policy, dram_blocks, ssd_blocks = 0, *, costs = None, reload = f64::INFINITY))]
-    fn new(
-        policy: &str,
-        dram_blocks: u32,
-        ssd_blocks: u32,
-        costs: Option<(f64, f64, f64)>,
-        reload: f64,
-    ) -> PyResult<Self> {
+    #[pyo3(signature = (policy, dram_blocks, ssd_blocks = 0, *, costs = None))]
+    fn new(policy: &str, dram_blocks: u32, ssd_blocks: u32, costs: Option<(f64, f64, f64)>) -> PyResult<Self> {
         let policy = Policy::named(policy).map_err(exception)?;
-        let mut all = Costs { reload, ..Costs::default() };
-        if let Some((per_token, per_pair, block_tokens)) = costs {
-            all = Costs { per_token, per_pair, block_tokens, reload };
-        }
+        let given = |(per_token, per_pair, block_tokens)| Costs { per_token, per_pair, block_tokens };
+        let all = costs.map_or_else(Costs::default, given);
         let model = model::CacheModel::new(policy, &all, dram_blocks, ssd_blocks).map_err(exception)?;
         Ok(Self { model: Mutex::new(model), policy: policy.name })
     }

@@ -72,10 +72,11 @@ impl ObjectPool {
             .map_err(exception)
     }
 
-    fn put(&self, py: Python<'_>, keys: Vec<Name>, values: Vec<Readable>) -> PyResult<Vec<bool>> {
+    #[pyo3(signature = (keys, values, copies = 1))]
+    fn put(&self, py: Python<'_>, keys: Vec<Name>, values: Vec<Readable>, copies: u32) -> PyResult<Vec<bool>> {
         same(keys.len(), values.len())?;
         let items: Vec<_> = keys.iter().zip(&values).map(|(key, value)| (&key.0[..], value.bytes())).collect();
-        let outcomes = self.with(py, |pool| pool.put(&items))?;
+        let outcomes = self.with(py, |pool| pool.put_copies(&items, copies))?;
         outcomes.into_iter().collect::<Result<_, _>>().map_err(exception)
     }
 
@@ -113,6 +114,11 @@ impl ObjectPool {
     fn remove(&self, py: Python<'_>, keys: Vec<Name>) -> PyResult<Vec<bool>> {
         let names = names(&keys);
         self.with(py, |pool| pool.remove(&names))
+    }
+
+    fn replicate(&self, py: Python<'_>, keys: Vec<Name>, copies: u32) -> PyResult<Vec<u32>> {
+        let names = names(&keys);
+        self.with(py, |pool| pool.replicate(&names, copies))
     }
 
     /// Some (key, bytes), and where the list goes on.

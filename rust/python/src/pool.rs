@@ -46,7 +46,7 @@ event!(
 );
 event!(
     /// The pinned leading blocks.
-    Located { tag: Tag, slots: Py<PyList> }
+    Located { tag: Tag, slots: Py<PyList>, behind: u32 }
 );
 event!(
     /// A grant, open, push or the whole tag failed.
@@ -296,9 +296,9 @@ fn convert<'py>(py: Python<'py>, event: ClientEvent) -> PyResult<Option<Bound<'p
             LocalEvent::Granted { tag, slots } => {
                 Bound::new(py, Granted { tag: Tag(tag), slots: list(slots)? })?.into_any()
             }
-            LocalEvent::Located { tag, slots } => {
+            LocalEvent::Located { tag, slots, behind } => {
                 let slots = slots.into_iter().map(|slot| GrantedSlot { slot, committed: true }).collect();
-                Bound::new(py, Located { tag: Tag(tag), slots: list(slots)? })?.into_any()
+                Bound::new(py, Located { tag: Tag(tag), slots: list(slots)?, behind })?.into_any()
             }
             LocalEvent::Refused { tag, refusal } => {
                 Bound::new(py, Refused { tag: Tag(tag), refusal: refusal_name(refusal) })?.into_any()

@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use transfer::config::session_key;
-use transfer::daemon::new_incarnation;
+use transfer::incarnation::new_incarnation;
 use transfer::messages::{DaemonOrder, DaemonReport};
 use transfer::report::{self, EndpointEvent};
 use transfer::types::BlockKey;
@@ -33,7 +33,14 @@ event!(
 );
 event!(
     /// Each second.
-    DaemonHeartbeat { node: NodeAddress, next_sequence: u64, count: u64, xor: Py<PyBytes>, counters: Py<PyDict> }
+    DaemonHeartbeat {
+        node: NodeAddress,
+        next_sequence: u64,
+        count: u64,
+        xor: Py<PyBytes>,
+        counters: Py<PyDict>,
+        draining: bool
+    }
 );
 event!(
     /// How an ordered replication went.
@@ -81,6 +88,11 @@ impl ReportEndpoint {
         self.living.with(py, |endpoint| endpoint.order(&node, &DaemonOrder::Dump))?.map_err(exception)
     }
 
+    fn order_members(&self, py: Python<'_>, node: String, members: Vec<PyRef<'_, NodeAddress>>) -> PyResult<()> {
+        let order = DaemonOrder::Members { members: members.iter().map(|member| member.0.clone()).collect() };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
     fn order_replicate(
         &self,
@@ -95,6 +107,11 @@ impl ReportEndpoint {
         let parent = BlockKey(parent.exactly("parent")?);
         let from = source.0.clone();
         let order = DaemonOrder::Replicate { order, keys: keys.keys()?, parent, position, from };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
+    fn order_moved(&self, py: Python<'_>, node: String, blocks: u64, left: u64) -> PyResult<()> {
+        let order = DaemonOrder::Moved { blocks, left };
         self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
     }
 
@@ -129,9 +146,10 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                     let blocks = PyList::new(py, blocks.collect::<Vec<_>>())?.unbind();
                     Bound::new(py, BlockDump { node: from, sequence, part, blocks, last })?.into_any()
                 }
-                DaemonReport::Heartbeat { next_sequence, count, xor, counters: values } => {
-                    let (xor, counters) = (key(xor), counters(py, values)?.unbind());
-                    Bound::new(py, DaemonHeartbeat { node: from, next_sequence, count, xor, counters })?.into_any()
+                DaemonReport::Heartbeat { next_sequence, count, xor, counters: values, draining } => {
+                    let (node, xor, counters) = (from, key(xor), counters(py, values)?.unbind());
+                    let heartbeat = DaemonHeartbeat { node, next_sequence, count, xor, counters, draining };
+                    Bound::new(py, heartbeat)?.into_any()
                 }
                 DaemonReport::Replicated { order, stored, missing } => {
                     Bound::new(py, Replicated { node: from, order, stored, missing })?.into_any()

@@ -29,8 +29,8 @@ pub enum AdminRequest {
     Counters,
     /// The next stretch of published blocks whose keys begin so; of one medium, or of all.
     Keys { from: Cursor, prefix: Prefix, medium: Option<Medium> },
-    /// Computes the checksums of the next stretch of published blocks. What is rotten is published no more.
-    Verify { from: Cursor },
+    /// Computes the checksums of the next stretch of blocks on one medium, or on all. What is rotten is dropped from it.
+    Verify { from: Cursor, medium: Option<Medium> },
     /// Drops these blocks, unless somebody holds them.
     Evict { keys: Vec<BlockKey> },
     /// Drops the next stretch of blocks that nobody holds; of one owner, or of all.
@@ -49,7 +49,9 @@ pub enum AdminReply {
         blocks: Vec<Listed>,
         next: Option<Cursor>,
     },
+    /// `medium`: where this stretch was.
     Verified {
+        medium: Medium,
         found: Verified,
         next: Option<Cursor>,
     },
@@ -60,6 +62,7 @@ pub enum AdminReply {
     Drain {
         draining: bool,
         held: Held,
+        moving: Moving,
     },
     /// It cannot be answered: why, and what to do.
     Refused(String),
@@ -159,6 +162,8 @@ pub struct TierStatus {
     pub blocks: u64,
     /// `good`, `read-only` or `failed`.
     pub health: String,
+    /// How bytes get there and back, `io_uring` or `threads`; empty if there is nothing to say.
+    pub io: String,
 }
 
 /// The blocks of one layout in DRAM. The five states add up to `slots`.
@@ -213,6 +218,8 @@ pub struct Held {
     pub serving: u64,
     /// Copies to peers.
     pub copies: u64,
+    /// Objects that only this node has, and that are to go to others.
+    pub leaving: u64,
     /// Slots that may still be written by who lost them.
     pub quarantine: u64,
 }
@@ -222,6 +229,19 @@ impl Held {
     pub fn is_nothing(&self) -> bool {
         *self == Self::default()
     }
+}
+
+/// What becomes of the blocks and objects of a daemon that drains and that no other node has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Moving {
+    /// Blocks that the conductor had other nodes copy.
+    pub blocks: u64,
+    /// Objects that have gone to other nodes.
+    pub objects: u64,
+    /// Blocks that are still to be copied.
+    pub left: u64,
+    /// No more are to be: all are elsewhere that anybody would miss, or there is no conductor who would have it done.
+    pub over: bool,
 }
 
 /// A published block.
@@ -246,6 +266,8 @@ pub struct Verified {
     pub bytes: u64,
     /// Blocks that were gone before their turn came.
     pub gone: u64,
+    /// Blocks that the medium could not read.
+    pub failed: u64,
     /// Those whose bytes do not fit their checksums.
     pub bad: Vec<BlockKey>,
 }
@@ -287,8 +309,8 @@ mod tests {
             let keys: Vec<BlockKey> = keys.into_iter().map(BlockKey).collect();
             let request = AdminRequest::Evict { keys: keys.clone() };
             prop_assert_eq!(wire::decode::<AdminRequest>(&wire::encode(&request)), Ok(request));
-            let found = Verified { blocks: 1, bytes: 2, gone: 3, bad: keys };
-            let reply = AdminReply::Verified { found, next: Some(from) };
+            let found = Verified { blocks: 1, bytes: 2, gone: 3, failed: 4, bad: keys };
+            let reply = AdminReply::Verified { medium: Medium::Ssd, found, next: Some(from) };
             prop_assert_eq!(wire::decode::<AdminReply>(&wire::encode(&reply)), Ok(reply));
             let _ = wire::decode::<AdminReply>(&noise);
             if let Ok(AdminRequest::Keys { prefix, .. }) = wire::decode::<AdminRequest>(&noise) {

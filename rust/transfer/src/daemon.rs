@@ -12,6 +12,8 @@
 
 mod asked;
 mod health;
+mod lines;
+mod members;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -19,24 +21,28 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, RwLock, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
+use crate::admin::Verified;
 use crate::carrier::Carrier;
 use crate::client::{ClientEvent, PoolClient};
 use crate::config::Config;
 use crate::engine::{Engine, Input, Output, Settings};
 use crate::error::Error;
 use crate::http;
+use crate::incarnation::new_incarnation_after;
 use crate::keys::Key;
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
+use crate::lives::STALE;
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
+use crate::objects::book::Book;
 use crate::objects::catalog::Catalog;
 use crate::objects::pool::Pool;
 use crate::objects::reader::{Answer, Reader};
@@ -49,6 +55,9 @@ use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
 use crate::types::{ClientId, Incarnation, Layout, Nanos, NodeAddress, NodeId};
 use crate::wire;
+
+use lines::Lines;
+use members::Members;
 
 /// Happenings that may wait for the actor.
 const HAPPENINGS: usize = 4096;
@@ -84,6 +93,10 @@ pub(crate) enum Happening {
     PeerGone { number: u64, peer: NodeAddress },
     /// No session came of a dial.
     DialFailed { peer: NodeAddress },
+    /// A listed member, by its place in the list, is reached.
+    MemberUp { at: usize, peer: NodeAddress },
+    /// It is not any more, or was not.
+    MemberGone { at: usize },
     /// The conductor's endpoint is reached.
     ConductorUp { link: Link },
     /// It is not any more.
@@ -131,6 +144,10 @@ struct Shared {
     threads: Arc<Threads>,
     doors: Doors,
     catalog: Arc<Catalog>,
+    /// Whose turn it is to have the SSDs verified.
+    scrubbing: Mutex<()>,
+    book: Arc<RwLock<Book>>,
+    lines: Lines,
     /// When it began, in [`now`]'s time.
     began: Nanos,
     /// True while connections are accepted.
@@ -158,7 +175,8 @@ impl Daemon {
             listeners.push(Listener::unix(path)?);
         }
         let http = config.http.as_deref().map(Listener::tcp).transpose()?;
-        let me = NodeAddress { node: config.node.clone(), address, incarnation: new_incarnation() };
+        let incarnation = new_incarnation_after(&life_files(config));
+        let me = NodeAddress { node: config.node.clone(), address, incarnation };
         let (happenings, inbox) = sync_channel(HAPPENINGS);
         let notify = happenings.clone();
         // If the channel is full the actor is awake and looks at the transport anyway.
@@ -190,11 +208,19 @@ impl Daemon {
             threads: threads.clone(),
             doors,
             catalog: engine.catalog().clone(),
+            scrubbing: Mutex::default(),
+            book: engine.book(),
+            lines: Lines::default(),
             began: now(),
             listening: AtomicBool::new(!listeners.is_empty()),
             conductor: config.conductor.clone(),
             http: http.as_ref().map(|(_, bound)| bound.to_string()),
         });
+        let weak = Arc::downgrade(&shared);
+        shared.catalog.set_look(Box::new(move |keys| {
+            let shared = weak.upgrade()?;
+            shared.lines.look(&shared, &shared.book, keys)
+        }));
         let mover = Mover::new(transports, mover::Settings::default());
         let actor = Actor::new(shared.clone(), engine, mover, config, rung);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
@@ -283,7 +309,7 @@ impl Daemon {
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
         let (happenings, catalog) = (self.shared.happenings.clone(), self.shared.catalog.clone());
-        Ok(Pool::inside(happenings, client, mailbox, catalog, object_key))
+        Pool::inside(happenings, client, mailbox, catalog, object_key)
     }
 
     /// All counters by Prometheus sample name.
@@ -291,7 +317,8 @@ impl Daemon {
         self.shared.ask(asked::PATIENCE, |actor| actor.engine.counters())
     }
 
-    /// Takes on nothing new from now on; see [`Engine::drain`]. What is returned becomes readable when nothing is held.
+    /// Takes on nothing new from now on; see [`Engine::drain`]. What is returned becomes readable when nothing is held, and
+    /// what nobody else has is on other nodes, as far as the conductor wants that.
     ///
     /// # Errors
     /// Retry: the daemon has stopped, or is too busy to be told.
@@ -328,7 +355,7 @@ fn open_ssd(config: &Config, rung: &Arc<AtomicBool>, happenings: &SyncSender<Hap
     };
     let ssd = Ssd::open(&config.ssd_dirs, config.ssd_bytes, notify)?;
     let Capacity { limit, used, blocks, .. } = ssd.capacity();
-    tracing::info!("SSD: {blocks} blocks are here, in {used} of {limit} bytes");
+    tracing::info!("SSD: {blocks} blocks are here, in {used} of {limit} bytes; they move by {}", ssd.io());
     Ok(Some(ssd))
 }
 
@@ -362,10 +389,14 @@ impl Drop for Daemon {
     }
 }
 
-/// Nanoseconds since 1970: another one at each start, and a later start has a larger one, so that a peer that has seen
-/// the new life refuses the old one.
-pub fn new_incarnation() -> Incarnation {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as Incarnation)
+/// Where the number of a node's life is written down: wherever something of it outlives the process.
+fn life_files(config: &Config) -> Vec<PathBuf> {
+    let beside = config.socket.iter().map(|socket| {
+        let mut name = socket.clone().into_os_string();
+        name.push(".life");
+        PathBuf::from(name)
+    });
+    config.ssd_dirs.iter().map(|directory| directory.join("life")).chain(beside).collect()
 }
 
 impl Shared {
@@ -400,20 +431,29 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node }
+        | Purpose::Engine { node }
+        | Purpose::Ask { node }
+        | Purpose::Lane { node, .. }
+        | Purpose::Rdma { node, .. }
             if !local && node.node == shared.me.node =>
         {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node }
+        | Purpose::Engine { node }
+        | Purpose::Ask { node }
+        | Purpose::Lane { node, .. }
+        | Purpose::Rdma { node, .. }
             if !local && !shared.doors.knows(&node) =>
         {
-            connection.refuse("a later life of your node is known here: this one is stale");
+            connection.refuse(STALE);
         }
         Purpose::Peer { node } if !local => {
             connection.welcome();
             serve_peer(shared, connection, number, &node, link, false);
         }
+        Purpose::Ask { node } if !local => shared.lines.serve(&shared.book, connection, &node.node, link),
         Purpose::Engine { node } if !local => {
             connection.welcome();
             serve_engine(connection, &node, link);
@@ -592,6 +632,9 @@ struct Actor {
     awaiting_quiet: Vec<Weak<Wake>>,
     /// To be told when a flush of the SSDs is over, by its number.
     awaiting_flush: BTreeMap<u64, SyncSender<bool>>,
+    /// To be told what a step of a scrub has found, by its number.
+    awaiting_scrub: BTreeMap<u64, SyncSender<Verified>>,
+    members: Members,
 }
 
 struct Peer {
@@ -623,10 +666,13 @@ impl Actor {
             inputs: VecDeque::new(),
             awaiting_quiet: Vec::new(),
             awaiting_flush: BTreeMap::new(),
+            awaiting_scrub: BTreeMap::new(),
+            members: Members::new(&config.peers),
         }
     }
 
     fn run(mut self, inbox: &Receiver<Happening>) {
+        self.list_members();
         let mut ticked = now();
         loop {
             let tick = ticked + TICK.as_nanos() as u64;
@@ -648,6 +694,7 @@ impl Actor {
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
+                self.dial_members();
             }
             self.tell_quiet();
         }
@@ -714,6 +761,8 @@ impl Actor {
                     self.feed(Input::PeerDown { peer });
                 }
             }
+            Happening::MemberUp { at, peer } => self.member_up(at, peer),
+            Happening::MemberGone { at } => self.member_gone(at),
             Happening::ConductorUp { link } => {
                 self.conductor = Some(link);
                 let hello = DaemonReport::Hello {
@@ -762,6 +811,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
+        self.shared.lines.forget(node);
         self.shared.doors.close(node, peer.address.incarnation.saturating_add(1), "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }
@@ -803,6 +853,12 @@ impl Actor {
             // Without a session the mover does not know the peer, and nobody would commit the blocks.
             Output::Submit { peer, copies } => self.carrier.submit(&peer.node, &copies, now()),
             Output::Report(report) => self.to_conductor(&report),
+            Output::Scrubbed { number, found } => {
+                if let Some(waiter) = self.awaiting_scrub.remove(&number) {
+                    // It may have given up waiting.
+                    let _ = waiter.try_send(found);
+                }
+            }
             Output::Flushed { number, ok } => {
                 if let Some(waiter) = self.awaiting_flush.remove(&number) {
                     // It may have given up waiting.

@@ -48,8 +48,8 @@ pub use region::{NAME_LIMIT, Registration};
 pub use transfer::Transfer;
 
 use crate::config::{Config, encrypts, open_key};
-use crate::daemon::new_incarnation;
 use crate::error::Error;
+use crate::incarnation::new_incarnation;
 use crate::keys::Key;
 use crate::link::{Connection, Link, Stream, nonce, now, random};
 use crate::messages::{EngineMessage, NOTIFICATION_LIMIT, Purpose};
@@ -749,7 +749,7 @@ impl Shared {
             Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
                 if !self.doors.knows(&node) =>
             {
-                connection.refuse("a later life of your node is known here: this one is stale");
+                connection.refuse(crate::lives::STALE);
             }
             Purpose::Engine { node } => {
                 connection.welcome();

@@ -19,12 +19,18 @@
 
 mod admin;
 mod behind;
+mod cluster;
 mod copies;
+mod copying;
+mod drain;
 mod fetch;
 mod grants;
 mod objects;
+mod pace;
 mod push;
+mod quests;
 mod replicate;
+mod scrub;
 mod serve;
 mod stores;
 
@@ -32,6 +38,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::admin::{Cursor, Verified};
 use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
@@ -48,12 +55,16 @@ pub use copies::Copied;
 pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
+use cluster::Cluster;
 use copies::Job;
+use drain::Drain;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
-use objects::{Objects, is_object};
+use objects::Objects;
+use pace::Pace;
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
+use scrub::Scrubs;
 use serve::Serving;
 use stores::Stores;
 
@@ -75,6 +86,9 @@ pub enum Input {
     Completed(Vec<Copied>),
     /// The conductor ordered something.
     Order(DaemonOrder),
+    /// Who shares objects with this node: those with whom the shell keeps sessions, and the addresses of those that it has
+    /// not reached yet.
+    Members { known: Vec<NodeAddress>, strangers: Vec<String> },
     /// What was reported has gone out, or most of it: there is room for more of a dump; see [`Engine::is_dumping`].
     DumpOn,
     /// The medium behind the arena has something to do or to tell.
@@ -102,6 +116,8 @@ pub enum Output {
     Report(DaemonReport),
     /// The answer to [`Engine::flush_tier`].
     Flushed { number: u64, ok: bool },
+    /// The answer to [`Engine::scrub`].
+    Scrubbed { number: u64, found: Verified },
 }
 
 /// Nanoseconds of a second.
@@ -111,13 +127,19 @@ const SECOND: Nanos = 1_000_000_000;
 const DUMP_PART: usize = 1024;
 /// Parts that are told at once; then the shell says when there is room for more.
 const DUMP_PARTS: usize = 16;
+/// Places that are looked at for one part: many may be empty, and serving is to go on.
+const DUMP_LOOKS: u32 = 16 * DUMP_PART as u32;
 
-/// A dump, as far as it is still to be told.
+/// A dump, as far as it is still to be told. Ten million blocks are not copied for it: it walks over them while they come
+/// and go. What does so after the cut is told by events of later numbers, which count.
 struct Dump {
     sequence: u64,
     /// Number of the next part.
     part: u32,
-    rest: std::vec::IntoIter<(BlockKey, BlockKey, u32, Medium)>,
+    /// Where the walk goes on.
+    next: Option<Cursor>,
+    /// Looked at, and not told yet.
+    found: VecDeque<(BlockKey, BlockKey, u32, Medium)>,
 }
 
 /// The limits of an engine: everything that can grow has one.
@@ -187,6 +209,8 @@ struct Link {
     outbox: Vec<PeerMessage>,
     waiting: std::collections::VecDeque<Job>,
     in_flight: usize,
+    /// How the peer answers fetches.
+    pace: Pace,
 }
 
 /// A node's daemon, without its sockets. Single-threaded; all collections that are walked are ordered, so that the
@@ -198,6 +222,7 @@ pub struct Engine {
     out: Vec<Output>,
     stores: Stores,
     objects: Objects,
+    cluster: Cluster,
     clients: BTreeMap<ClientId, Client>,
     links: BTreeMap<NodeId, Link>,
     /// Who writes, or waits for, grants of this pool.
@@ -215,6 +240,7 @@ pub struct Engine {
     /// Blocks that will be prefetched.
     hints: VecDeque<Hint>,
     behind: Option<Behind>,
+    scrubs: Scrubs,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
     /// By order; each holds slots, or waits for a fetch.
     replications: BTreeMap<u64, Replication>,
@@ -227,7 +253,7 @@ pub struct Engine {
     dumping: Option<Dump>,
     stats: Stats,
     /// Takes on nothing new.
-    draining: bool,
+    draining: Option<Drain>,
 }
 
 impl Engine {
@@ -236,6 +262,7 @@ impl Engine {
         let ended_opens = Remembered::new(settings.ended_tags);
         let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
         let objects = Objects::new(settings.dram_bytes);
+        let cluster = Cluster::new(node.node.clone(), settings.dram_bytes);
         Self {
             node,
             settings,
@@ -243,6 +270,7 @@ impl Engine {
             out: Vec::new(),
             stores,
             objects,
+            cluster,
             clients: BTreeMap::new(),
             links: BTreeMap::new(),
             visits: BTreeMap::new(),
@@ -254,6 +282,7 @@ impl Engine {
             fetches: BTreeMap::new(),
             hints: VecDeque::new(),
             behind: None,
+            scrubs: Scrubs::default(),
             serving: BTreeMap::new(),
             replications: BTreeMap::new(),
             copies: BTreeMap::new(),
@@ -262,7 +291,7 @@ impl Engine {
             next_heartbeat: 0,
             dumping: None,
             stats: Stats::default(),
-            draining: false,
+            draining: None,
         }
     }
 
@@ -309,6 +338,9 @@ impl Engine {
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
             }
+            Input::Order(DaemonOrder::Moved { blocks, left }) => self.moved_elsewhere(blocks, left),
+            Input::Order(DaemonOrder::Members { members }) => self.order_members(members),
+            Input::Members { known, strangers } => self.list_members(known, strangers),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
@@ -387,7 +419,7 @@ impl Engine {
             | LocalRequest::Push { tag, .. }
             | LocalRequest::Corrupt { tag, .. } => tag,
             // A hint is never answered.
-            LocalRequest::Prefetch { .. } if self.draining => return,
+            LocalRequest::Prefetch { .. } if self.is_draining() => return,
             LocalRequest::Prefetch { keys, parent, position, from } => {
                 return self.prefetch(client, &keys, parent, position, &from);
             }
@@ -519,7 +551,8 @@ impl Engine {
 
     fn new_link(&mut self, peer: NodeAddress) -> Link {
         let serial = self.number();
-        Link { peer, serial, up: false, outbox: Vec::new(), waiting: Default::default(), in_flight: 0 }
+        let pace = Pace::default();
+        Link { peer, serial, up: false, outbox: Vec::new(), waiting: Default::default(), in_flight: 0, pace }
     }
 
     fn peer_up(&mut self, peer: NodeAddress) {
@@ -537,7 +570,9 @@ impl Engine {
         for message in link.outbox.drain(..) {
             self.out.push(Output::Peer { peer: peer.node.clone(), message });
         }
-        self.links.insert(peer.node, link);
+        self.links.insert(peer.node.clone(), link);
+        self.fetches_begin(&peer.node);
+        self.member_up(&peer.node);
     }
 
     fn peer_down(&mut self, peer: &NodeAddress) {
@@ -551,6 +586,7 @@ impl Engine {
         self.visitors_lost(&peer.node);
         self.servings_lost(&peer.node);
         self.fetches_lost(&peer.node);
+        self.member_down(&peer.node);
     }
 
     fn peer(&mut self, peer: &NodeId, message: PeerMessage) {
@@ -575,14 +611,11 @@ impl Engine {
                     self.fail_open(tag, Refusal::Ended, false);
                 }
             }
+            PeerMessage::Objects(talk) => self.talk(peer, talk),
             PeerMessage::Fetch { ticket, region, layout, blocks } => self.serve(peer, ticket, region, layout, blocks),
             PeerMessage::Fetched { ticket, place, copied } => self.peer_fetched(peer, ticket, place, copied),
             PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
-            PeerMessage::FetchEnded { ticket } => {
-                if self.fetches.get(&ticket).is_some_and(|fetch| fetch.cancelled && fetch.from.node == *peer) {
-                    self.fetches.remove(&ticket);
-                }
-            }
+            PeerMessage::FetchEnded { ticket } => self.fetch_ended(peer, ticket),
         }
     }
 
@@ -604,6 +637,10 @@ impl Engine {
             self.fail_open(tag, Refusal::Deadline, true);
         }
         self.visits_late();
+        self.fetches_late();
+        self.redial_members();
+        self.quests_late();
+        self.copying_tick();
         self.objects_tick();
         self.tier();
         if self.now >= self.next_heartbeat {
@@ -612,8 +649,9 @@ impl Engine {
             let ((here, mut xor), (behind, other)) = (self.stores.digest(), self.tier_digest());
             xor.iter_mut().zip(other).for_each(|(sum, byte)| *sum ^= byte);
             let (count, xor) = (here + behind, BlockKey(xor));
-            let (next_sequence, counters) = (self.next_sequence(), self.counters());
-            self.out.push(Output::Report(DaemonReport::Heartbeat { next_sequence, count, xor, counters }));
+            let (next_sequence, counters, draining) = (self.next_sequence(), self.counters(), self.is_draining());
+            let heartbeat = DaemonReport::Heartbeat { next_sequence, count, xor, counters, draining };
+            self.out.push(Output::Report(heartbeat));
         }
     }
 
@@ -632,29 +670,33 @@ impl Engine {
         self.look_at_tier();
         self.report_changes();
         let sequence = self.next_sequence();
-        let stores = self.stores.iter().filter(|store| !store.objects);
-        let published = stores.flat_map(|store| store.pool.published());
-        let published = published.map(|place| (place, Medium::Dram));
-        let kept = self.tier_records().filter(|record| !is_object(record)).map(|record| (record.place, Medium::Ssd));
-        let all = published.chain(kept);
-        let blocks: Vec<_> = all.map(|(place, medium)| (place.key, place.parent, place.position, medium)).collect();
-        self.dumping = Some(Dump { sequence, part: 0, rest: blocks.into_iter() });
+        let next = Some(Cursor { store: 0, slot: 0 });
+        self.dumping = Some(Dump { sequence, part: 0, next, found: VecDeque::new() });
         self.dump_on();
     }
 
     /// Tells more of a dump: at once all of it would not fit into what may wait for the conductor.
     fn dump_on(&mut self) {
-        let Some(Dump { sequence, part, rest }) = &mut self.dumping else { return };
+        let Some(Dump { sequence, mut part, mut next, mut found }) = self.dumping.take() else { return };
         for _ in 0..DUMP_PARTS {
-            let blocks = rest.by_ref().take(DUMP_PART).collect();
-            let last = rest.len() == 0;
-            self.out.push(Output::Report(DaemonReport::Dump { sequence: *sequence, part: *part, blocks, last }));
-            *part += 1;
+            let mut looks = DUMP_LOOKS;
+            while let Some(at) = next.filter(|_| found.len() < DUMP_PART && looks > 0) {
+                looks -= DUMP_PART as u32;
+                let (blocks, behind) = self.dump_stretch(at, DUMP_PART as u32);
+                found.extend(
+                    blocks.into_iter().map(|(place, medium)| (place.key, place.parent, place.position, medium)),
+                );
+                next = behind;
+            }
+            let blocks = found.drain(..found.len().min(DUMP_PART)).collect();
+            let last = next.is_none() && found.is_empty();
+            self.out.push(Output::Report(DaemonReport::Dump { sequence, part, blocks, last }));
+            part += 1;
             if last {
-                self.dumping = None;
                 return;
             }
         }
+        self.dumping = Some(Dump { sequence, part, next, found });
     }
 
     /// True while a dump waits for [`Input::DumpOn`].
@@ -673,9 +715,11 @@ impl Engine {
             self.granted(holder, slots);
         }
         self.prefetch_on();
+        self.copying_on();
         self.send_asks();
         self.write_hits();
         self.report_changes();
+        self.tell_homes();
         self.pump();
     }
 
@@ -712,6 +756,7 @@ impl Engine {
             self.clients.iter().filter(|(_, known)| !known.tags.is_empty()).map(|client| format!("owed {client:?}")),
         );
         all.extend(self.objects.unfinished());
+        all.extend(self.cluster.unfinished());
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
@@ -762,6 +807,8 @@ impl Engine {
         self.check_tier();
         self.stores.check();
         self.check_objects();
+        self.check_cluster();
+        self.check_copying();
         for (at, store) in self.stores.iter().enumerate() {
             for slot in 0..store.pool.slots() {
                 let expected = reads.remove(&(at, slot)).unwrap_or(0);

@@ -13,6 +13,7 @@ pub mod endpoint;
 pub mod engine;
 pub mod error;
 pub mod http;
+pub mod incarnation;
 pub mod keys;
 pub mod link;
 mod lives;

@@ -7,6 +7,10 @@ use crate::types::{Incarnation, NodeId};
 /// Nodes that are remembered.
 const LIMIT: usize = 1 << 14;
 
+/// Why an earlier life of a node is not let in.
+pub const STALE: &str = "a later life of your node is known here: this one is stale, or its clock was set back; set it right, \
+                         or give the node another name, and start it again";
+
 /// What a proven node's life is to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seen {

@@ -10,6 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::objects::messages::{ObjectEvent, ObjectRequest};
+use crate::objects::talk::Talk;
 use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, Owner, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
@@ -125,8 +126,9 @@ pub enum LocalEvent {
     AttachRefused { ticket: Ticket, reason: String },
     /// The grant is held: one slot per key, then the private one.
     Granted { tag: Tag, slots: Vec<GrantedSlot> },
-    /// Answer to `Lookup`: the pinned leading blocks (maybe none).
-    Located { tag: Tag, slots: Vec<SlotRef> },
+    /// Answer to `Lookup`: the pinned leading blocks (maybe none). `behind`: so many keys after these can be fetched from
+    /// this node's SSD (some of them may be in DRAM).
+    Located { tag: Tag, slots: Vec<SlotRef>, behind: u32 },
     /// A grant, open, push or the tag as a whole failed; `End` is still owed by the client.
     Refused { tag: Tag, refusal: Refusal },
     /// Answer to `Open`. `slots` is empty unless the grant lies in this daemon's own arena.
@@ -173,6 +175,8 @@ pub enum PeerMessage {
     FetchCancel { ticket: Ticket },
     /// Nothing of this fetch will be written any more.
     FetchEnded { ticket: Ticket },
+    /// About objects.
+    Objects(Talk),
 }
 
 /// From a daemon to the conductor.
@@ -189,7 +193,9 @@ pub enum DaemonReport {
     Dump { sequence: u64, part: u32, blocks: Vec<(BlockKey, BlockKey, u32, Medium)>, last: bool },
     /// Each second: next sequence, number and XOR of published blocks (drift is seen), and the counters. A block counts
     /// once for each medium that has it; in the XOR a key on SSD is rotated by one byte (`key[1..]`, then `key[0]`).
-    Heartbeat { next_sequence: u64, count: u64, xor: BlockKey, counters: Vec<(String, u64)> },
+    /// `draining`: it takes on nothing new; what is unique and wanted is to be had elsewhere soon. Sent at once when that
+    /// changes.
+    Heartbeat { next_sequence: u64, count: u64, xor: BlockKey, counters: Vec<(String, u64)>, draining: bool },
     /// How an ordered replication went.
     Replicated { order: u64, stored: u32, missing: u32 },
 }
@@ -201,6 +207,12 @@ pub enum DaemonOrder {
     Dump,
     /// Copy these blocks from a peer into this pool, while there is room without waiting.
     Replicate { order: u64, keys: Vec<BlockKey>, parent: BlockKey, position: u32, from: NodeAddress },
+    /// To a daemon that drains, after each of its heartbeats and whenever it changes: so many of its blocks are on other
+    /// nodes now because of that, and so many are still to go there. None: it keeps nothing that anybody would miss.
+    Moved { blocks: u64, left: u64 },
+    /// Who shares objects with this node, which may be among them: all that were told before and are not named are no
+    /// members any more.
+    Members { members: Vec<NodeAddress> },
 }
 
 /// Says in a session's first message what the dialling side wants to be.
@@ -219,6 +231,8 @@ pub enum Purpose {
     Engine { node: NodeAddress },
     /// The control connection of an rdma path, from that node and its life; numbered as lanes are.
     Rdma { node: NodeAddress, path: u64 },
+    /// A daemon that asks about names of objects, and nothing else.
+    Ask { node: NodeAddress },
     /// Whoever runs the daemon (unix socket only); see [`crate::admin`].
     Admin,
 }

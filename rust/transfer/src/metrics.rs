@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 /// What each family of samples says. One that is not listed is shown without.
-const HELP: [(&str, &str); 27] = [
+const HELP: [(&str, &str); 28] = [
     ("pyengine_transfer_bytes_total", "Bytes of whole blocks that crossed between nodes, verified at the destination"),
     ("pyengine_transfer_blocks_total", "Whole blocks that crossed between nodes, or were handed over within the arena"),
     ("pyengine_transfer_retries_total", "Copies that were sent again"),
@@ -21,6 +21,7 @@ const HELP: [(&str, &str); 27] = [
         "pyengine_single_flight_total",
         "Wanted blocks that waited for a read already under way instead of one of their own",
     ),
+    ("pyengine_fetches_abandoned_total", "Fetches that a peer did not answer in time: the blocks were asked of others"),
     ("pyengine_tier_limit_bytes", "Bytes that a medium may take"),
     ("pyengine_tier_used_bytes", "Bytes that a medium takes, with all it keeps for itself"),
     ("pyengine_tier_waiting_bytes", "Bytes that wait to be written to a medium"),

@@ -46,6 +46,8 @@ pub struct Stats {
     pub corrupt_tier: u64,
     /// Writes that the tier had no room for, or that failed.
     pub tier_refused: u64,
+    /// Fetches that a peer did not answer in time.
+    pub fetches_late: u64,
     /// Wants that waited for a block that was on its way for somebody else.
     pub single_flights: u64,
 }
@@ -110,6 +112,7 @@ impl Snapshot {
             (label("pyengine_pool_hits_total", "tier", "dram"), tally.hits),
             (plain("pyengine_pool_misses_total"), tally.misses),
             (plain("pyengine_single_flight_total"), stats.single_flights),
+            (plain("pyengine_fetches_abandoned_total"), stats.fetches_late),
         ]);
         if let Some(Capacity { limit, used, blocks, waiting, health }) = tier {
             let tiered = |name: &str| label(name, "tier", "ssd");

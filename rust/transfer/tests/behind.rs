@@ -249,6 +249,41 @@ fn what_leaves_the_arena_is_on_the_disk() {
     stage.expect_idle();
 }
 
+// Goal: who looks a prefix up learns how much more of it the disk has, and need ask for no more. Method: a prefix in the
+// arena, on the disk, in both and nowhere, in turns.
+#[test]
+fn a_lookup_tells_what_is_on_the_disk_behind() {
+    let mut stage = Stage::new();
+    stage.store(A, 1..=6);
+    stage.run(SECOND);
+    // Used once more, so written; the others are in the arena only.
+    assert_eq!(stage.here(A, [2, 3, 5]), [2, 3, 5]);
+    stage.run(SECOND);
+    let located = |stage: &mut Stage, numbers: &[u8]| {
+        let tag = stage.tag();
+        let keys = numbers.iter().map(|number| key(*number)).collect();
+        stage.ask(A, LocalRequest::Lookup { tag, keys });
+        let told = stage.told(A);
+        let [LocalEvent::Located { slots, behind, .. }] = told.as_slice() else { panic!("{told:?}") };
+        let found = (slots.len(), *behind);
+        stage.end(A, tag);
+        found
+    };
+    assert_eq!(located(&mut stage, &[1, 2, 3]), (3, 0), "all is in the arena");
+    stage.world.stop("a");
+    stage.start("a", 1 << 20);
+    stage.attach(A);
+    // A stop has written all. Some come back into the arena.
+    assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
+    assert_eq!(stage.fetch_one(A, 4, &[]), Ok((false, Medium::Ssd)));
+    assert_eq!(located(&mut stage, &[1, 2, 3, 4, 5, 6]), (1, 5));
+    assert_eq!(located(&mut stage, &[1, 2, 99, 3]), (1, 1), "up to the first that is nowhere");
+    assert_eq!(located(&mut stage, &[2, 1]), (0, 2));
+    assert_eq!(located(&mut stage, &[99, 1]), (0, 0));
+    assert_eq!(located(&mut stage, &[1, 4]), (2, 0));
+    stage.expect_idle();
+}
+
 // Goal: nothing is dropped where the disk has time, however many slots a grant takes. Method: grants of three of eight slots.
 #[test]
 fn as_much_is_written_ahead_as_grants_take() {

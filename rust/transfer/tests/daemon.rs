@@ -471,6 +471,32 @@ fn a_stale_life_is_refused() {
     assert!(answers[1].1.as_ref().is_err_and(|ended| ended.to_string().contains("stale")), "{:?}", answers[1].1);
 }
 
+// Goal: a daemon whose host's clock was set back is not taken for a leftover of its earlier life. Method: the earlier one
+// began in an hour, as far as it has written down, and its peer remembers.
+#[test]
+fn a_clock_that_was_set_back_makes_no_leftover() {
+    let directory = Scratch::new();
+    let place = || Config { socket: Some(directory.socket()), ..config("b") };
+    let (a, first) = (daemon("a"), Daemon::start(&place()).expect("starts"));
+    let mut life = directory.socket().into_os_string();
+    life.push(".life");
+    let hour_later = first.address().incarnation + 3_600_000_000_000;
+    assert_eq!(std::fs::read_to_string(&life).expect("written"), format!("{}\n", first.address().incarnation));
+    drop(first);
+    std::fs::write(&life, hour_later.to_string()).expect("ours");
+    for _ in 0..2 {
+        let b = Daemon::start(&place()).expect("starts");
+        assert!(b.address().incarnation > hour_later);
+        // It opens what `a` grants, so `a` lets it in.
+        let (holder, opener) = (attach(&a, 1), attach(&b, 2));
+        let tag = tag(b.address().incarnation, 1);
+        grant(&holder, tag, &[key(1)], 0);
+        opener.request(LocalRequest::Open { tag, to: a.address().clone(), within_ms: 60_000 }).expect("sent");
+        expect(&opener, "Opened", |event| matches!(event, LocalEvent::Opened { .. }).then_some(()));
+        holder.request(LocalRequest::End { tag }).expect("sent");
+    }
+}
+
 #[test]
 fn impossible_configurations_are_refused_and_leave_nothing_open() {
     let directory = Scratch::new();

@@ -339,8 +339,8 @@ fn history_is_bounded() {
     }
 }
 
-// Goal: a popular block ages under the cost policy, a late block is dearer than an early one, and no block is dearer
-// than its reload. Method: a block of a hundred uses beside a stream of new ones; two positions, with and without a tier.
+// Goal: a popular block ages under the cost policy, a late block is dearer than an early one if attention costs
+// anything. Method: a block of a hundred uses beside a stream of new ones; two positions, by two costs.
 #[test]
 fn cost_weighs_and_ages() {
     let policy = Policy::named("cost").expect("it is there");
@@ -361,10 +361,10 @@ fn cost_weighs_and_ages() {
     }
     assert!(victims > 50, "it went after {victims} victims though it was used a hundred times");
 
-    for (reload, first) in [(f64::INFINITY, 1), (0.0001, 0)] {
-        let mut evict = policy.make(&Costs { reload, ..Costs::default() });
+    for (per_pair, first) in [(Costs::default().per_pair, 1), (0.0, 0)] {
+        let mut evict = policy.make(&Costs { per_pair, ..Costs::default() });
         settle(evict.as_mut(), [(0, Place { position: 200, ..place(0) }), (1, Place { position: 1, ..place(1) })]);
-        assert_eq!(evict.pop(), Some(first), "reload {reload}");
+        assert_eq!(evict.pop(), Some(first), "per pair {per_pair}");
     }
 }
 

@@ -416,7 +416,7 @@ fn faults_are_found() {
     stage.ask("b", DECODE, LocalRequest::Corrupt { tag: tag(40), index: 0 });
     assert_eq!(stage.counter("b", &failures("arena", "b")), 1);
     stage.ask("b", DECODE, LocalRequest::Lookup { tag: tag(41), keys: keys(&[1]) });
-    assert_eq!(stage.told(DECODE), [LocalEvent::Located { tag: tag(41), slots: vec![] }]);
+    assert_eq!(stage.told(DECODE), [LocalEvent::Located { tag: tag(41), slots: vec![], behind: 0 }]);
     for request in 1..=41 {
         stage.end("a", PREFILL, tag(request));
         stage.end("b", DECODE, tag(request));

@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
+use pyengine_transfer::admin::Cursor;
 use pyengine_transfer::engine::{Engine, Input, Output, Settings};
 use pyengine_transfer::memory::{ReadHold, WriteHold, checksum};
-use pyengine_transfer::messages::{GrantMode, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
+use pyengine_transfer::messages::{DaemonReport, GrantMode, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
 use pyengine_transfer::pool::tier::{Capacity, Health, OpId, Record, Tier, TierEvent, Whose};
 use pyengine_transfer::pool::twin::{MemoryTier, Shelf};
 use pyengine_transfer::types::{
@@ -142,6 +143,7 @@ struct Ahead {
     tier: MemoryTier,
     done: Vec<TierEvent>,
     stuck: Vec<(OpId, BlockKey, WriteHold)>,
+    stuck_checks: Vec<(OpId, BlockKey)>,
     hangs: Arc<AtomicU8>,
 }
 
@@ -149,7 +151,7 @@ impl Ahead {
     fn over(shelf: &Shelf) -> (Alone, Arc<AtomicU8>) {
         let hangs = Arc::new(AtomicU8::new(WELL));
         let tier = MemoryTier::new(shelf.clone(), 1 << 20, 1 << 20);
-        let ahead = Self { tier, done: Vec::new(), stuck: Vec::new(), hangs: hangs.clone() };
+        let ahead = Self { tier, done: Vec::new(), stuck: Vec::new(), stuck_checks: Vec::new(), hangs: hangs.clone() };
         (Alone::new(Box::new(ahead)), hangs)
     }
 }
@@ -165,6 +167,14 @@ impl Tier for Ahead {
         }
         self.tier.read(op, key, into);
         self.done.append(&mut self.tier.poll());
+    }
+
+    fn verify(&mut self, op: OpId, key: &BlockKey) -> bool {
+        if self.hangs.load(Ordering::Relaxed) != WELL {
+            self.stuck_checks.push((op, *key));
+            return true;
+        }
+        self.tier.verify(op, key)
     }
 
     fn remove(&mut self, key: &BlockKey) -> bool {
@@ -194,6 +204,7 @@ impl Tier for Ahead {
     fn poll(&mut self) -> Vec<TierEvent> {
         if self.hangs.load(Ordering::Relaxed) == WELL {
             self.stuck.drain(..).for_each(|(op, key, into)| self.tier.read(op, &key, into));
+            self.stuck_checks.drain(..).for_each(|(op, key)| assert!(self.tier.verify(op, &key)));
             self.done.append(&mut self.tier.poll());
         }
         std::mem::take(&mut self.done)
@@ -354,6 +365,35 @@ fn who_has_no_other_source_is_told() {
     alone.handle(Input::Peer { peer: "b".into(), message });
     health.store(WELL, Ordering::Relaxed);
     alone.expect_idle([(1, first), (3, third)]);
+}
+
+// Goal: who has a tier verified does not wait for one that hangs, and what it says later is heeded. Method: a verification of a block
+// that has rotted hangs, is told to have failed, and ends when the medium answers.
+#[test]
+fn who_verifies_waits_for_no_medium_that_hangs() {
+    let shelf = shelf();
+    let (mut alone, health) = Ahead::over(&shelf);
+    assert!(shelf.rot(&KEY));
+    health.store(HANGS, Ordering::Relaxed);
+    let from = alone.engine.verifies_tier(Cursor::default(), None).expect("it has one");
+    let (number, next) = alone.engine.scrub(from, 9, &mut alone.out);
+    alone.handle(Input::Tick);
+    let found = |alone: &Alone| {
+        let told = alone.out.iter().filter_map(|output| match output {
+            Output::Scrubbed { number, found } => Some((*number, found.failed, found.blocks)),
+            _ => None,
+        });
+        told.collect::<Vec<_>>()
+    };
+    assert_eq!((found(&alone), next), (vec![], None), "it may still answer");
+    health.store(FAILED, Ordering::Relaxed);
+    alone.handle(Input::Tick);
+    assert_eq!(found(&alone), [(number, 1, 0)]);
+    health.store(WELL, Ordering::Relaxed);
+    alone.handle(Input::Tick);
+    assert_eq!(found(&alone).len(), 1, "told once");
+    let gone = |output: &Output| matches!(output, Output::Report(DaemonReport::Removed { key: KEY, .. }));
+    assert_eq!(alone.out.iter().filter(|output| gone(output)).count(), 1);
 }
 
 // Goal: a block that another store has published already serves all who wait for it, also peers, from where it has landed.

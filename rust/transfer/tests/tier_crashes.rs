@@ -17,7 +17,7 @@ use pyengine_transfer::pool::disk::io::Medium;
 use pyengine_transfer::pool::disk::twin::MemoryDisk;
 use pyengine_transfer::pool::disk::{OVERHEAD, Ssd};
 use pyengine_transfer::pool::null::Null;
-use pyengine_transfer::pool::tier::{Fate, Health, OpId, TierEvent, Whose};
+use pyengine_transfer::pool::tier::{Fate, Health, OpId, Tier, TierEvent, Whose};
 use pyengine_transfer::random::Random;
 
 use shelves::{Bytes, Desk, PATIENCE, bell, content, key, number, number as number_of, record};
@@ -384,6 +384,33 @@ fn survivors(desk: &mut Desk, disk: MemoryDisk, blocks: &[(u32, Bytes)]) -> Vec<
 fn desk_over(disk: &MemoryDisk) -> Desk {
     let (ring, rung) = bell();
     Desk::new(Box::new(Ssd::over(vec![Arc::new(disk.clone())], LIMIT, 0, 1, ring).expect("it opens")), rung)
+}
+
+// Goal: a device that fails for a moment while a log begins costs nothing: what could not be read is no torn end. Method: each
+// operation of a start fails once, on a disk with footers and on one without; the start says so, and the next one has all.
+#[test]
+fn a_read_that_fails_at_the_start_costs_nothing() {
+    let mut desk = null_desk();
+    for close in [true, false] {
+        let (disk, blocks) = disk_with_a_last_record(close);
+        let all: Vec<u32> = blocks.iter().map(|(number, _)| *number).collect();
+        for fails in 0.. {
+            let disk = disk.copy();
+            disk.fail_once_after(Some(fails));
+            let begun = Ssd::over(vec![Arc::new(disk.clone())], LIMIT, 0, 1, || {});
+            let failed = begun.is_err();
+            if let Ok(mut ssd) = begun {
+                // It goes on: what it takes for a torn end would be cut off.
+                (0..20).for_each(|_| drop(ssd.poll()));
+            }
+            disk.fail_once_after(None);
+            assert_eq!(survivors(&mut desk, disk, &blocks), all, "operation {fails} fails, closed: {close}");
+            if !failed {
+                assert!(fails > 3, "a start reads more than that");
+                break;
+            }
+        }
+    }
 }
 
 // Goal: a block that a crash caught half moved is where it was, after the next start and after the one behind it. Method: a

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use pyengine_transfer::pool::disk::twin::MemoryDisk;
 use pyengine_transfer::pool::disk::{OVERHEAD, Ssd};
-use pyengine_transfer::pool::tier::{Fate, Record};
+use pyengine_transfer::pool::tier::{Fate, Health, Record};
 
 use shelves::{Desk, bell, content, key, record};
 
@@ -85,4 +85,44 @@ fn rot_moves_nowhere() {
         assert_eq!(desk.read_result(read), Err(Fate::Corrupt));
         assert_eq!(desk.tier.find(&key(1)), None, "after {polls}");
     }
+}
+
+// Goal: a verification drops what has rotted, for good, and warms nothing. Method: rot in one of three blocks; verification, a kill, and
+// as many writes as push out what nobody has read.
+#[test]
+fn verification_drops_what_has_rotted() {
+    let disk = MemoryDisk::default();
+    let mut desk = over(&disk);
+    (1..4).for_each(|number| assert_eq!(desk.put(record(number), 0), Fate::Done));
+    rot(&disk, &record(2));
+    let fates = [1, 2, 3, 2].map(|number| {
+        let op = desk.verify(&key(number));
+        desk.wait(op)
+    });
+    assert_eq!(fates, [Fate::Done, Fate::Corrupt, Fate::Done, Fate::Missing]);
+    let op = desk.flush();
+    assert_eq!(desk.wait(op), Fate::Done);
+    let again = over(&disk.copy());
+    assert_eq!(again.keys(), [key(1), key(3)].into());
+    let mut number = 10;
+    while !desk.dropped.contains(&key(3)) {
+        assert_eq!(desk.put(record(number), 0), Fate::Done);
+        number += 1;
+        assert!(number < 1000, "it has become warm");
+    }
+}
+
+// Goal: a verification waits for no device that has failed. Method: reads fail; then verifications, until the device counts as failed.
+#[test]
+fn verification_meets_a_failing_disk() {
+    let disk = MemoryDisk::default();
+    let mut desk = over(&disk);
+    (1..4).for_each(|number| assert_eq!(desk.put(record(number), 0), Fate::Done));
+    disk.fail(true, false);
+    for number in [1, 2, 3, 1] {
+        let op = desk.verify(&key(number));
+        assert_eq!(desk.wait(op), Fate::Failed);
+    }
+    assert_eq!(desk.tier.capacity().health, Health::Failed);
+    assert_eq!(desk.tier.capacity().blocks, 3, "what cannot be read is not known to be rotten");
 }

@@ -1,6 +1,7 @@
 //! The commands that speak to a running daemon on this machine, over its unix socket: how it does, what it keeps, and to
 //! take on nothing new.
 
+use std::collections::BTreeMap;
 use std::io::{self, BufWriter, Write};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,7 +9,8 @@ use std::time::{Duration, Instant};
 use clap::{Subcommand, ValueEnum};
 use serde::Serialize;
 use transfer::admin::{
-    AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, KEYS_LIMIT, Listed, Prefix, Status, Verified, hex,
+    AdminClient, AdminReply, AdminRequest, Cursor, Evicted, Held, KEYS_LIMIT, Listed, Moving, Prefix, Status, Verified,
+    hex,
 };
 use transfer::config::open_key;
 use transfer::error::Error;
@@ -48,11 +50,14 @@ pub enum Command {
         #[arg(long)]
         medium: Option<OnMedium>,
     },
-    /// Computes the checksums of all blocks in a running daemon's memory; what is rotten is dropped, and it ends with 1. (What
-    /// is on SSD is verified whenever it is read)
+    /// Computes the checksums of all blocks that a running daemon has; what is rotten is dropped, and it ends with 1. SSDs are
+    /// read slowly, so that serving goes on; end it whenever you like
     Verify {
         #[command(flatten)]
         daemon: Way,
+        /// Only those on this medium
+        #[arg(long)]
+        medium: Option<OnMedium>,
     },
     /// Drops blocks that nobody holds from all tiers of a running daemon; ends with 1 if one of those named stays or is not there
     Evict {
@@ -77,7 +82,8 @@ pub enum Command {
         #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
         tenant: Option<u64>,
     },
-    /// Lets a running daemon take on nothing new, and waits until nothing is held: then it can be stopped
+    /// Lets a running daemon take on nothing new, and waits until nothing is held and what only it has is on other nodes, as
+    /// far as that is in use: then it can be stopped
     Drain {
         #[command(flatten)]
         daemon: Way,
@@ -118,6 +124,15 @@ pub enum OnMedium {
     Ssd,
 }
 
+impl From<OnMedium> for Medium {
+    fn from(medium: OnMedium) -> Self {
+        match medium {
+            OnMedium::Dram => Self::Dram,
+            OnMedium::Ssd => Self::Ssd,
+        }
+    }
+}
+
 fn prefix(text: &str) -> Result<Prefix, String> {
     Prefix::parse(text).map_err(|error| error.message)
 }
@@ -139,7 +154,7 @@ pub fn run(command: &Command) -> Result<(), Error> {
         Command::Status { daemon } => status(daemon),
         Command::Stats { daemon } => stats(daemon),
         Command::Keys { daemon, prefix, limit, medium } => keys(daemon, *prefix, *limit, *medium),
-        Command::Verify { daemon } => verify(daemon),
+        Command::Verify { daemon, medium } => verify(daemon, *medium),
         Command::Evict { daemon, all: true, .. } => evict_all(daemon, None),
         Command::Evict { daemon, keys, .. } => evict(daemon, keys),
         Command::Clear { daemon, namespace, tenant } => {
@@ -216,9 +231,10 @@ fn status_text(status: &Status) -> String {
             format!("{share:.1}%"),
             tier.blocks.to_string(),
             tier.health.clone(),
+            tier.io.clone(),
         ]
     });
-    text += &table(["tier", "limit", "used bytes", "used", "blocks", "health"], tiers);
+    text += &table(["tier", "limit", "used bytes", "used", "blocks", "health", "io"], tiers);
     let layouts = status.layouts.iter().map(|layout| {
         let block = u64::from(layout.strips) * u64::from(layout.strip_bytes);
         let numbers = [layout.slots, layout.free, layout.cached, layout.pinned, layout.reserved, layout.quarantine];
@@ -265,6 +281,7 @@ fn held_text(held: &Held) -> String {
         (held.fetches, "fetch", "fetches"),
         (held.serving, "fetch by a peer", "fetches by peers"),
         (held.copies, "copy", "copies"),
+        (held.leaving, "object to leave", "objects to leave"),
         (held.quarantine, "slot in quarantine", "slots in quarantine"),
     ];
     let some: Vec<String> = counts
@@ -312,10 +329,7 @@ struct KeyLine {
 }
 
 fn keys(way: &Way, prefix: Prefix, limit: Option<u64>, medium: Option<OnMedium>) -> Result<(), Error> {
-    let medium = medium.map(|medium| match medium {
-        OnMedium::Dram => Medium::Dram,
-        OnMedium::Ssd => Medium::Ssd,
-    });
+    let medium = medium.map(Medium::from);
     let mut client = way.connect()?;
     let mut out = BufWriter::new(io::stdout().lock());
     if !way.json {
@@ -362,44 +376,73 @@ fn key_line(block: &Listed, as_json: bool) -> Result<String, Error> {
     Ok(format!("{key}  {medium:<6}  {position:<8}  {held:<4}  {bytes:>10}  {parent}"))
 }
 
-#[derive(Serialize)]
+#[derive(Serialize, Default)]
 struct VerifyLine {
     blocks: u64,
     bytes: u64,
     gone: u64,
+    failed: u64,
     bad: Vec<String>,
 }
 
-fn verify(way: &Way) -> Result<(), Error> {
-    let mut client = way.connect()?;
-    let mut all = Verified::default();
-    let mut from = Some(Cursor::default());
+impl VerifyLine {
+    fn add(&mut self, found: &Verified) {
+        self.blocks += found.blocks;
+        self.bytes += found.bytes;
+        self.gone += found.gone;
+        self.failed += found.failed;
+        self.bad.extend(found.bad.iter().map(hex));
+    }
+
+    fn text(&self, medium: &str) -> String {
+        let Self { blocks, bytes, gone, failed, .. } = self;
+        let mut text = format!("{medium}: {blocks} blocks, {bytes} bytes read; {gone} were gone before their turn\n");
+        if *failed > 0 {
+            text += &format!("{medium}: {failed} blocks could not be read\n");
+        }
+        self.bad.iter().for_each(|key| text += &format!("{medium}: rotten: {key}\n"));
+        text
+    }
+}
+
+fn verify(way: &Way, medium: Option<OnMedium>) -> Result<(), Error> {
+    let (mut client, medium) = (way.connect()?, medium.map(Medium::from));
+    let stored: BTreeMap<String, u64> = match client.ask(&AdminRequest::Status)? {
+        AdminReply::Status(status) => status.tiers.into_iter().map(|tier| (tier.medium, tier.blocks)).collect(),
+        other => return Err(another(&other)),
+    };
+    let mut all: BTreeMap<&str, VerifyLine> = BTreeMap::new();
+    let (mut from, mut told) = (Some(Cursor::default()), Instant::now());
     while let Some(at) = from {
-        let (found, next) = match client.ask(&AdminRequest::Verify { from: at })? {
-            AdminReply::Verified { found, next } => (found, next),
+        let (on, found, next) = match client.ask(&AdminRequest::Verify { from: at, medium })? {
+            AdminReply::Verified { medium, found, next } => (medium, found, next),
             other => return Err(another(&other)),
         };
-        all.blocks += found.blocks;
-        all.bytes += found.bytes;
-        all.gone += found.gone;
-        all.bad.extend(found.bad);
+        let line = all.entry(on.name()).or_default();
+        line.add(&found);
+        if told.elapsed() >= PROGRESS {
+            let of = stored.get(on.name()).copied().unwrap_or(0).max(line.blocks);
+            eprintln!("{}: {} of {of} blocks read", on.name(), line.blocks);
+            told = Instant::now();
+        }
         from = next;
     }
-    let bad: Vec<String> = all.bad.iter().map(hex).collect();
-    let line = VerifyLine { blocks: all.blocks, bytes: all.bytes, gone: all.gone, bad };
-    way.print(&line, || {
-        let mut text =
-            format!("{} blocks, {} bytes read; {} were gone before their turn\n", all.blocks, all.bytes, all.gone);
-        line.bad.iter().for_each(|key| text += &format!("rotten: {key}\n"));
-        text
-    })?;
-    match line.bad.len() {
-        0 => Ok(()),
-        count => Err(Error::retry(format!(
-            "{count} blocks did not fit their checksums and were dropped: they will be computed again; test this \
-             machine's memory"
-        ))),
+    way.print(&all, || all.iter().map(|(medium, line)| line.text(medium)).collect())?;
+    let sum = |medium: &str, count: fn(&VerifyLine) -> u64| all.get(medium).map_or(0, count);
+    let bad = |medium| sum(medium, |line| line.bad.len() as u64);
+    let (dram, ssd, failed) = (bad("dram"), bad("ssd"), sum("ssd", |line| line.failed));
+    let mut wrong = Vec::new();
+    if dram + ssd > 0 {
+        let test = if dram > 0 { "memory" } else { "disks" };
+        wrong.push(format!(
+            "{} blocks did not fit their checksums and were dropped: they will be computed again; test this machine's {test}",
+            dram + ssd
+        ));
     }
+    if failed > 0 {
+        wrong.push(format!("{failed} blocks on SSD could not be read: the disk fails; see `transferd status`"));
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(Error::retry(wrong.join("; "))) }
 }
 
 fn evict(way: &Way, keys: &[BlockKey]) -> Result<(), Error> {
@@ -451,6 +494,7 @@ fn say_evicted(way: &Way, sum: Evicted) -> Result<(), Error> {
 struct DrainLine {
     draining: bool,
     held: Held,
+    moving: Moving,
 }
 
 fn drain(way: &Way, within: Duration) -> Result<(), Error> {
@@ -460,35 +504,47 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let within_ms = left.min(PROGRESS).as_millis() as u64;
-        let (draining, held) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
-            AdminReply::Drain { draining, held } => (draining, held),
+        let (draining, held, moving) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
+            AdminReply::Drain { draining, held, moving } => (draining, held, moving),
             other => return Err(another(&other)),
         };
-        let line = DrainLine { draining, held };
+        let line = DrainLine { draining, held, moving };
         let node = &client.node().node;
-        if held.is_nothing() {
-            return way.print(&line, || format!("{node} is drained: nothing is held, nothing new is taken on\n"));
+        if held.is_nothing() && moving.over {
+            let moved = moved_text(&moving);
+            return way
+                .print(&line, || format!("{node} is drained: {moved}, nothing is held, nothing new is taken on\n"));
         }
+        let text = drain_text(&held, &moving);
         if left.is_zero() {
-            way.print(&line, || format!("{node} drains: {} held\n", held_text(&held)))?;
+            way.print(&line, || format!("{node} drains: {text}\n"))?;
             return Err(Error::retry(
-                "something is still held; nothing new is taken on: ask again, stop the daemon anyway, or `drain --cancel`",
+                "it is not done; nothing new is taken on: ask again, stop the daemon anyway, or `drain --cancel`",
             ));
         }
-        let text = held_text(&held);
         if text != told {
-            eprintln!("{node} drains: {text} held");
+            eprintln!("{node} drains: {text}");
             told = text;
         }
     }
 }
 
+fn drain_text(held: &Held, moving: &Moving) -> String {
+    format!("{}, {} held", moved_text(moving), held_text(held))
+}
+
+fn moved_text(moving: &Moving) -> String {
+    let Moving { blocks, objects, left, over } = moving;
+    let moved = format!("{blocks} blocks and {objects} objects moved");
+    if *over { moved } else { format!("{moved}, {left} blocks to go") }
+}
+
 fn cancel(way: &Way) -> Result<(), Error> {
     let mut client = way.connect()?;
     match client.ask(&AdminRequest::Drain { on: false, within_ms: 0 })? {
-        AdminReply::Drain { draining, held } => {
+        AdminReply::Drain { draining, held, moving } => {
             let node = &client.node().node;
-            way.print(&DrainLine { draining, held }, || format!("{node} takes on work again\n"))
+            way.print(&DrainLine { draining, held, moving }, || format!("{node} takes on work again\n"))
         }
         other => Err(another(&other)),
     }
@@ -509,6 +565,12 @@ mod tests {
         assert_eq!(table(["x"], std::iter::empty()), "");
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
+        let moving = Moving { blocks: 3, objects: 1, left: 2, over: false };
+        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks and 1 objects moved, 2 blocks to go, nothing held");
+        assert_eq!(
+            drain_text(&Held::default(), &Moving { over: true, ..moving }),
+            "3 blocks and 1 objects moved, nothing held"
+        );
     }
 
     #[test]

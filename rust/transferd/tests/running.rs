@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::os::unix::net::UnixDatagram;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -286,14 +286,16 @@ fn every_command_says_what_is_so() {
     // What is rotten is found, once.
     let (code, text, why) = told(&daemon.obey(&["verify"]));
     assert_eq!((code, why.as_str()), (Some(0), ""));
-    assert!(text.starts_with("3 blocks, 3072 bytes read"), "{text}");
+    assert!(text.starts_with("dram: 3 blocks, 3072 bytes read"), "{text}");
     client.arena().corrupt_for_test(slots[2].slot.slot, 1);
     let output = daemon.obey(&["verify", "--json"]);
     let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
-    assert_eq!((&found["blocks"], &found["bad"]), (&3.into(), &vec![hex("1c")].into()));
+    assert_eq!((&found["dram"]["blocks"], &found["dram"]["bad"]), (&3.into(), &vec![hex("1c")].into()));
     assert_eq!(output.status.code(), Some(1));
     assert!(told(&output).2.contains("memory"), "what to do: {output:?}");
-    assert_eq!(daemon.json(&["verify"])["blocks"], 2);
+    assert_eq!(daemon.json(&["verify", "--medium", "dram"])["dram"]["blocks"], 2);
+    let (code, _, why) = told(&daemon.obey(&["verify", "--medium", "ssd"]));
+    assert!(code == Some(1) && why.contains("no SSD"), "{why}");
 
     // What nobody holds is dropped, and nothing else.
     let (code, text, why) = told(&daemon.obey(&["evict", &hex("0a"), &hex("1b"), &hex("ff")]));
@@ -337,6 +339,24 @@ fn every_command_says_what_is_so() {
     assert!(grant(&client, 6, &[0x30], GrantMode::Wait).is_ok());
 }
 
+/// Flips a bit of the block that was written last to one of a directory's segments: none that was removed.
+fn rot_a_block(directory: &Path) {
+    for file in std::fs::read_dir(directory.join("segments")).expect("a folder") {
+        let path = file.expect("a file").path();
+        let mut bytes = std::fs::read(&path).expect("readable");
+        let number = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]) as usize;
+        // Where the batch's last entry says that its block lies, if it is one.
+        let last = |header: usize| header + 48 + 72 * (number(header + 12) - 1);
+        let headers = (0..bytes.len()).step_by(4096).rev().filter(|&at| bytes[at..].starts_with(b"pyengBAT"));
+        if let Some(entry) = headers.map(last).find(|entry| number(entry + 68) == 0) {
+            let block = number(entry + 64) * 4096;
+            bytes[block] ^= 1;
+            return std::fs::write(&path, bytes).expect("writable");
+        }
+    }
+    panic!("no segment has a block");
+}
+
 #[test]
 fn what_is_on_ssd_is_seen_survives_and_can_be_dropped() {
     let directory = std::env::temp_dir().join(format!("pyengine-running-ssd-{}/ssd", std::process::id()));
@@ -363,8 +383,12 @@ fn what_is_on_ssd_is_seen_survives_and_can_be_dropped() {
     let (status, log) = daemon.ended();
     assert_eq!(status.code(), Some(0), "{log}");
     let daemon = Running::start(&place);
-    assert_eq!(on_ssd(&daemon), [first.clone(), second.clone(), third]);
-    assert_eq!(daemon.json(&["status"])["tiers"][1]["blocks"], 3);
+    assert_eq!(on_ssd(&daemon), [first.clone(), second.clone(), third.clone()]);
+    let tier = &daemon.json(&["status"])["tiers"][1];
+    assert_eq!(tier["blocks"], 3);
+    assert!(tier["io"] == "io_uring" || tier["io"] == "threads", "{tier}");
+    let clean = serde_json::json!({"ssd": {"blocks": 3, "bytes": 3072, "gone": 0, "failed": 0, "bad": []}});
+    assert_eq!(daemon.json(&["verify"]), clean);
     let families = daemon.becomes("/metrics", 200);
     assert!(families.contains("# TYPE pyengine_tier_"), "{families}");
     for line in families.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
@@ -378,7 +402,14 @@ fn what_is_on_ssd_is_seen_survives_and_can_be_dropped() {
     assert_eq!(daemon.ended().0.code(), Some(0));
     let daemon = Running::start(&place);
     assert_eq!(on_ssd(&daemon).first(), Some(&second));
-    assert_eq!(told(&daemon.obey(&["clear", "--namespace", "0"])).1, "2 dropped, 0 held and kept, 0 not there\n");
+    // What has rotted there is found though nobody wants it, and is there no more.
+    rot_a_block(&directory);
+    let (code, text, why) = told(&daemon.obey(&["verify", "--medium", "ssd"]));
+    let rotten = text.lines().find_map(|line| line.strip_prefix("ssd: rotten: ")).unwrap_or("none");
+    assert!(code == Some(1) && why.contains("test this machine's disks"), "{text}{why}");
+    assert_eq!(on_ssd(&daemon), [second, third].into_iter().filter(|key| key != rotten).collect::<Vec<_>>());
+    assert_eq!(on_ssd(&daemon).len(), 1, "{text}");
+    assert_eq!(told(&daemon.obey(&["clear", "--namespace", "0"])).1, "1 dropped, 0 held and kept, 0 not there\n");
     assert_eq!((on_ssd(&daemon).len(), daemon.json(&["evict", "--all"])["dropped"].as_u64()), (0, Some(0)));
     drop(daemon);
     let _ = std::fs::remove_dir_all(directory.parent().expect("ours"));

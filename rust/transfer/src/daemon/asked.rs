@@ -5,20 +5,20 @@
 
 use std::os::fd::AsFd;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{Actor, Happening, Question, Shared};
-use crate::admin::{AdminReply, AdminRequest, ConductorStatus, Cursor, KEYS_LIMIT, Status, Verified};
+use crate::admin::{AdminReply, AdminRequest, ConductorStatus, Cursor, KEYS_LIMIT, Moving, Status, Verified};
 use crate::engine::{Engine, Output};
 use crate::error::Error;
 use crate::link::{Connection, Link, now};
 use crate::mailbox::{Wake, poll_timeout};
 use crate::memory::checksum;
 use crate::session::Ended;
-use crate::types::Nanos;
+use crate::types::{Medium, Nanos};
 use crate::wire;
 
 /// How long an answer of the engine is waited for. It looks at thousands of happenings a second; behind a full queue of
@@ -28,6 +28,10 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 const DRAIN_WAIT: Duration = Duration::from_secs(10);
 /// Bytes that one request verifies: about a tenth of a second. Then the asker is told how far it has come.
 const VERIFY_BYTES: u64 = 1 << 30;
+/// Bytes a second that a scrub of the SSDs reads at most: a terabyte in four hours, and a tenth of a slow disk.
+const SCRUB_RATE: u64 = 64 << 20;
+/// How long a step of it may take, on a disk that is busy with everything else.
+const SCRUB_PATIENCE: Duration = Duration::from_secs(20);
 /// Who wait for quiet at once; more are refused.
 const WAITERS_LIMIT: usize = 64;
 
@@ -64,7 +68,8 @@ impl Shared {
         })
     }
 
-    /// Takes on nothing new, or again. What is returned becomes readable when nothing is held.
+    /// Takes on nothing new, or again. What is returned becomes readable when nothing is held, and nothing is left that
+    /// other nodes should have.
     pub(super) fn drain(&self, on: bool) -> Result<Arc<Wake>, Error> {
         let quiet = Arc::new(Wake::new()?);
         let waiter = Arc::downgrade(&quiet);
@@ -125,9 +130,25 @@ impl Actor {
         outputs.into_iter().for_each(|output| self.carry_out(output));
     }
 
+    /// How far the blocks of a drain are elsewhere.
+    fn moving(&self) -> Moving {
+        let moving = self.engine.moving();
+        Moving { over: moving.over || self.conductor.is_none(), ..moving }
+    }
+
+    /// Begins a step of a scrub, of whose end the waiter is told; where the step behind it begins.
+    fn scrub(&mut self, from: Cursor, waiter: SyncSender<Verified>) -> Option<Cursor> {
+        // Not `with_engine`: the waiter is put down before the outputs are carried out.
+        let mut outputs = Vec::new();
+        let (number, next) = self.engine.scrub(from, now(), &mut outputs);
+        self.awaiting_scrub.insert(number, waiter);
+        outputs.into_iter().for_each(|output| self.carry_out(output));
+        next
+    }
+
     /// After whatever has happened.
     pub(super) fn tell_quiet(&mut self) {
-        if !self.awaiting_quiet.is_empty() && self.engine.is_quiet() {
+        if !self.awaiting_quiet.is_empty() && self.moving().over && self.engine.is_quiet() {
             self.awaiting_quiet.drain(..).filter_map(|waiter| waiter.upgrade()).for_each(|waiter| waiter.set());
         }
     }
@@ -153,7 +174,13 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             let (blocks, next) = shared.ask(PATIENCE, move |actor| actor.engine.keys(from, &prefix, medium))?;
             AdminReply::Keys { blocks, next }
         }
-        AdminRequest::Verify { from } => verify(shared, from)?,
+        AdminRequest::Verify { from, medium } => {
+            match shared.ask(PATIENCE, move |actor| actor.engine.verifies_tier(from, medium))? {
+                Some(from) => scrub(shared, link, from)?,
+                None if medium == Some(Medium::Ssd) => return Err(Error::give_up("this daemon has no SSD")),
+                None => verify(shared, from, medium)?,
+            }
+        }
         AdminRequest::Evict { keys } if keys.len() > KEYS_LIMIT => {
             return Err(Error::bug(format!("{} keys in one request, at most {KEYS_LIMIT} are possible", keys.len())));
         }
@@ -179,8 +206,9 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             if on {
                 await_quiet(&quiet, link, Duration::from_millis(within_ms).min(DRAIN_WAIT));
             }
-            let (draining, held) = shared.ask(PATIENCE, |actor| (actor.engine.is_draining(), actor.engine.held()))?;
-            AdminReply::Drain { draining, held }
+            let state = |actor: &mut Actor| (actor.engine.is_draining(), actor.engine.held(), actor.moving());
+            let (draining, held, moving) = shared.ask(PATIENCE, state)?;
+            AdminReply::Drain { draining, held, moving }
         }
     })
 }
@@ -217,10 +245,10 @@ fn await_quiet(quiet: &Wake, link: &Link, within: Duration) {
 }
 
 /// Reads blocks one by one, each held for just so long, and computes their checksums.
-fn verify(shared: &Shared, from: Cursor) -> Result<AdminReply, Error> {
-    let (stretch, mut next) = shared.ask(PATIENCE, move |actor| actor.engine.stretch(from))?;
-    let mut found = Verified::default();
-    let Some(stretch) = stretch else { return Ok(AdminReply::Verified { found, next }) };
+fn verify(shared: &Shared, from: Cursor, medium: Option<Medium>) -> Result<AdminReply, Error> {
+    let (stretch, mut next) = shared.ask(PATIENCE, move |actor| actor.engine.stretch(from, medium))?;
+    let (mut found, medium) = (Verified::default(), Medium::Dram);
+    let Some(stretch) = stretch else { return Ok(AdminReply::Verified { medium, found, next }) };
     let mut rotten = Vec::new();
     for (key, slot, behind) in stretch.blocks {
         // It may have been evicted meanwhile.
@@ -248,5 +276,43 @@ fn verify(shared: &Shared, from: Cursor) -> Result<AdminReply, Error> {
         let unpublished = shared.ask(PATIENCE, drop_them)?;
         tracing::error!("{unpublished} blocks in the arena do not fit their checksums: they are published no more");
     }
-    Ok(AdminReply::Verified { found, next })
+    Ok(AdminReply::Verified { medium, found, next })
+}
+
+/// Has the engine verify some blocks on the SSDs, and then leaves them in peace for as long as that took at least: so who wants
+/// blocks has most of a busy disk, and nearly all of an idle one. One asker at a time.
+fn scrub(shared: &Shared, link: &Link, from: Cursor) -> Result<AdminReply, Error> {
+    // Nothing is left half done by who panics in it.
+    let _turn = shared.scrubbing.lock().unwrap_or_else(PoisonError::into_inner);
+    let begun = Instant::now();
+    let (answer, waiting) = sync_channel(1);
+    let next = shared.ask(PATIENCE, move |actor| actor.scrub(from, answer))?;
+    let found = waiting.recv_timeout(SCRUB_PATIENCE).map_err(|error| match error {
+        RecvTimeoutError::Timeout => Error::retry(
+            "the SSDs are too slow to be verified now: look at their health with `transferd status`, and ask again later",
+        ),
+        RecvTimeoutError::Disconnected => Error::retry("the daemon has stopped"),
+    })?;
+    if !found.bad.is_empty() {
+        tracing::error!("{} blocks on SSD do not fit their checksums: they are dropped", found.bad.len());
+    }
+    let spent = begun.elapsed();
+    let at_least = Duration::from_micros(found.bytes * 1_000_000 / SCRUB_RATE);
+    let until = begun + at_least.max(2 * spent);
+    while !link.is_closed() && pause(link, until) {}
+    Ok(AdminReply::Verified { medium: Medium::Ssd, found, next })
+}
+
+/// Sleeps until then, or until the session is to end. False when it is time.
+fn pause(link: &Link, until: Instant) -> bool {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return false;
+    }
+    let mut wait = [PollFd::new(link.wake().as_fd(), PollFlags::POLLIN)];
+    // An error here is an interrupted call: look again.
+    let _ = poll(&mut wait, poll_timeout(Some(left)));
+    // The session's own thread, which is this one, looks at the queue before it waits again.
+    link.wake().clear();
+    true
 }

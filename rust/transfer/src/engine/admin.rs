@@ -1,4 +1,4 @@
-//! What whoever runs the daemon asks of its engine: how it does, what it keeps, and to take on nothing new.
+//! What whoever runs the daemon asks of its engine: how it does, and what it keeps.
 //!
 //! Walks over all blocks go in stretches of a fixed number of slots, so that serving goes on between them. Reads of blocks
 //! are left to the asker, who takes a hold for each: the engine's thread never touches bytes.
@@ -7,11 +7,11 @@ use std::sync::Arc;
 
 use crate::admin::{ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus};
 use crate::memory::{Arena, slot_bytes};
-use crate::messages::{GrantMode, LocalRequest};
 use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
-use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef, Tag};
+use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef};
 
+use super::objects::is_object;
 use super::stores::Store;
 use super::{Engine, Output};
 
@@ -27,39 +27,6 @@ pub struct Stretch {
 }
 
 impl Engine {
-    /// Takes on nothing new (or again): grants, lookups and opens are refused as `Full`, with which workers go on without
-    /// the pool or try elsewhere. What is held is served to its end: commits, pushes and their staging, fetches, and
-    /// also new fetches by peers, who may have nobody else to ask.
-    pub fn drain(&mut self, on: bool) {
-        self.draining = on;
-        if on {
-            // Nobody is owed what was only hinted at; a stop would wait for it.
-            self.hints.clear();
-        }
-    }
-
-    /// True while it takes on nothing new.
-    pub fn is_draining(&self) -> bool {
-        self.draining
-    }
-
-    /// True if this is something new, and nothing new is taken on.
-    pub(super) fn turns_away(&self, request: &LocalRequest) -> bool {
-        self.draining
-            && match request {
-                LocalRequest::Grant { mode: GrantMode::Wait | GrantMode::Now, .. } | LocalRequest::Lookup { .. } => {
-                    true
-                }
-                LocalRequest::Open { tag, to, .. } => to.node != self.node.node || self.turns_away_visit(*tag),
-                _ => false,
-            }
-    }
-
-    /// The same for who comes to fill a grant: one that is not there will not come.
-    pub(super) fn turns_away_visit(&self, tag: Tag) -> bool {
-        self.draining && self.stores.granted_to(tag).is_none()
-    }
-
     /// True if nothing is held, awaited or under way; see [`Engine::idle`]. Quick while something is.
     pub fn is_quiet(&self) -> bool {
         self.clients.values().all(|known| known.tags.is_empty())
@@ -71,9 +38,15 @@ impl Engine {
             && self.serving.is_empty()
             && self.copies.is_empty()
             && self.objects.idle()
+            && self.cluster.is_quiet()
             && self.links.values().all(|link| link.waiting.is_empty())
             && self.nobody_flushes()
             && self.stores.iter().all(|store| store.pool.idle())
+    }
+
+    /// Objects that have gone to other nodes since this one began to drain.
+    pub fn moved(&self) -> u64 {
+        self.cluster.copying.left
     }
 
     /// What is held, awaited or under way.
@@ -86,9 +59,10 @@ impl Engine {
             waiting: waiting as u64,
             opens: self.opens.len() as u64,
             visits: self.visits.len() as u64,
-            fetches: (self.flights.len() + self.hints.len()) as u64,
+            fetches: (self.flights.len() + self.hints.len() + self.abandoned()) as u64,
             serving: self.serving.len() as u64,
             copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
+            leaving: self.cluster.leaving() as u64,
             quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
         }
     }
@@ -108,6 +82,7 @@ impl Engine {
             used_bytes: self.stores.iter().map(costs).sum(),
             blocks: self.stores.iter().map(|store| store.pool.digest().0).sum(),
             health: "good".into(),
+            io: String::new(),
         };
         let copies = |serial: u64| self.copies.values().filter(|job| job.link == serial).count();
         Status {
@@ -116,11 +91,11 @@ impl Engine {
             incarnation: self.node.incarnation,
             version: env!("CARGO_PKG_VERSION").into(),
             uptime_ms: 0,
-            draining: self.draining,
+            draining: self.is_draining(),
             listening: false,
             conductor: None,
             http: None,
-            tiers: std::iter::once(dram).chain(self.tier_capacity().map(ssd_status)).collect(),
+            tiers: std::iter::once(dram).chain(self.ssd_status()).collect(),
             layouts,
             clients: self
                 .clients
@@ -142,6 +117,23 @@ impl Engine {
         }
     }
 
+    fn ssd_status(&self) -> Option<TierStatus> {
+        let Capacity { limit, used, blocks, health, .. } = self.tier_capacity()?;
+        let health = match health {
+            Health::Good => "good",
+            Health::ReadOnly => "read-only",
+            Health::Failed => "failed",
+        };
+        Some(TierStatus {
+            medium: Medium::Ssd.name().into(),
+            limit_bytes: limit,
+            used_bytes: used,
+            blocks,
+            health: health.into(),
+            io: self.tier_io().into(),
+        })
+    }
+
     /// The published blocks of the next stretch whose keys begin so, and where the stretch after it begins.
     pub fn keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
         let Some(store) = self.stores.get(from.store as usize) else { return self.tier_keys(from, prefix, medium) };
@@ -156,21 +148,19 @@ impl Engine {
     }
 
     /// The published blocks of the next stretch, to be read one by one by [`Arena::begin_read`], and where the stretch
-    /// after it begins.
-    pub fn stretch(&self, from: Cursor) -> (Option<Stretch>, Option<Cursor>) {
+    /// after it begins; that on the tier is not this function's, see [`Engine::scrub`].
+    pub fn stretch(&self, from: Cursor, medium: Option<Medium>) -> (Option<Stretch>, Option<Cursor>) {
         let Some(store) = self.stores.get(from.store as usize) else { return (None, None) };
         let blocks = store.pool.published_within(from.slot, STRETCH);
         let behind = |slot: SlotRef| Cursor { slot: slot.slot + 1, ..from };
         let blocks = blocks.map(|block| (block.place.key, block.slot, behind(block.slot))).collect();
-        (Some(Stretch { arena: store.arena.clone(), blocks }), self.next_stretch(from))
+        let tier = || self.tier_stretch().filter(|_| medium != Some(Medium::Dram));
+        (Some(Stretch { arena: store.arena.clone(), blocks }), self.next_stretch(from).or_else(tier))
     }
 
     /// Blocks on the tier: the place behind all stores.
     fn tier_keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
-        let known = self.tier_stretch().is_some_and(|tier| tier.store == from.store);
-        if !known || medium == Some(Medium::Dram) {
-            return (Vec::new(), None);
-        }
+        let Some(from) = self.on_tier(from).filter(|_| medium != Some(Medium::Dram)) else { return (Vec::new(), None) };
         let (records, next) = self.tier_page(from.slot, STRETCH);
         let listed = records.into_iter().filter(|record| prefix.begins(&record.place.key)).map(|record| {
             let (Place { key, parent, position }, bytes) = (record.place, record.layout.block_bytes() as u64);
@@ -179,10 +169,34 @@ impl Engine {
         (listed.collect(), next.map(|slot| Cursor { slot, ..from }))
     }
 
-    /// Where the blocks on the tier begin, if there is one.
-    fn tier_stretch(&self) -> Option<Cursor> {
-        let store = self.stores.iter().count() as u32;
-        self.behind.as_ref().map(|_| Cursor { store, slot: 0 })
+    /// The blocks in so many places from this one on of which the conductor is to know, and where to go on.
+    pub(super) fn dump_stretch(&self, from: Cursor, count: u32) -> (Vec<(Place, Medium)>, Option<Cursor>) {
+        let Some(store) = self.stores.get(from.store as usize) else {
+            let Some(from) = self.on_tier(from) else { return (Vec::new(), None) };
+            let (records, next) = self.tier_page(from.slot, count);
+            let told = records.into_iter().filter(|record| !is_object(record));
+            let blocks = told.map(|record| (record.place, Medium::Ssd));
+            return (blocks.collect(), next.map(|slot| Cursor { slot, ..from }));
+        };
+        let next = Cursor { slot: from.slot.saturating_add(count), ..from };
+        let next = if next.slot < store.pool.slots() { next } else { Cursor { store: from.store + 1, slot: 0 } };
+        if store.objects {
+            return (Vec::new(), Some(Cursor { store: from.store + 1, slot: 0 }));
+        }
+        let blocks = store.pool.published_within(from.slot, count).map(|block| (block.place, Medium::Dram));
+        (blocks.collect(), Some(next))
+    }
+
+    /// Where the blocks on the tier begin, if there is one: behind all stores, also those that come during a walk.
+    pub(super) fn tier_stretch(&self) -> Option<Cursor> {
+        self.behind.as_ref().map(|_| Cursor { store: u32::MAX, slot: 0 })
+    }
+
+    /// Where on the tier a walk is that is through with the stores.
+    pub(super) fn on_tier(&self, from: Cursor) -> Option<Cursor> {
+        let tier = self.tier_stretch()?;
+        let here = if from.store == tier.store { from } else { tier };
+        self.stores.get(from.store as usize).is_none().then_some(here)
     }
 
     fn next_stretch(&self, from: Cursor) -> Option<Cursor> {
@@ -236,7 +250,7 @@ impl Engine {
         now: Nanos,
         out: &mut Vec<Output>,
     ) -> (Evicted, Option<Cursor>) {
-        if self.tier_stretch().is_some_and(|tier| tier.store == from.store) {
+        if let Some(from) = self.on_tier(from) {
             return self.evict_tier(from, whose, now, out);
         }
         let keys = self.stores.get(from.store as usize).map(|store| {
@@ -279,7 +293,7 @@ impl Engine {
     }
 
     /// Something that no input has brought about, followed by what follows every input.
-    fn change(&mut self, now: Nanos, out: &mut Vec<Output>, work: impl FnOnce(&mut Self)) {
+    pub(super) fn change(&mut self, now: Nanos, out: &mut Vec<Output>, work: impl FnOnce(&mut Self)) {
         self.now = now;
         work(self);
         self.settle();
@@ -290,22 +304,6 @@ impl Engine {
 /// True if blocks of this owner are meant: those of one, or all.
 fn meant(whose: Option<Whose>, owner: Owner) -> bool {
     whose.is_none_or(|whose| whose.has(owner))
-}
-
-fn ssd_status(capacity: Capacity) -> TierStatus {
-    let Capacity { limit, used, blocks, health, .. } = capacity;
-    let health = match health {
-        Health::Good => "good",
-        Health::ReadOnly => "read-only",
-        Health::Failed => "failed",
-    };
-    TierStatus {
-        medium: Medium::Ssd.name().into(),
-        limit_bytes: limit,
-        used_bytes: used,
-        blocks,
-        health: health.into(),
-    }
 }
 
 fn layout_status(store: &Store) -> LayoutStatus {

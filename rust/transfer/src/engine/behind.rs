@@ -33,6 +33,9 @@ const OBJECTS_SHARE: usize = 4;
 /// ... but no more than half of them, and this: 256 blocks of 2 MiB are what a disk of 1 GB/s writes in half a second.
 const CLEAN_LIMIT: usize = 256;
 
+/// The store of a read that is for no slot.
+const NOWHERE: usize = usize::MAX;
+
 /// A write under way.
 #[derive(Debug)]
 struct Write {
@@ -90,9 +93,11 @@ impl Behind {
         };
         // What it has let go of while it was opened nobody knows of.
         behind.tier.poll();
+        // Not kept in between: there may be ten million.
+        let (mut count, mut xor) = (0, [0; 16]);
         let told = behind.tier.records().filter(|record| !is_object(record));
-        let keys: Vec<BlockKey> = told.map(|record| record.place.key).collect();
-        keys.iter().for_each(|key| behind.mark(key, true));
+        told.for_each(|record| mark(&mut count, &mut xor, &record.place.key, true));
+        (behind.count, behind.xor) = (count, xor);
         behind
     }
 
@@ -119,12 +124,16 @@ impl Behind {
     }
 
     fn mark(&mut self, key: &BlockKey, there: bool) {
-        let mut key = key.0;
-        // So that a block on both media does not cancel itself out, see `DaemonReport::Heartbeat`.
-        key.rotate_left(1);
-        self.xor.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
-        self.count = if there { self.count + 1 } else { self.count.saturating_sub(1) };
+        mark(&mut self.count, &mut self.xor, key, there);
     }
+}
+
+fn mark(count: &mut u64, xor: &mut [u8; 16], key: &BlockKey, there: bool) {
+    let mut key = key.0;
+    // So that a block on both media does not cancel itself out, see `DaemonReport::Heartbeat`.
+    key.rotate_left(1);
+    xor.iter_mut().zip(key).for_each(|(sum, byte)| *sum ^= byte);
+    *count = if there { *count + 1 } else { count.saturating_sub(1) };
 }
 
 impl Engine {
@@ -138,9 +147,32 @@ impl Engine {
         self.behind.as_ref().map(|behind| behind.tier.capacity())
     }
 
+    /// See [`Tier::io`].
+    pub(super) fn tier_io(&self) -> &'static str {
+        self.behind.as_ref().map_or("", |behind| behind.tier.io())
+    }
+
     /// What is known of a block on the tier, if it has this layout.
     pub(super) fn tier_record(&self, key: &BlockKey, layout: Layout) -> Option<Record> {
         self.behind.as_ref()?.tier.find(key).filter(|record| record.layout == layout)
+    }
+
+    /// How many of these keys, from the first on, can be had without a peer. None if all of them are in the arena: then
+    /// there was no room to pin them, and there will be none to read others.
+    pub(super) fn leading_behind(&self, at: usize, keys: &[BlockKey]) -> u32 {
+        let (Some(store), Some(_)) = (self.stores.get(at), &self.behind) else { return 0 };
+        let layout = store.layout();
+        let (mut count, mut on_tier) = (0, false);
+        for key in keys {
+            if store.pool.find(key).is_none() {
+                if self.tier_record(key, layout).is_none() {
+                    break;
+                }
+                on_tier = true;
+            }
+            count += 1;
+        }
+        if on_tier { count } else { 0 }
     }
 
     /// The layout of a block on the tier.
@@ -201,6 +233,18 @@ impl Engine {
         Some(op)
     }
 
+    /// Begins to read a block for no other end than to see whether it has rotted. `None`: there is nothing that could.
+    pub(super) fn verify_on_tier(&mut self, record: &Record) -> Option<OpId> {
+        let op = self.number();
+        let (behind, key) = (self.behind.as_mut()?, record.place.key);
+        // A read as any other, for no store: whoever drops the block meanwhile is heeded.
+        let read = Read { aim: (NOWHERE, key), owner: record.owner, gone: false, removed: false };
+        behind.tier.verify(op, &key).then(|| {
+            behind.reads.insert(op, read);
+            op
+        })
+    }
+
     /// Takes what the tier has to tell.
     pub(super) fn look_at_tier(&mut self) {
         let events = self.behind.as_mut().map(|behind| behind.tier.poll()).unwrap_or_default();
@@ -220,6 +264,7 @@ impl Engine {
                         self.write_ended(fate);
                     } else if let Some(read) = behind.reads.remove(&op) {
                         self.read_ended(op, &read, fate);
+                        self.scrub_ended(op, fate);
                     } else {
                         self.flush_ended(op, fate);
                     }
@@ -238,7 +283,10 @@ impl Engine {
         }
         let fails = |read: &Read| read.gone || behind.tier.health_of(&read.aim.1) == Health::Failed;
         let left = behind.reads.iter().filter(|(_, read)| fails(read)).map(|(op, read)| (*op, read.aim));
-        left.collect::<Vec<_>>().into_iter().for_each(|(op, aim)| self.leave_read(aim, op));
+        for (op, aim) in left.collect::<Vec<_>>() {
+            self.leave_read(aim, op);
+            self.scrub_ended(op, Fate::Failed);
+        }
     }
 
     fn written(&mut self, write: &Write, fate: Fate) {

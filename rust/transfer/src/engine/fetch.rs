@@ -5,6 +5,7 @@
 //!        ---> on its way here?     ---> waits for that one: what has come is given to all (single flight)
 //!        ---> flight: this node's SSD, then the peers that were named, in this order, each tried once
 //!                 committed ---> found, for it and for all who wait
+//!                 no answer in time (`pace.rs`) ---> the next source, into another slot
 //!                 no source left ---> the last refusal; one of those who wait goes on, with its own sources
 //! ```
 //!
@@ -15,10 +16,11 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use crate::messages::{Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
 use crate::pool::tier::OpId;
 use crate::pool::{Granting, Holder, Place, Wish};
-use crate::types::{BlockKey, ClientId, Kind, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
+use crate::types::{BlockKey, ClientId, Kind, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
-use super::Engine;
+use super::copying::ENGINE;
 use super::stores::Store;
+use super::{Engine, Link};
 
 /// A block in a store: what a flight brings. One flight has it at a time.
 pub(super) type Aim = (usize, BlockKey);
@@ -106,11 +108,25 @@ pub(super) struct Fetch {
     store: usize,
     /// By place; `None` once answered.
     places: Vec<Option<BlockKey>>,
+    /// Into which slots, by place.
+    slots: Vec<SlotRef>,
+    /// Bytes of each.
+    block_bytes: u64,
+    /// When it was asked, and when it is late; see `pace.rs`.
+    asked: Nanos,
+    until: Nanos,
     /// Nobody waits for it; it is kept until the peer says that nothing more is written.
     pub cancelled: bool,
+    /// Cancelled because the peer did not answer. Those who wanted the blocks may have their slots still.
+    late: bool,
 }
 
 impl Fetch {
+    /// Bytes that are to come of it.
+    fn owed(&self) -> u64 {
+        if self.cancelled { 0 } else { self.places.iter().flatten().count() as u64 * self.block_bytes }
+    }
+
     pub fn check(&self) {
         assert!(self.places.iter().any(Option::is_some), "{self:?} is answered and was not forgotten");
     }
@@ -223,6 +239,10 @@ impl Engine {
             }
             let Some(flight) = self.flights.get_mut(&aim) else { return true };
             let Some(from) = flight.want.sources.pop_front() else { return false };
+            if self.links.get(&from.node).is_some_and(|link| !link.pace.permits(self.now)) {
+                flight.want.refusal = Refusal::Unreachable;
+                continue;
+            }
             if from.node == self.node.node {
                 // What this node has was looked for.
                 flight.want.refusal = Refusal::Missing;
@@ -263,6 +283,8 @@ impl Engine {
             for (from, aim) in std::mem::take(&mut self.asks) {
                 let Some(flight) = self.flights.get(&aim).filter(|flight| flight.via == Via::Asked) else { continue };
                 let holder = match flight.want.who {
+                    // Copies of objects end together, or by themselves.
+                    Who::Holder { holder, .. } if holder.client == Some(ENGINE) => None,
                     Who::Holder { holder, .. } => Some(holder),
                     Who::Peer { .. } | Who::Cache => None,
                 };
@@ -286,7 +308,7 @@ impl Engine {
             Some((*key, pool.granted_at(holder, index)?.slot))
         };
         let blocks: Vec<(BlockKey, SlotRef)> = keys.iter().filter_map(slot).collect();
-        let keys: Vec<BlockKey> = blocks.iter().map(|(key, _)| *key).collect();
+        let (keys, slots): (Vec<BlockKey>, Vec<SlotRef>) = blocks.iter().copied().unzip();
         if keys.is_empty() {
             return;
         }
@@ -297,8 +319,14 @@ impl Engine {
             Refusal::Unreachable
         } else {
             keys.iter().for_each(|key| self.set_via((store, *key), Via::Peer(ticket)));
-            let places = keys.into_iter().map(Some).collect();
-            self.fetches.insert(ticket, Fetch { from, store, places, cancelled: false });
+            let places: Vec<_> = keys.into_iter().map(Some).collect();
+            let (asked, block_bytes) = (self.now, layout.block_bytes() as u64);
+            let Some(Link { pace, .. }) = self.links.get_mut(&from.node) else { return };
+            pace.asked(places.len() as u64 * block_bytes, asked);
+            let until = asked + pace.patience();
+            let (cancelled, late) = (false, false);
+            let fetch = Fetch { from, store, places, slots, block_bytes, asked, until, cancelled, late };
+            self.fetches.insert(ticket, fetch);
             return;
         };
         keys.into_iter().for_each(|key| self.source_failed((store, key), refusal));
@@ -332,6 +360,11 @@ impl Engine {
         let Some(fetch) = self.fetches.get_mut(&ticket).filter(|fetch| fetch.from.node == *peer) else { return };
         let Some(key) = fetch.places.get_mut(place as usize).and_then(Option::take) else { return };
         let (aim, cancelled) = ((fetch.store, key), fetch.cancelled);
+        if let Some(Link { pace, .. }) = self.links.get_mut(peer) {
+            let owed = if cancelled { 0 } else { fetch.block_bytes };
+            pace.answered(owed, if copied.is_ok() { fetch.block_bytes } else { 0 }, self.now);
+            fetch.until = fetch.until.max(self.now + pace.patience());
+        }
         if fetch.places.iter().all(Option::is_none) {
             self.fetches.remove(&ticket);
         }
@@ -449,6 +482,7 @@ impl Engine {
 
     fn tell_found(&mut self, holder: Holder, index: u32, slot: SlotRef, peer: bool, medium: Medium) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, true),
             Some(client) => {
                 let found = Ok(Found { slot, peer, medium });
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
@@ -461,6 +495,7 @@ impl Engine {
 
     fn tell_lost(&mut self, holder: Holder, index: u32, refusal: Refusal) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, false),
             Some(client) => {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
             }
@@ -498,6 +533,7 @@ impl Engine {
         for ticket in tickets {
             let Some(fetch) = self.fetches.get_mut(&ticket) else { continue };
             let Some(link) = self.links.get_mut(&fetch.from.node) else { continue };
+            link.pace.waived(fetch.owed());
             if link.up {
                 fetch.cancelled = true;
                 let peer = fetch.from.node.clone();
@@ -540,6 +576,81 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// The session with a peer stands: what is to be said to it goes out now.
+    pub(super) fn fetches_begin(&mut self, peer: &NodeId) {
+        let Some(Link { pace, .. }) = self.links.get(peer) else { return };
+        let until = self.now + pace.patience();
+        for fetch in self.fetches.values_mut().filter(|fetch| fetch.from.node == *peer) {
+            (fetch.asked, fetch.until) = (self.now, until);
+        }
+    }
+
+    /// Peers that do not answer: what they owe is asked of others.
+    pub(super) fn fetches_late(&mut self) {
+        let mut late = Vec::new();
+        for (ticket, fetch) in self.fetches.iter().filter(|(_, fetch)| !fetch.cancelled) {
+            let Some(Link { up: true, pace, .. }) = self.links.get(&fetch.from.node) else { continue };
+            // The peer has so much under way at once; what waits behind that tells nothing yet.
+            let under_way = self.settings.copies_in_flight as u64 * fetch.block_bytes;
+            let silent = self.now >= pace.heard.max(fetch.asked) + pace.silence(under_way);
+            if silent || self.now >= fetch.until {
+                late.push((*ticket, silent));
+            }
+        }
+        for (ticket, silent) in late {
+            self.give_up(ticket, silent);
+        }
+    }
+
+    /// A peer has not answered in time. It may still write into the slots that it was told of, so whoever waits goes on with
+    /// other ones.
+    fn give_up(&mut self, ticket: Ticket, silent: bool) {
+        let Some(fetch) = self.fetches.get_mut(&ticket) else { return };
+        let (peer, store, owed) = (fetch.from.node.clone(), fetch.store, fetch.owed());
+        let keys: Vec<BlockKey> = fetch.places.iter().flatten().copied().collect();
+        (fetch.cancelled, fetch.late) = (true, true);
+        self.stats.fetches_late += 1;
+        if let Some(Link { pace, .. }) = self.links.get_mut(&peer) {
+            pace.waived(owed);
+            if silent && pace.permits(self.now) {
+                pace.silent(self.now);
+                tracing::warn!("{peer} does not answer though its session stands: it is not asked for a while");
+            }
+        }
+        self.say(&peer, PeerMessage::FetchCancel { ticket });
+        for key in keys {
+            let aim = (store, key);
+            let Some(flight) = self.flights.get_mut(&aim).filter(|flight| flight.via == Via::Peer(ticket)) else {
+                continue;
+            };
+            let own = flight.take_own();
+            flight.slot = None;
+            self.let_go(aim, own);
+            self.source_failed(aim, Refusal::Unreachable);
+        }
+    }
+
+    /// The peer says that nothing more of a fetch will be written.
+    pub(super) fn fetch_ended(&mut self, peer: &NodeId, ticket: Ticket) {
+        if self.fetches.get(&ticket).is_some_and(|fetch| fetch.cancelled && fetch.from.node == *peer) {
+            self.fetches.remove(&ticket);
+            if let Some(Link { pace, .. }) = self.links.get_mut(peer) {
+                pace.answered(0, 0, self.now);
+            }
+        }
+    }
+
+    /// True if a peer that was given up may still write this slot: nobody else's bytes there would be safe.
+    pub(super) fn may_be_written_late(&self, at: usize, slot: SlotRef) -> bool {
+        let late = self.fetches.values().filter(|fetch| fetch.late && fetch.store == at);
+        late.flat_map(|fetch| fetch.places.iter().zip(&fetch.slots)).any(|(place, of)| place.is_some() && *of == slot)
+    }
+
+    /// Fetches that nobody waits for and that are not over.
+    pub(super) fn abandoned(&self) -> usize {
+        self.fetches.values().filter(|fetch| fetch.cancelled).count()
     }
 
     /// A peer wants nothing more of one fetch (or of all): what comes here for it comes for nobody. Returns how many.
@@ -587,9 +698,14 @@ impl Engine {
             }
         }
         assert_eq!(wants, self.wants, "what is wanted, and what is on its way");
+        let mut owed: BTreeMap<&NodeId, u64> = BTreeMap::new();
         for fetch in self.fetches.values() {
             fetch.check();
             assert!(self.links.contains_key(&fetch.from.node), "a fetch from nowhere");
+            *owed.entry(&fetch.from.node).or_default() += fetch.owed();
+        }
+        for (peer, link) in &self.links {
+            assert_eq!(link.pace.owed, owed.remove(peer).unwrap_or(0), "bytes that {peer} owes");
         }
     }
 }

@@ -56,7 +56,8 @@ impl Engine {
             return self.refuse(client, tag, Refusal::Ended);
         }
         let slots = self.stores.lookup(store, Holder { client: Some(client), tag }, keys);
-        self.tell(client, LocalEvent::Located { tag, slots });
+        let behind = self.leading_behind(store, keys.get(slots.len()..).unwrap_or_default());
+        self.tell(client, LocalEvent::Located { tag, slots, behind });
     }
 
     pub(super) fn local_commit(&mut self, client: ClientId, tag: Tag, indices: &[u32]) {
@@ -72,11 +73,21 @@ impl Engine {
             _ => {}
         }
         let Some(store) = self.home(client) else { return };
-        let failed = indices.iter().find_map(|&index| self.stores.commit(store, holder, index, None).err());
+        let failed = indices.iter().find_map(|&index| self.commit_written(store, holder, index).err());
         if let Some(refusal) = failed {
             self.refuse(client, tag, refusal);
         }
         self.check_complete(tag);
+    }
+
+    /// Commits what a client says that it has written into a slot of its own grant.
+    fn commit_written(&mut self, at: usize, holder: Holder, index: u32) -> Result<(), Refusal> {
+        let slot = self.stores.get(at).and_then(|store| store.pool.granted_at(holder, index));
+        match slot.filter(|slot| !slot.committed) {
+            // A peer that was asked to fill it has not said that it never will.
+            Some(slot) if self.may_be_written_late(at, slot.slot) => Err(Refusal::Corrupt),
+            _ => self.stores.commit(at, holder, index, None),
+        }
     }
 
     /// A client that opened a grant of this very arena has written these blocks. False if that was refused.

@@ -57,7 +57,7 @@ impl Engine {
             Some(at) => at..at + 1,
             None => 0..self.stores.iter().count(),
         };
-        if self.draining || self.replications.contains_key(&order) {
+        if self.is_draining() || self.replications.contains_key(&order) {
             let missing = keys.len() as u32;
             return self.out.push(Output::Report(DaemonReport::Replicated { order, stored: 0, missing }));
         }
@@ -119,7 +119,7 @@ impl Engine {
         position: u32,
         from: &[NodeAddress],
     ) {
-        let Some(known) = self.clients.get(&client).filter(|_| !self.draining) else { return };
+        let Some(known) = self.clients.get(&client).filter(|_| !self.is_draining()) else { return };
         let at = known.store;
         let parents = std::iter::once(&parent).chain(keys);
         for ((key, parent), offset) in keys.iter().zip(parents).zip(0u32..) {

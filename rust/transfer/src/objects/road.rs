@@ -209,7 +209,7 @@ impl Socket {
             }
         };
         let session =
-            Session::dial(key, Purpose::Local { incarnation: crate::daemon::new_incarnation() }, nonce()?, now());
+            Session::dial(key, Purpose::Local { incarnation: crate::incarnation::new_incarnation() }, nonce()?, now());
         let mut line = Connection::new(Stream::Unix(stream), session, Link::new()?)?;
         match line.handshake()? {
             Event::Established(_) => line.unwatch(),

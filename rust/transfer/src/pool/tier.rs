@@ -46,9 +46,9 @@ pub struct Record {
 pub enum Fate {
     /// As asked.
     Done,
-    /// Reads: no such block (any more). Writes: it was removed while it was under way.
+    /// Reads and verifications: no such block (any more). Writes: it was removed while it was under way.
     Missing,
-    /// Reads: the bytes are not those that were written; the block has been dropped.
+    /// The same: the bytes are not those that were written; the block has been dropped.
     Corrupt,
     /// Writes: more is waiting to be written than the tier queues. Go on without.
     Busy,
@@ -125,6 +125,11 @@ pub trait Tier: Send {
     fn write(&mut self, op: OpId, record: Record, block: ReadHold);
     /// Begins to read a block into all strips of an open slot.
     fn read(&mut self, op: OpId, key: &BlockKey, into: WriteHold);
+    /// Begins to read a block for no other end than to see whether it is as it was written. `Done` if so; else as for
+    /// [`Tier::read`]: what is not has been dropped. False: nothing begins, as this tier keeps nothing that could rot.
+    fn verify(&mut self, _op: OpId, _key: &BlockKey) -> bool {
+        false
+    }
     /// Forgets a block, also one whose write is under way. True if there was one. A read under way still ends.
     fn remove(&mut self, key: &BlockKey) -> bool;
     /// Forgets all blocks of an owner; returns their keys.
@@ -142,6 +147,10 @@ pub trait Tier: Send {
     fn poll(&mut self) -> Vec<TierEvent>;
     /// Its numbers.
     fn capacity(&self) -> Capacity;
+    /// How bytes get there and back, for whoever looks; empty if there is nothing to say.
+    fn io(&self) -> &'static str {
+        ""
+    }
     /// How the part of the medium does that this block is on.
     fn health_of(&self, _: &BlockKey) -> Health {
         self.capacity().health

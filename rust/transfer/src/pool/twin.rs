@@ -75,6 +75,7 @@ impl Shelf {
 enum Work {
     Write { op: OpId, record: Record, block: ReadHold },
     Read { op: OpId, key: BlockKey, into: WriteHold },
+    Verify { op: OpId, key: BlockKey },
     Flush { op: OpId },
 }
 
@@ -115,7 +116,10 @@ impl MemoryTier {
 
     /// Keys that are being read.
     fn being_read(&self) -> Vec<BlockKey> {
-        let key = |work: &Work| if let Work::Read { key, .. } = work { Some(*key) } else { None };
+        let key = |work: &Work| match work {
+            Work::Read { key, .. } | Work::Verify { key, .. } => Some(*key),
+            _ => None,
+        };
         self.work.iter().filter_map(key).collect()
     }
 
@@ -165,6 +169,20 @@ impl MemoryTier {
         Fate::Done
     }
 
+    fn check(&self, key: &BlockKey) -> Fate {
+        let mut contents = self.shelf.contents();
+        if contents.health == Health::Failed {
+            return Fate::Failed;
+        }
+        let Some(kept) = contents.kept.get(key) else { return Fate::Missing };
+        let strips = kept.bytes.chunks_exact(kept.record.layout.strip_bytes as usize);
+        if strips.map(checksum).eq(kept.sums.iter().copied()) {
+            return Fate::Done;
+        }
+        contents.take(key);
+        Fate::Corrupt
+    }
+
     fn step(&mut self) -> bool {
         let Some(work) = self.work.pop_front() else { return false };
         let (op, fate) = match work {
@@ -173,6 +191,7 @@ impl MemoryTier {
                 (op, self.put(record, &block))
             }
             Work::Read { op, key, mut into } => (op, self.get(&key, &mut into)),
+            Work::Verify { op, key } => (op, self.check(&key)),
             Work::Flush { op } => {
                 (op, if self.shelf.contents().health == Health::Good { Fate::Done } else { Fate::Failed })
             }
@@ -201,6 +220,11 @@ impl Tier for MemoryTier {
             return self.end(op, Fate::Missing);
         }
         self.queue(Work::Read { op, key: *key, into });
+    }
+
+    fn verify(&mut self, op: OpId, key: &BlockKey) -> bool {
+        self.queue(Work::Verify { op, key: *key });
+        true
     }
 
     fn remove(&mut self, key: &BlockKey) -> bool {

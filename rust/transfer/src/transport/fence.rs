@@ -145,7 +145,7 @@ impl Fences {
             let mut guests = self.guests();
             let after = (from.node.clone(), from.incarnation, u64::MAX);
             if guests.range(after..).next().is_some_and(|((node, ..), _)| *node == from.node) {
-                return Err(Error::give_up("a later life of your node is known here: this one is stale"));
+                return Err(Error::give_up(crate::lives::STALE));
             }
             if guests.contains_key(&key) {
                 return Err(Error::bug(format!("your path {path} stands already: each needs a number of its own")));

@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use pyengine_transfer::daemon::new_incarnation;
+use pyengine_transfer::incarnation::new_incarnation;
 use pyengine_transfer::link::{Connection, Link, Stream, nonce, now};
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::Purpose;

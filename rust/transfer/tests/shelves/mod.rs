@@ -177,6 +177,12 @@ impl Desk {
         result
     }
 
+    pub fn verify(&mut self, key: &BlockKey) -> OpId {
+        let op = self.op();
+        assert!(self.tier.verify(op, key), "it keeps something");
+        op
+    }
+
     pub fn flush(&mut self) -> OpId {
         let op = self.op();
         self.tier.flush(op);

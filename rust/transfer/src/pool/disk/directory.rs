@@ -218,6 +218,10 @@ impl Medium for Directory {
     fn name(&self) -> String {
         self.path.display().to_string()
     }
+
+    fn descriptor(&self, file: FileId) -> Option<io::Result<Arc<File>>> {
+        Some(self.file(file))
+    }
 }
 
 /// Parts that one call takes (IOV_MAX).

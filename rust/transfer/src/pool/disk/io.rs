@@ -1,18 +1,23 @@
-//! The seam under the log: files of pages, and the threads that wait for them.
+//! The seam under the log: files of pages, and who waits for them.
 //!
 //! A [`Medium`] does one thing at a time and blocks. [`Workers`] bring it jobs and tell their ends; without threads they do
-//! a job when its end is asked for, so that a log over a memory medium is deterministic.
+//! a job when its end is asked for, so that a log over a memory medium is deterministic. Blocks can go by io_uring
+//! (`ring.rs`); what is rare and has several steps is left to threads.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
 use std::io::{self, IoSlice};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
-use crate::memory::{ReadHold, WriteHold, checksum_cold};
+use crate::mailbox::Wake;
+use crate::memory::{ReadHold, WriteHold, checksum, checksum_cold};
+use crate::types::Layout;
 
-use super::format::{PAGE, digest};
+use super::format::{PAGE, block_pages, digest};
+use super::ring::Ring;
 
 /// Number of a segment file.
 pub type FileId = u16;
@@ -35,6 +40,29 @@ pub trait Medium: Send + Sync {
     fn store(&self) -> u64;
     /// How errors and the log call it.
     fn name(&self) -> String;
+    /// The file as the kernel knows it, if there is such a thing.
+    fn descriptor(&self, _: FileId) -> Option<io::Result<Arc<File>>> {
+        None
+    }
+}
+
+/// How blocks get from and to real files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum By {
+    /// One thread, by io_uring.
+    Ring,
+    /// A thread for each request under way.
+    Threads,
+}
+
+impl By {
+    /// As it is shown.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ring => "io_uring",
+            Self::Threads => "threads",
+        }
+    }
 }
 
 /// Memory of whole pages, page aligned.
@@ -76,7 +104,7 @@ pub(super) enum Part {
 }
 
 impl Part {
-    fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         match self {
             Self::Pages(pages) => pages.bytes(),
             Self::Block(block) => block.pages(),
@@ -89,6 +117,8 @@ impl Part {
 pub(super) enum Work {
     /// A block into its slot, verified.
     Load { offset: u64, into: WriteHold, digest: u32 },
+    /// A block into memory of its own, only to be verified.
+    Check { offset: u64, layout: Layout, digest: u32 },
     /// Pages as they are.
     Fetch { offset: u64, pages: u32 },
     /// Parts, one behind the other.
@@ -108,7 +138,7 @@ pub(super) enum Work {
 pub(super) enum Outcome {
     /// Done.
     Done,
-    /// Loads: the bytes are not those that were written.
+    /// Loads and checks: the bytes are not those that were written.
     Corrupt,
     /// Fetches: the pages.
     Fetched(Pages),
@@ -120,9 +150,8 @@ fn part_slices(parts: &[Part]) -> Vec<IoSlice<'_>> {
     parts.iter().map(|part| IoSlice::new(part.bytes())).collect()
 }
 
-/// Reads a block into its slot; its checksums are set if all of it is as it was written.
-fn load(medium: &dyn Medium, file: FileId, offset: u64, into: &mut WriteHold, expected: u32) -> io::Result<bool> {
-    medium.read(file, offset, into.pages_mut())?;
+/// Whether a block's bytes are those that were written; if so, its checksums are set.
+fn intact(into: &mut WriteHold, expected: u32) -> bool {
     let (strips, strip_bytes) = (into.strips(), into.strip_bytes());
     let mut sums = Vec::with_capacity(strips.len());
     let mut rest: &[u8] = into.strips_mut(strips.clone());
@@ -131,43 +160,79 @@ fn load(medium: &dyn Medium, file: FileId, offset: u64, into: &mut WriteHold, ex
         sums.push(checksum_cold(strip, behind));
         rest = behind;
     }
-    if digest(sums.iter().copied()) != expected {
-        return Ok(false);
+    let same = digest(sums.iter().copied()) == expected;
+    if same {
+        strips.zip(sums).for_each(|(strip, sum)| into.set_checksum(strip, sum));
     }
-    strips.zip(sums).for_each(|(strip, sum)| into.set_checksum(strip, sum));
-    Ok(true)
+    same
+}
+
+/// Whether these pages hold the block that was written.
+pub(super) fn holds(pages: &Pages, layout: Layout, expected: u32) -> bool {
+    let strips = pages.bytes()[..layout.block_bytes()].chunks_exact(layout.strip_bytes as usize);
+    digest(strips.map(checksum)) == expected
+}
+
+/// What became of a block that was read: `intact` if its bytes have come.
+fn verified(read: io::Result<()>, intact: impl FnOnce() -> bool) -> Outcome {
+    match read {
+        Ok(()) if intact() => Outcome::Done,
+        Ok(()) => Outcome::Corrupt,
+        // Somebody took the file away or cut it: the device works, and the block is gone.
+        Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::NotFound) => {
+            Outcome::Corrupt
+        }
+        Err(error) => Outcome::Failed(error),
+    }
+}
+
+/// What became of a load.
+pub(super) fn loaded(mut into: WriteHold, digest: u32, read: io::Result<()>) -> Outcome {
+    verified(read, || intact(&mut into, digest))
+}
+
+/// What became of a check.
+pub(super) fn checked(pages: &Pages, layout: Layout, digest: u32, read: io::Result<()>) -> Outcome {
+    verified(read, || holds(pages, layout, digest))
+}
+
+/// What became of a fetch.
+pub(super) fn fetched(pages: Pages, read: io::Result<()>) -> Outcome {
+    read.map_or_else(Outcome::Failed, |()| Outcome::Fetched(pages))
+}
+
+/// What became of anything else.
+pub(super) fn ended(result: io::Result<()>) -> Outcome {
+    result.map_or_else(Outcome::Failed, |()| Outcome::Done)
 }
 
 /// Does it. What it holds is let go of by then.
 fn run(medium: &dyn Medium, file: FileId, work: Work) -> Outcome {
-    let result = match work {
-        Work::Load { offset, mut into, digest } => match load(medium, file, offset, &mut into, digest) {
-            Ok(false) => return Outcome::Corrupt,
-            // Somebody took the file away or cut it: the device works, and the block is gone.
-            Err(error) if matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::NotFound) => {
-                return Outcome::Corrupt;
-            }
-            other => other.map(|_| ()),
-        },
-        Work::Fetch { offset, pages } => {
-            let mut fetched = Pages::zeroed(pages);
-            match medium.read(file, offset, fetched.bytes_mut()) {
-                Ok(()) => return Outcome::Fetched(fetched),
-                Err(error) => Err(error),
-            }
+    match work {
+        Work::Load { offset, mut into, digest } => {
+            let read = medium.read(file, offset, into.pages_mut());
+            loaded(into, digest, read)
         }
-        Work::Write { offset, parts } => medium.write(file, offset, &mut part_slices(&parts)),
-        Work::Prepare { bytes, header } => medium
-            .allocate(file, bytes)
-            .and_then(|()| medium.write(file, 0, &mut [IoSlice::new(header.bytes())]))
-            .and_then(|()| medium.sync(file)),
-        Work::Finish { offset, footer } => finish(medium, file, offset, &footer),
-        Work::Sync => medium.sync(file),
-        Work::Remove => medium.remove(file),
-    };
-    match result {
-        Ok(()) => Outcome::Done,
-        Err(error) => Outcome::Failed(error),
+        Work::Check { offset, layout, digest } => {
+            let mut pages = Pages::zeroed(block_pages(layout));
+            let read = medium.read(file, offset, pages.bytes_mut());
+            checked(&pages, layout, digest, read)
+        }
+        Work::Fetch { offset, pages } => {
+            let mut pages = Pages::zeroed(pages);
+            let read = medium.read(file, offset, pages.bytes_mut());
+            fetched(pages, read)
+        }
+        Work::Write { offset, parts } => ended(medium.write(file, offset, &mut part_slices(&parts))),
+        Work::Prepare { bytes, header } => ended(
+            medium
+                .allocate(file, bytes)
+                .and_then(|()| medium.write(file, 0, &mut [IoSlice::new(header.bytes())]))
+                .and_then(|()| medium.sync(file)),
+        ),
+        Work::Finish { offset, footer } => ended(finish(medium, file, offset, &footer)),
+        Work::Sync => ended(medium.sync(file)),
+        Work::Remove => ended(medium.remove(file)),
     }
 }
 
@@ -183,23 +248,35 @@ pub(super) fn finish(medium: &dyn Medium, file: FileId, offset: u64, footer: &Pa
 /// Names a job; whoever submits it chooses.
 pub(super) type JobId = u64;
 
-struct Job {
-    id: JobId,
-    file: FileId,
-    work: Work,
+pub(super) struct Job {
+    pub id: JobId,
+    pub file: FileId,
+    pub work: Work,
+}
+
+impl Job {
+    /// True for what io_uring does, where it is used.
+    fn is_transfer(&self) -> bool {
+        matches!(self.work, Work::Load { .. } | Work::Check { .. } | Work::Fetch { .. } | Work::Write { .. })
+    }
 }
 
 #[derive(Default)]
-struct Desk {
+pub(super) struct Desk {
+    /// For the threads.
     waiting: VecDeque<Job>,
+    /// For the ring.
+    pub transfers: VecDeque<Job>,
+    /// The ring sleeps: nothing waits for it.
+    pub asleep: bool,
     /// Since when.
-    running: BTreeMap<JobId, Instant>,
+    pub running: BTreeMap<JobId, Instant>,
     finished: Vec<(JobId, Outcome)>,
-    stopping: bool,
+    pub stopping: bool,
 }
 
-struct Shared {
-    medium: Arc<dyn Medium>,
+pub(super) struct Shared {
+    pub medium: Arc<dyn Medium>,
     desk: Mutex<Desk>,
     /// Something waits, or all is to stop.
     work: Condvar,
@@ -209,7 +286,7 @@ struct Shared {
 }
 
 impl Shared {
-    fn desk(&self) -> MutexGuard<'_, Desk> {
+    pub fn desk(&self) -> MutexGuard<'_, Desk> {
         // Every critical section is a push or a pop.
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -227,17 +304,25 @@ impl Shared {
             desk.running.insert(job.id, Instant::now());
             drop(desk);
             let outcome = run(&*self.medium, job.file, job.work);
+            self.finish([(job.id, outcome)]);
             desk = self.desk();
-            desk.running.remove(&job.id);
-            desk.finished.push((job.id, outcome));
-            self.news.notify_all();
-            let first = desk.finished.len() == 1;
-            drop(desk);
-            // One call tells of all that is there.
-            if first {
-                (self.notify)();
-            }
-            desk = self.desk();
+        }
+    }
+
+    /// These are done.
+    pub fn finish(&self, jobs: impl IntoIterator<Item = (JobId, Outcome)>) {
+        let mut desk = self.desk();
+        let before = desk.finished.len();
+        for (id, outcome) in jobs {
+            desk.running.remove(&id);
+            desk.finished.push((id, outcome));
+        }
+        let first = before == 0 && !desk.finished.is_empty();
+        self.news.notify_all();
+        drop(desk);
+        // One call tells of all that is there.
+        if first {
+            (self.notify)();
         }
     }
 }
@@ -246,6 +331,8 @@ impl Shared {
 pub(super) struct Workers {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    /// Wakes the ring, if there is one.
+    bell: Option<Arc<Wake>>,
     born: Instant,
     /// How often finished jobs were asked for: what stands for the time where there are no threads.
     asked: u64,
@@ -257,18 +344,38 @@ const SILENCE: Duration = Duration::from_secs(5);
 const LOOK_MILLIS: u64 = 10;
 
 impl Workers {
-    /// `threads` may be 0. `notify` is called by them when something has finished.
-    pub fn new(medium: Arc<dyn Medium>, threads: usize, notify: Arc<dyn Fn() + Send + Sync>) -> Result<Self, Error> {
+    /// `threads` may be 0. `notify` is called by them when something has finished. A ring does what moves blocks, the threads
+    /// the rest.
+    pub fn new(
+        medium: Arc<dyn Medium>,
+        threads: usize,
+        ring: Option<Ring>,
+        notify: Arc<dyn Fn() + Send + Sync>,
+    ) -> Result<Self, Error> {
         let (desk, work, news) = (Mutex::default(), Condvar::new(), Condvar::new());
         let shared = Arc::new(Shared { medium, desk, work, news, notify });
-        let start = |_| {
-            let shared = shared.clone();
-            std::thread::Builder::new().name("ssd".into()).spawn(move || shared.labour())
-        };
-        let threads = (0..threads).map(start).collect::<Result<_, _>>();
-        let threads =
-            threads.map_err(|error| Error::retry(format!("a thread for the disk cannot be started: {error}")))?;
-        Ok(Self { shared, threads, born: Instant::now(), asked: 0 })
+        let mut workers = Self { shared, threads: Vec::new(), bell: None, born: Instant::now(), asked: 0 };
+        for _ in 0..threads {
+            workers.start(|shared| shared.labour())?;
+        }
+        if let Some(ring) = ring {
+            workers.bell = Some(ring.bell());
+            workers.start(|shared| ring.labour(&shared))?;
+        }
+        Ok(workers)
+    }
+
+    fn start(&mut self, labour: impl FnOnce(Arc<Shared>) + Send + 'static) -> Result<(), Error> {
+        let shared = self.shared.clone();
+        let started = std::thread::Builder::new().name("ssd".into()).spawn(move || labour(shared));
+        let failed = |error| Error::retry(format!("a thread for the disk cannot be started: {error}"));
+        self.threads.push(started.map_err(failed)?);
+        Ok(())
+    }
+
+    /// How blocks move.
+    pub fn by(&self) -> By {
+        if self.bell.is_some() { By::Ring } else { By::Threads }
     }
 
     /// What they work on.
@@ -283,8 +390,15 @@ impl Workers {
 
     /// Begins a job.
     pub fn submit(&self, id: JobId, file: FileId, work: Work) {
-        let mut desk = self.shared.desk();
-        desk.waiting.push_back(Job { id, file, work });
+        let (mut desk, job) = (self.shared.desk(), Job { id, file, work });
+        if let Some(bell) = self.bell.as_ref().filter(|_| job.is_transfer()) {
+            desk.transfers.push_back(job);
+            if std::mem::take(&mut desk.asleep) {
+                bell.set();
+            }
+            return;
+        }
+        desk.waiting.push_back(job);
         drop(desk);
         if self.threads.is_empty() {
             (self.shared.notify)();
@@ -305,13 +419,14 @@ impl Workers {
         std::mem::take(&mut desk.finished)
     }
 
-    /// Takes back the loads that no thread has begun, and lets go of what they hold.
+    /// Takes back the loads that nobody has begun, and lets go of what they hold.
     pub fn drop_loads(&self) -> Vec<JobId> {
         let mut desk = self.shared.desk();
-        let waiting = std::mem::take(&mut desk.waiting);
-        let (loads, others): (VecDeque<Job>, VecDeque<Job>) =
-            waiting.into_iter().partition(|job| matches!(job.work, Work::Load { .. }));
-        desk.waiting = others;
+        let queue = if self.bell.is_some() { &mut desk.transfers } else { &mut desk.waiting };
+        let (loads, others): (VecDeque<Job>, VecDeque<Job>) = std::mem::take(queue)
+            .into_iter()
+            .partition(|job| matches!(job.work, Work::Load { .. } | Work::Check { .. }));
+        *queue = others;
         drop(desk);
         loads.into_iter().map(|job| job.id).collect()
     }
@@ -343,10 +458,11 @@ impl Workers {
     pub fn stop(&mut self) {
         let mut desk = self.shared.desk();
         desk.stopping = true;
-        let dropped = std::mem::take(&mut desk.waiting);
+        let dropped = (std::mem::take(&mut desk.waiting), std::mem::take(&mut desk.transfers));
         drop(desk);
         drop(dropped);
         self.shared.work.notify_all();
+        self.bell.iter().for_each(|bell| bell.set());
         let until = Instant::now() + SILENCE;
         let mut desk = self.shared.desk();
         while !desk.running.is_empty() && Instant::now() < until {

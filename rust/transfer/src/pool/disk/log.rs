@@ -44,13 +44,37 @@ pub const FILES: usize = 1024;
 
 /// What a job is for. `at` is where the block lies now: it may move while it is read.
 pub(super) enum Doing {
-    Batch { file: FileId, sent: Vec<Sent> },
-    Load { op: OpId, key: BlockKey, file: FileId, at: Location },
-    Fetch { reclaim: u64, record: Record, digest: u32, from: Location },
-    Prepare { file: FileId },
-    Finish { file: FileId, bytes: u64 },
-    Sync { file: FileId },
-    Remove { file: FileId },
+    Batch {
+        file: FileId,
+        sent: Vec<Sent>,
+    },
+    /// `warms`: somebody wants it.
+    Load {
+        op: OpId,
+        key: BlockKey,
+        file: FileId,
+        at: Location,
+        warms: bool,
+    },
+    Fetch {
+        reclaim: u64,
+        record: Record,
+        digest: u32,
+        from: Location,
+    },
+    Prepare {
+        file: FileId,
+    },
+    Finish {
+        file: FileId,
+        bytes: u64,
+    },
+    Sync {
+        file: FileId,
+    },
+    Remove {
+        file: FileId,
+    },
     Probe,
 }
 
@@ -228,11 +252,24 @@ impl Log {
         if self.health() == Health::Failed {
             return self.end(op, Fate::Failed);
         }
-        let Location { file, page } = found.location;
+        self.load(op, key, found.location, |offset| Work::Load { offset, into, digest: found.digest }, true);
+    }
+
+    /// See [`super::super::tier::Tier::verify`].
+    pub fn verify(&mut self, op: OpId, key: &BlockKey) {
+        let Some(found) = self.index.find(key) else { return self.end(op, Fate::Missing) };
+        if self.health() == Health::Failed {
+            return self.end(op, Fate::Failed);
+        }
+        let (layout, digest) = (found.record.layout, found.digest);
+        self.load(op, key, found.location, |offset| Work::Check { offset, layout, digest }, false);
+    }
+
+    fn load(&mut self, op: OpId, key: &BlockKey, at: Location, work: impl FnOnce(u64) -> Work, warms: bool) {
+        let Location { file, page } = at;
         self.segment(file).readers += 1;
         *self.reading.entry(*key).or_default() += 1;
-        let load = Work::Load { offset: u64::from(page) * PAGE as u64, into, digest: found.digest };
-        self.submit(file, load, Doing::Load { op, key: *key, file, at: found.location });
+        self.submit(file, work(u64::from(page) * PAGE as u64), Doing::Load { op, key: *key, file, at, warms });
     }
 
     /// See [`super::super::tier::Tier::remove`].
@@ -435,7 +472,7 @@ impl Log {
         let done = error.is_none();
         match doing {
             Doing::Batch { file, sent } => self.batch_ended(file, sent, done),
-            Doing::Load { op, key, file, at } => {
+            Doing::Load { op, key, file, at, warms } => {
                 self.read_ended(&key, file);
                 let fate = match outcome {
                     Outcome::Corrupt => {
@@ -447,7 +484,9 @@ impl Log {
                     }
                     Outcome::Failed(_) => Fate::Failed,
                     _ => {
-                        self.index.warm(&key);
+                        if warms {
+                            self.index.warm(&key);
+                        }
                         Fate::Done
                     }
                 };

@@ -1,7 +1,7 @@
 //! The tier on solid-state disks: one log per directory, a key belongs to one of them.
 //!
-//! [`format`] says what lies on a disk, [`io`] is the seam under the log with its [`directory`] of real files and its [`twin`]
-//! in memory, [`log`] writes, [`reclaim`] makes room, [`recover`] begins, [`trouble`] is for devices that fail, [`index`] knows
+//! [`format`] says what lies on a disk, [`io`] is the seam under the log with its [`directory`] of real files, its [`ring`] to them and its
+//! [`twin`] in memory, [`log`] writes, [`reclaim`] makes room, [`recover`] begins, [`trouble`] is for devices that fail, [`index`] knows
 //! what is where.
 
 mod directory;
@@ -11,6 +11,7 @@ pub mod io;
 mod log;
 mod reclaim;
 mod recover;
+mod ring;
 mod trouble;
 pub mod twin;
 
@@ -27,19 +28,23 @@ use crate::types::BlockKey;
 use super::tier::{Capacity, Fate, Health, OpId, Record, Tier, TierEvent, Whose};
 use directory::Directory;
 use format::PAGE;
+pub use io::By;
 use io::Medium;
 use log::Log;
+use ring::Ring;
 
 /// What a directory takes beside its segments: the pages of `format` and `lock`.
 pub const OVERHEAD: u64 = 2 * PAGE as u64;
 /// Threads of a device: so many requests it has before it at once. They sleep in the kernel nearly all the time.
 const THREADS: usize = 16;
+/// With a ring they are left with what is rare: a file prepared, another finished, a sync, while a third is removed.
+const THREADS_BESIDE_RING: usize = 4;
 /// The least that a device can be given: eight segments of 64 KiB.
 const LEAST: u64 = (8 << 16) + OVERHEAD;
 
 /// Bytes of a segment. One in 64 is reclaimed at a time; a large block wants larger segments (four of 16 MiB fit), a small
 /// limit smaller ones, so that there are always eight.
-fn segment_bytes(limit: u64) -> u64 {
+pub fn segment_bytes(limit: u64) -> u64 {
     let room = limit - OVERHEAD;
     let bytes = (room / 64).max((room / 16).min(64 << 20)).clamp((room / 8).min(4 << 20), 1 << 30);
     bytes / PAGE as u64 * PAGE as u64
@@ -68,10 +73,31 @@ impl Ssd {
         limit_bytes: u64,
         notify: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        let open = |path: &PathBuf| Directory::open(path).map(|directory| Arc::new(directory) as Arc<dyn Medium>);
+        let by = Ring::new().map(|_| By::Ring).unwrap_or_else(|error| {
+            tracing::info!("SSD: read and written by threads: {error}");
+            By::Threads
+        });
+        Self::open_by(by, directories, limit_bytes, notify)
+    }
+
+    /// The same, in this way.
+    ///
+    /// # Errors
+    /// As for [`Ssd::open`]; and give up: the kernel lacks this way, and why.
+    pub fn open_by(
+        by: By,
+        directories: &[PathBuf],
+        limit_bytes: u64,
+        notify: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
         Self::check_limit(directories.len(), limit_bytes)?;
-        let mediums = directories.iter().map(open).collect::<Result<_, _>>()?;
-        Self::over(mediums, limit_bytes, THREADS, directory::random()?, notify)
+        let mut mediums: Vec<(Arc<dyn Medium>, Option<Ring>)> = Vec::new();
+        for path in directories {
+            let ring = if by == By::Ring { Some(Ring::new()?) } else { None };
+            mediums.push((Arc::new(Directory::open(path)?), ring));
+        }
+        let threads = if by == By::Ring { THREADS_BESIDE_RING } else { THREADS };
+        Self::begin(mediums, limit_bytes, threads, directory::random()?, notify)
     }
 
     /// The same over any mediums. Without threads all is done in [`Tier::poll`].
@@ -86,9 +112,20 @@ impl Ssd {
         notify: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self, Error> {
         Self::check_limit(mediums.len(), limit_bytes)?;
+        let mediums = mediums.into_iter().map(|medium| (medium, None)).collect();
+        Self::begin(mediums, limit_bytes, threads, seed, notify)
+    }
+
+    fn begin(
+        mediums: Vec<(Arc<dyn Medium>, Option<Ring>)>,
+        limit_bytes: u64,
+        threads: usize,
+        seed: u64,
+        notify: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
         let limit = limit_bytes / mediums.len() as u64;
         let notify: Arc<dyn Fn() + Send + Sync> = Arc::new(notify);
-        let log = |medium| Log::recover(medium, threads, notify.clone(), limit, seed);
+        let log = |(medium, ring)| Log::recover(medium, threads, ring, notify.clone(), limit, seed);
         let devices = mediums.into_iter().map(log).collect::<Result<_, _>>()?;
         let mut ssd = Self { devices, flushing: FxHashMap::default() };
         ssd.drop_doubles();
@@ -154,6 +191,12 @@ impl Tier for Ssd {
         self.devices[device].read(op, key, into);
     }
 
+    fn verify(&mut self, op: OpId, key: &BlockKey) -> bool {
+        let device = self.device(key);
+        self.devices[device].verify(op, key);
+        true
+    }
+
     fn remove(&mut self, key: &BlockKey) -> bool {
         // Each, as another may hold a copy that does not count.
         self.devices.iter_mut().fold(false, |there, device| device.remove(key) | there)
@@ -205,6 +248,10 @@ impl Tier for Ssd {
             }
         }
         events
+    }
+
+    fn io(&self) -> &'static str {
+        self.devices.first().map_or("", |device| device.io.by().name())
     }
 
     fn capacity(&self) -> Capacity {

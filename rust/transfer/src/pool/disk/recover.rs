@@ -2,6 +2,9 @@
 //!
 //! Every entry has been verified by a checksum before it is believed; blocks are verified when they are read. The chain of a
 //! segment without a footer ends where the next batch is not whole: what follows was not flushed.
+//!
+//! A device that fails meanwhile is no torn end: what it did not show would be cut off for good, and what was removed by
+//! an entry there would be back. Then the log does not begin.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,15 +14,14 @@ use rustc_hash::FxHashMap;
 
 use super::super::tier::Whose;
 use super::format::{
-    Entry, Life, PAGE, Says, batch_header_pages, block_pages, decode_batch, decode_life, decode_table, decode_trailer,
-    digest, footer_pages,
+    Batch, Entry, Life, PAGE, Says, batch_header_pages, block_pages, decode_batch, decode_life, decode_table,
+    decode_trailer, footer_pages,
 };
 use super::index::Location;
-use super::io::{FileId, Medium, Pages, Workers};
+use super::io::{FileId, Medium, Pages, Workers, holds};
 use super::log::{Log, Segment, Stage};
+use super::ring::Ring;
 use crate::error::Error;
-use crate::memory::checksum;
-use crate::types::Layout;
 
 /// One segment as it lies there.
 struct Scanned {
@@ -45,33 +47,44 @@ fn read(medium: &dyn Medium, file: FileId, page: u32, pages: u32) -> io::Result<
     Ok(into)
 }
 
+/// As `read`; `None`: somebody has cut the file, and the pages are not there.
+fn read_there(medium: &dyn Medium, file: FileId, page: u32, pages: u32) -> io::Result<Option<Pages>> {
+    match read(medium, file, page, pages) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+        other => other.map(Some),
+    }
+}
+
 /// The entries of the footer, if there is one.
-fn footer(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> Option<(Vec<Entry>, u32)> {
-    let last = read(medium, file, pages - 1, 1).ok()?;
-    let trailer = decode_trailer(last.bytes(), life, pages).ok()?;
-    let table = read(medium, file, trailer.table, pages - 1 - trailer.table).ok()?;
-    Some((decode_table(table.bytes(), trailer).ok()?, trailer.end))
+fn footer(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> io::Result<Option<(Vec<Entry>, u32)>> {
+    let Some(last) = read_there(medium, file, pages - 1, 1)? else { return Ok(None) };
+    let Ok(trailer) = decode_trailer(last.bytes(), life, pages) else { return Ok(None) };
+    let Some(table) = read_there(medium, file, trailer.table, pages - 1 - trailer.table)? else { return Ok(None) };
+    Ok(decode_table(table.bytes(), trailer).ok().map(|entries| (entries, trailer.end)))
+}
+
+/// The batch on this page, if it is whole.
+fn batch(medium: &dyn Medium, file: FileId, life: Life, page: u32, pages: u32) -> io::Result<Option<Batch>> {
+    let Some(first) = read_there(medium, file, page, 1)? else { return Ok(None) };
+    let header = batch_header_pages(first.bytes(), life, page).ok().filter(|header| *header <= pages - page);
+    let whole = match header {
+        None => None,
+        Some(1) => Some(first),
+        Some(header) => read_there(medium, file, page, header)?,
+    };
+    Ok(whole.and_then(|whole| decode_batch(whole.bytes(), life, page, pages).ok()))
 }
 
 /// The entries of all batches up to the first that is not whole.
-fn chain(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> (Vec<Entry>, u32) {
+fn chain(medium: &dyn Medium, file: FileId, life: Life, pages: u32) -> io::Result<(Vec<Entry>, u32)> {
     let (mut entries, mut page) = (Vec::new(), 1);
-    let next = |page: u32| {
-        let first = read(medium, file, page, 1).ok()?;
-        let header = batch_header_pages(first.bytes(), life, page).ok()?;
-        if header > pages - page {
-            return None;
-        }
-        let whole = if header == 1 { first } else { read(medium, file, page, header).ok()? };
-        decode_batch(whole.bytes(), life, page, pages).ok()
-    };
     while page < pages
-        && let Some(batch) = next(page)
+        && let Some(batch) = batch(medium, file, life, page, pages)?
     {
         entries.extend(batch.entries);
         page += batch.pages;
     }
-    (entries, page)
+    Ok((entries, page))
 }
 
 fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
@@ -84,10 +97,10 @@ fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
     if life.store != medium.store() {
         return Ok(Seen::Foreign);
     }
-    let (entries, end, footer) = match footer(medium, file, life, pages) {
+    let (entries, end, footer) = match footer(medium, file, life, pages)? {
         Some((entries, end)) => (entries, end, true),
         None => {
-            let (entries, end) = chain(medium, file, life, pages);
+            let (entries, end) = chain(medium, file, life, pages)?;
             (entries, end, false)
         }
     };
@@ -95,13 +108,10 @@ fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
 }
 
 /// True if all bytes of an entry's block are as they were written.
-fn is_whole(medium: &dyn Medium, file: FileId, entry: &Entry) -> bool {
-    let Says::Block(record, expected) = entry.says else { return true };
-    let Layout { strip_bytes, .. } = record.layout;
-    read(medium, file, entry.page, block_pages(record.layout)).is_ok_and(|pages| {
-        let strips = pages.bytes()[..record.layout.block_bytes()].chunks_exact(strip_bytes as usize);
-        digest(strips.map(checksum)) == expected
-    })
+fn is_whole(medium: &dyn Medium, file: FileId, entry: &Entry) -> io::Result<bool> {
+    let Says::Block(record, expected) = entry.says else { return Ok(true) };
+    let pages = read_there(medium, file, entry.page, block_pages(record.layout))?;
+    Ok(pages.is_some_and(|pages| holds(&pages, record.layout, expected)))
 }
 
 /// When something was said: the segment's number, and the page.
@@ -119,13 +129,20 @@ impl Log {
     pub(super) fn recover(
         medium: Arc<dyn Medium>,
         threads: usize,
+        ring: Option<Ring>,
         notify: Arc<dyn Fn() + Send + Sync>,
         limit: u64,
         seed: u64,
     ) -> Result<Self, Error> {
-        let failed = |error: io::Error| Error::retry(format!("the SSD directory {}: {error}", medium.name()));
-        let mut log =
-            Self::empty(Workers::new(medium.clone(), threads, notify)?, limit, super::segment_bytes(limit), seed);
+        let failed = |error: io::Error| {
+            Error::retry(format!(
+                "the SSD directory {} fails: {error}: try again; if it stays so, its device fails: give another \
+                 directory, or empty this one",
+                medium.name()
+            ))
+        };
+        let workers = Workers::new(medium.clone(), threads, ring, notify)?;
+        let mut log = Self::empty(workers, limit, super::segment_bytes(limit), seed);
         let mut by_number = BTreeMap::new();
         for (file, bytes) in medium.list().map_err(failed)? {
             match scan(&*medium, file, bytes).map_err(failed)? {
@@ -152,7 +169,7 @@ impl Log {
             for entry in scanned.entries {
                 // A block that was moved, but perhaps not all of it: then the old copy is still what it was. The footer does
                 // not name it, as the next start believes the footer.
-                if !scanned.footer && log.has_another(&entry) && !is_whole(&*medium, file, &entry) {
+                if !scanned.footer && log.has_another(&entry) && !is_whole(&*medium, file, &entry).map_err(failed)? {
                     continue;
                 }
                 log.apply(file, number, &entry, &mut cleared);

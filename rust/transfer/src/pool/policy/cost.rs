@@ -17,24 +17,21 @@ pub struct Costs {
     pub per_pair: f64,
     /// Tokens of a block.
     pub block_tokens: f64,
-    /// Seconds to read a block from the tier behind. Infinite where there is none.
-    pub reload: f64,
 }
 
 impl Default for Costs {
-    /// LLaMA3-70B on eight A800 (a fit of the paper's figures), blocks as pyengine makes them, and no tier. The order
+    /// LLaMA3-70B on eight A800 (a fit of the paper's figures), and blocks as pyengine makes them. The order
     /// depends only on how much dearer late blocks are than early ones: per_pair x block_tokens / per_token.
     fn default() -> Self {
-        Self { per_token: 1.106e-4, per_pair: 7.58e-10, block_tokens: 16.0, reload: f64::INFINITY }
+        Self { per_token: 1.106e-4, per_pair: 7.58e-10, block_tokens: 16.0 }
     }
 }
 
 impl Costs {
-    /// Seconds to have a block again that stands at this position, if all before it is there.
+    /// Seconds to compute a block again that stands at this position, if all before it is there.
     pub fn seconds(&self, position: u32) -> f64 {
         let pairs = 2.0 * f64::from(position) + 1.0;
-        let compute = self.block_tokens * (self.per_token + self.per_pair * self.block_tokens * pairs);
-        compute.min(self.reload)
+        self.block_tokens * (self.per_token + self.per_pair * self.block_tokens * pairs)
     }
 }
 

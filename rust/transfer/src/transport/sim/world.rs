@@ -9,8 +9,9 @@ use std::time::Duration;
 use super::{Control, Event, Faults, MILLISECOND, Network, SILENCE, Step, pair};
 use crate::carrier::Carrier;
 use crate::engine::{Engine, Input, Output, Settings};
-use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest};
+use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage};
 use crate::mover::{self, Mover, Via};
+use crate::pool::tier::Tier;
 use crate::pool::twin::{MemoryTier, Shelf};
 use crate::types::{ClientId, Kind, Nanos, NodeAddress, NodeId};
 
@@ -44,7 +45,11 @@ pub struct World {
     arrivals: BTreeMap<(NodeId, NodeId), Nanos>,
     events: Vec<(NodeId, ClientId, LocalEvent)>,
     reports: Vec<(NodeId, DaemonReport)>,
+    /// What [`Engine::flush_tier`] was answered.
+    flushed: Vec<(NodeId, u64, bool)>,
     lives: u64,
+    /// Nodes that do not listen to their peers, and what was said to each.
+    deaf: BTreeMap<NodeId, Vec<(NodeId, u64, PeerMessage)>>,
 }
 
 impl World {
@@ -60,7 +65,9 @@ impl World {
             arrivals: BTreeMap::new(),
             events: Vec::new(),
             reports: Vec::new(),
+            flushed: Vec::new(),
             lives: 0,
+            deaf: BTreeMap::new(),
         }
     }
 
@@ -76,6 +83,20 @@ impl World {
 
     /// As `start`, with a tier over this shelf, of such a limit, behind the arena. It does its work when time passes.
     pub fn start_over(&mut self, name: &str, settings: Settings, tier: Option<(Shelf, u64)>) -> NodeAddress {
+        self.start_behind(name, settings, |bell| {
+            let (shelf, limit) = tier?;
+            Some(Box::new(MemoryTier::new(shelf, limit, limit / 4).notifying(bell)))
+        })
+    }
+
+    /// As `start`, with the tier that is made, if one is, behind the arena. It gets what it is to call when it has something
+    /// to do or to tell.
+    pub fn start_behind(
+        &mut self,
+        name: &str,
+        settings: Settings,
+        make: impl FnOnce(Box<dyn Fn() + Send + Sync>) -> Option<Box<dyn Tier>>,
+    ) -> NodeAddress {
         self.kill(name);
         self.lives += 1;
         let node = NodeAddress { node: name.into(), address: format!("{name}:1"), incarnation: self.lives };
@@ -83,13 +104,9 @@ impl World {
         let mover = mover::Settings { seed: self.lives, ..mover::Settings::default() };
         let carrier = Carrier::new(Mover::new(vec![(Kind::Sim, Box::new(transport))], mover));
         let rung = Arc::new(AtomicBool::new(false));
-        let engine = match tier {
-            Some((shelf, limit)) => {
-                let bell = rung.clone();
-                let tier = MemoryTier::new(shelf, limit, limit / 4);
-                let tier = tier.notifying(move || bell.store(true, Ordering::Relaxed));
-                Engine::with_tier(node.clone(), settings, Box::new(tier))
-            }
+        let bell = rung.clone();
+        let engine = match make(Box::new(move || bell.store(true, Ordering::Relaxed))) {
+            Some(tier) => Engine::with_tier(node.clone(), settings, tier),
             None => Engine::new(node.clone(), settings),
         };
         self.nodes.insert(node.node.clone(), Node { engine, carrier, look: None, rung });
@@ -104,7 +121,8 @@ impl World {
             self.handle(&name, Input::Tier);
         }
         if let Some(node) = self.nodes.get_mut(&name) {
-            node.engine.close(Duration::ZERO);
+            // A bound on real time, which no tier without threads comes near.
+            node.engine.close(Duration::from_secs(10));
         }
         self.kill(&name);
     }
@@ -152,6 +170,19 @@ impl World {
         }
     }
 
+    /// A node takes in nothing that its peers say, though its sessions stand, until [`World::listen`].
+    pub fn deafen(&mut self, name: &str) {
+        self.deaf.entry(name.to_owned()).or_default();
+    }
+
+    /// It takes in all that was said meanwhile, and listens again.
+    pub fn listen(&mut self, name: &str) {
+        for (from, session, message) in self.deaf.remove(name).unwrap_or_default() {
+            let control = Control::Message { at: name.to_owned(), from: from.clone(), session, message };
+            self.arrive(&from, &name.to_owned(), control);
+        }
+    }
+
     /// A client of a node's daemon asks for something.
     pub fn request(&mut self, node: &str, client: ClientId, request: LocalRequest) {
         self.feed(&node.to_owned(), Input::Local { client, request });
@@ -165,6 +196,15 @@ impl World {
     /// The conductor orders something.
     pub fn order(&mut self, node: &str, order: DaemonOrder) {
         self.feed(&node.to_owned(), Input::Order(order));
+    }
+
+    /// Whoever runs a daemon does something with its engine that is no input. `None`: the node does not live.
+    pub fn act<R>(&mut self, node: &str, work: impl FnOnce(&mut Engine, Nanos, &mut Vec<Output>) -> R) -> Option<R> {
+        let (name, now, mut out) = (node.to_owned(), self.now(), Vec::new());
+        let result = work(&mut self.nodes.get_mut(&name)?.engine, now, &mut out);
+        self.carry_out(&name, out);
+        self.look(&name);
+        Some(result)
     }
 
     /// Lets virtual time pass until something has happened.
@@ -194,6 +234,11 @@ impl World {
     /// Takes what the conductor was told.
     pub fn take_reports(&mut self) -> Vec<(NodeId, DaemonReport)> {
         std::mem::take(&mut self.reports)
+    }
+
+    /// Takes what [`Engine::flush_tier`] was answered: node, number, whether all is durable.
+    pub fn take_flushed(&mut self) -> Vec<(NodeId, u64, bool)> {
+        std::mem::take(&mut self.flushed)
     }
 
     /// The engine of a node that lives.
@@ -249,6 +294,9 @@ impl World {
             }
             Control::Message { at, from, session, message } => {
                 let cut = self.network.inner().is_cut(&at, &from, None);
+                if let Some(said) = self.deaf.get_mut(&at) {
+                    return said.push((from, session, message));
+                }
                 match self.sessions.get_mut(&pair(&at, &from)).filter(|held| held.id == session) {
                     Some(held) if cut || held.torn => held.torn = true,
                     Some(_) => self.feed(&at, Input::Peer { peer: from, message }),
@@ -320,9 +368,15 @@ impl World {
 
     fn handle(&mut self, name: &NodeId, input: Input) {
         let now = self.now();
-        let Some(Node { engine, carrier, .. }) = self.nodes.get_mut(name) else { return };
+        let Some(Node { engine, .. }) = self.nodes.get_mut(name) else { return };
         let mut out = Vec::new();
         engine.handle(input, now, &mut out);
+        self.carry_out(name, out);
+    }
+
+    fn carry_out(&mut self, name: &NodeId, out: Vec<Output>) {
+        let now = self.now();
+        let Some(Node { engine, carrier, .. }) = self.nodes.get_mut(name) else { return };
         engine.check();
         carrier.know_arenas(engine);
         let here = engine.node().clone();
@@ -330,8 +384,9 @@ impl World {
             match output {
                 Output::Local { client, event } => self.events.push((name.clone(), client, event)),
                 Output::Report(report) => self.reports.push((name.clone(), report)),
-                // Nobody who runs a daemon is part of this world.
-                Output::Flushed { .. } => {}
+                Output::Flushed { number, ok } => self.flushed.push((name.clone(), number, ok)),
+                // Nobody who scrubs a tier is part of this world.
+                Output::Scrubbed { .. } => {}
                 Output::Dial { peer } => {
                     self.arrive(name, &peer.node.clone(), Control::Dialled { by: here.clone(), peer })
                 }
