@@ -470,10 +470,8 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
         let line = DrainLine { draining, held, moving };
         let node = &client.node().node;
         if held.is_nothing() && moving.over {
-            let moved = moving.blocks;
-            return way.print(&line, || {
-                format!("{node} is drained: {moved} blocks moved, nothing is held, nothing new is taken on\n")
-            });
+            let text = drain_text(&held, &moving);
+            return way.print(&line, || format!("{node} is drained: {text}, nothing new is taken on\n"));
         }
         let text = drain_text(&held, &moving);
         if left.is_zero() {
@@ -489,10 +487,16 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
     }
 }
 
+/// What a drain has done and waits for, as far as there is anything.
 fn drain_text(held: &Held, moving: &Moving) -> String {
-    let Moving { blocks, left, over } = moving;
-    let moved = if *over { format!("{blocks} blocks moved") } else { format!("{blocks} blocks moved, {left} to go") };
-    format!("{moved}, {} held", held_text(held))
+    let Moving { blocks, left, over } = *moving;
+    let mut text = match (blocks, over) {
+        (0, true) => String::new(),
+        (_, true) => format!("{blocks} blocks moved, "),
+        (_, false) => format!("{blocks} blocks moved, {left} to go, "),
+    };
+    text += &held_text(held);
+    text + if held.is_nothing() { " is held" } else { " held" }
 }
 
 fn cancel(way: &Way) -> Result<(), Error> {
@@ -522,8 +526,10 @@ mod tests {
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
         let moving = Moving { blocks: 3, left: 2, over: false };
-        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks moved, 2 to go, nothing held");
-        assert_eq!(drain_text(&Held::default(), &Moving { over: true, ..moving }), "3 blocks moved, nothing held");
+        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks moved, 2 to go, nothing is held");
+        let held = Held { tags: 1, ..Held::default() };
+        assert_eq!(drain_text(&held, &Moving { over: true, ..moving }), "3 blocks moved, 1 tag held");
+        assert_eq!(drain_text(&held, &Moving { over: true, ..Moving::default() }), "1 tag held");
     }
 
     #[test]
