@@ -279,8 +279,11 @@ class Conductor:
                 actions = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
             else:
                 self.draining.end(node)
-        if not report.draining or not self.feed.synced(node):
+        if not report.draining:
             return actions
+        if not self.feed.synced(node):
+            # What it holds is not known yet: it is to wait.
+            return [*actions, TellMoved(node, 0, 1)]
         self.draining.begin(node, self.cluster.daemons, now)
         return [*actions, *self._move_on(node, now)]
 

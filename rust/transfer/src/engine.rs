@@ -250,6 +250,8 @@ pub struct Engine {
     /// Of the next stored or removed event.
     next_sequence: u64,
     next_heartbeat: Nanos,
+    /// When time passed last.
+    ticked: Nanos,
     dumping: Option<Dump>,
     stats: Stats,
     /// Takes on nothing new.
@@ -289,6 +291,7 @@ impl Engine {
             next_number: 1,
             next_sequence: 0,
             next_heartbeat: 0,
+            ticked: 0,
             dumping: None,
             stats: Stats::default(),
             draining: None,
@@ -641,6 +644,7 @@ impl Engine {
         self.quests_late();
         self.copying_tick();
         self.objects_tick();
+        self.ticked = self.now;
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;

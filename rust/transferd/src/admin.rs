@@ -511,9 +511,8 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
         let line = DrainLine { draining, held, moving };
         let node = &client.node().node;
         if held.is_nothing() && moving.over {
-            let moved = moved_text(&moving);
-            return way
-                .print(&line, || format!("{node} is drained: {moved}, nothing is held, nothing new is taken on\n"));
+            let text = drain_text(&held, &moving);
+            return way.print(&line, || format!("{node} is drained: {text}, nothing new is taken on\n"));
         }
         let text = drain_text(&held, &moving);
         if left.is_zero() {
@@ -529,14 +528,19 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
     }
 }
 
+/// What a drain has done and waits for, as far as there is anything.
 fn drain_text(held: &Held, moving: &Moving) -> String {
-    format!("{}, {} held", moved_text(moving), held_text(held))
-}
-
-fn moved_text(moving: &Moving) -> String {
-    let Moving { blocks, objects, left, over } = moving;
-    let moved = format!("{blocks} blocks and {objects} objects moved");
-    if *over { moved } else { format!("{moved}, {left} blocks to go") }
+    let Moving { blocks, objects, left, over } = *moving;
+    let mut text = match (blocks, over) {
+        (0, true) => String::new(),
+        (_, true) => format!("{blocks} blocks moved, "),
+        (_, false) => format!("{blocks} blocks moved, {left} to go, "),
+    };
+    if objects > 0 {
+        text += &format!("{objects} objects moved, ");
+    }
+    text += &held_text(held);
+    text + if held.is_nothing() { " is held" } else { " held" }
 }
 
 fn cancel(way: &Way) -> Result<(), Error> {
@@ -565,12 +569,13 @@ mod tests {
         assert_eq!(table(["x"], std::iter::empty()), "");
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
-        let moving = Moving { blocks: 3, objects: 1, left: 2, over: false };
-        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks and 1 objects moved, 2 blocks to go, nothing held");
-        assert_eq!(
-            drain_text(&Held::default(), &Moving { over: true, ..moving }),
-            "3 blocks and 1 objects moved, nothing held"
-        );
+        let moving = Moving { blocks: 3, objects: 5, left: 2, over: false };
+        let text = "3 blocks moved, 2 to go, 5 objects moved, nothing is held";
+        assert_eq!(drain_text(&Held::default(), &moving), text);
+        let held = Held { tags: 1, ..Held::default() };
+        let moving = Moving { objects: 0, over: true, ..moving };
+        assert_eq!(drain_text(&held, &moving), "3 blocks moved, 1 tag held");
+        assert_eq!(drain_text(&held, &Moving { over: true, ..Moving::default() }), "1 tag held");
     }
 
     #[test]

@@ -20,7 +20,7 @@ use crate::types::{BlockKey, ClientId, Kind, Medium, Nanos, NodeAddress, NodeId,
 
 use super::copying::ENGINE;
 use super::stores::Store;
-use super::{Engine, Link};
+use super::{Engine, Link, SECOND};
 
 /// A block in a store: what a flight brings. One flight has it at a time.
 pub(super) type Aim = (usize, BlockKey);
@@ -589,6 +589,11 @@ impl Engine {
 
     /// Peers that do not answer: what they owe is asked of others.
     pub(super) fn fetches_late(&mut self) {
+        // Whoever was stopped himself has answers waiting, maybe: that time is nobody's silence.
+        let missed = self.now - self.ticked;
+        if missed > SECOND {
+            self.fetches.values_mut().for_each(|fetch| (fetch.asked, fetch.until) = (self.now, fetch.until + missed));
+        }
         let mut late = Vec::new();
         for (ticket, fetch) in self.fetches.iter().filter(|(_, fetch)| !fetch.cancelled) {
             let Some(Link { up: true, pace, .. }) = self.links.get(&fetch.from.node) else { continue };
