@@ -278,7 +278,9 @@ impl Engine {
     pub fn with_tier(node: NodeAddress, settings: Settings, tier: Box<dyn Tier>) -> Self {
         let behind = Behind::new(tier);
         let next_sequence = behind.count();
-        Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) }
+        let mut engine = Self { behind: Some(behind), next_sequence, ..Self::new(node, settings) };
+        engine.recover_objects();
+        engine
     }
 
     /// Reacts to one input at `now` (monotonic). Outputs are appended in the order in which they are to be carried out.
@@ -464,11 +466,13 @@ impl Engine {
                 self.refuse(client, tag, Refusal::TooLarge);
             }
         }
-        match self.stores.get_mut(at) {
-            // They stay in DRAM, see `engine/objects.rs`.
-            Some(store) if store.objects => self.objects.catalog.add_arena(store.region, store.arena.clone()),
-            Some(store) if self.behind.is_some() => store.pool.watch_hits(),
-            _ => {}
+        if let Some(store) = self.stores.get_mut(at) {
+            if store.objects {
+                self.objects.catalog.add_arena(store.region, store.arena.clone());
+            }
+            if self.behind.is_some() {
+                store.pool.watch_hits();
+            }
         }
         Ok(at)
     }
@@ -606,6 +610,7 @@ impl Engine {
             self.fail_open(tag, Refusal::Deadline, true);
         }
         self.visits_late();
+        self.objects_tick();
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
@@ -623,7 +628,9 @@ impl Engine {
         self.look_at_tier();
         self.leave_on();
         self.flush_on();
+        self.write_held();
         self.clean_ahead();
+        self.give_up_room();
     }
 
     fn dump(&mut self) {

@@ -19,7 +19,7 @@ use pyengine_transfer::keys::object_key;
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{LocalEvent, LocalRequest, Refusal};
 use pyengine_transfer::objects::classes::{CHUNK, Class};
-use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted};
+use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted, chain};
 use pyengine_transfer::objects::reader::{Answer, Reader};
 use pyengine_transfer::objects::{Pool, Value};
 use pyengine_transfer::random::Random;
@@ -27,7 +27,6 @@ use pyengine_transfer::types::{BlockKey, ClientId, NodeAddress, SlotRef};
 
 use scratch::Scratch;
 
-const NO_KEY: BlockKey = BlockKey([0; 16]);
 const SECOND: u64 = 1_000_000_000;
 
 // -- an engine -------------------------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ impl Stage {
     /// (pin, where).
     fn pin(&mut self, client: ClientId, key: BlockKey) -> Option<(u64, At)> {
         match self.ask(client, ObjectRequest::Pin { ticket: 4, keys: vec![key], names: true }) {
-            Some(ObjectEvent::Pinned { first, found, .. }) => found[0].map(|at| (first, at)),
+            Some(ObjectEvent::Pinned { first, found, .. }) => found[0].here().map(|at| (first, *at)),
             other => panic!("{other:?}"),
         }
     }
@@ -141,9 +140,11 @@ fn chunk_key(put: u64, index: u32) -> BlockKey {
     BlockKey(key)
 }
 
-fn wanted(put: u64, class: u8, name: u8, index: u32) -> Wanted {
+/// Block `index` of `blocks`.
+fn wanted(put: u64, class: u8, name: u8, (index, blocks): (u32, u32)) -> Wanted {
     let key = |index| if index == 0 { name_key(name) } else { chunk_key(put, index) };
-    let parent = if index == 0 { NO_KEY } else { key(index - 1) };
+    let second = (blocks > 1).then(|| key(1));
+    let parent = if index == 0 { chain(blocks, second.as_ref()) } else { key(index - 1) };
     Wanted { put, class, key: key(index), parent, index }
 }
 
@@ -196,7 +197,7 @@ impl Model {
         };
         let there = self.stage.has(&name_key(name));
         for index in 0..blocks {
-            match self.stage.reserve(client, wanted(put, class, name, index)) {
+            match self.stage.reserve(client, wanted(put, class, name, (index, blocks))) {
                 Reserved::Slot { region, slot } => {
                     assert!(index > 0 || !there);
                     self.stage.stamp((region, slot), put);
@@ -296,7 +297,7 @@ impl Model {
             // Of several blocks only the head is pinned here, and one that loses a block is no object any more.
             if self.dict.get(&name).is_some_and(|there| there.put == put && there.blocks == 1) {
                 let entry = self.stage.engine.catalog().find(&name_key(name));
-                assert!(entry.is_some_and(|entry| (entry.region, entry.slot) == at), "what is viewed was evicted");
+                assert!(entry.is_some_and(|entry| entry.dram == Some(at)), "what is viewed was evicted");
             }
         }
         let here: BTreeSet<BlockKey> = self.stage.engine.catalog().keys();
@@ -358,7 +359,7 @@ fn a_client_may_die_at_each_step() {
     for dies_after in 0..6 {
         let mut stage = Stage::new(16 << 20);
         for index in 0..3.min(dies_after + 1) {
-            assert!(matches!(stage.reserve(1, wanted(1, class, 7, index)), Reserved::Slot { .. }));
+            assert!(matches!(stage.reserve(1, wanted(1, class, 7, (index, 3))), Reserved::Slot { .. }));
         }
         for index in 1..dies_after.saturating_sub(2) {
             assert!(stage.commit(1, 1, index));
@@ -367,7 +368,7 @@ fn a_client_may_die_at_each_step() {
         stage.gone(1);
         assert_eq!(stage.engine.unfinished(), Vec::<String>::new());
         assert_eq!(stage.engine.catalog().keys().len(), if whole { 3 } else { 0 });
-        let again = stage.reserve(2, wanted(1, class, 7, 0));
+        let again = stage.reserve(2, wanted(1, class, 7, (0, 1)));
         assert!(matches!((whole, again), (true, Reserved::There) | (false, Reserved::Slot { .. })), "{again:?}");
         assert!(whole || stage.commit(2, 1, 0));
     }
@@ -378,9 +379,9 @@ fn a_client_may_die_at_each_step() {
 fn nonsense_is_refused() {
     let mut stage = Stage::new(16 << 20);
     let refused = |reserved| matches!(reserved, Reserved::Refused(Refusal::Protocol));
-    assert!(refused(stage.reserve(1, Wanted { class: Class::COUNT, ..wanted(1, 0, 7, 0) })), "no such class");
-    assert!(matches!(stage.reserve(1, wanted(1, 0, 7, 0)), Reserved::Slot { .. }));
-    assert!(refused(stage.reserve(1, wanted(1, 0, 7, 0))), "reserved already");
+    assert!(refused(stage.reserve(1, Wanted { class: Class::COUNT, ..wanted(1, 0, 7, (0, 1)) })), "no such class");
+    assert!(matches!(stage.reserve(1, wanted(1, 0, 7, (0, 1))), Reserved::Slot { .. }));
+    assert!(refused(stage.reserve(1, wanted(1, 0, 7, (0, 1)))), "reserved already");
     assert!(!stage.commit(2, 1, 0) && !stage.commit(1, 2, 0) && !stage.commit(1, 1, 1), "another's, or none");
     assert!(stage.commit(1, 1, 0) && !stage.commit(1, 1, 0), "once");
     stage.ask(1, ObjectRequest::Abandon { puts: vec![1, 99] });

@@ -12,6 +12,7 @@ use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
 use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef, Tag};
 
+use super::objects::is_object;
 use super::stores::Store;
 use super::{Engine, Output};
 
@@ -186,7 +187,8 @@ impl Engine {
                 return (Vec::new(), None);
             }
             let (records, next) = self.tier_page(from.slot, count);
-            let blocks = records.into_iter().map(|record| (record.place, Medium::Ssd));
+            let told = records.into_iter().filter(|record| !is_object(record));
+            let blocks = told.map(|record| (record.place, Medium::Ssd));
             return (blocks.collect(), next.map(|slot| Cursor { slot, ..from }));
         };
         let next = Cursor { slot: from.slot.saturating_add(count), ..from };

@@ -17,6 +17,7 @@ use crate::pool::tier::{Capacity, Fate, Health, OpId, Record, Tier, TierEvent, W
 use crate::types::{BlockKey, Layout, Medium, Nanos, Owner, SlotRef};
 
 use super::fetch::{Aim, Via};
+use super::objects::is_object;
 use super::{Engine, Output, SECOND};
 
 mod flush;
@@ -36,6 +37,8 @@ struct Write {
     at: usize,
     slot: SlotRef,
     record: Record,
+    /// Somebody had it removed meanwhile: it is not there when the write ends. The key may be written anew.
+    removed: bool,
 }
 
 /// A read under way.
@@ -85,7 +88,8 @@ impl Behind {
         };
         // Not kept in between: there may be ten million.
         let (mut count, mut xor) = (0, [0; 16]);
-        behind.tier.records().for_each(|record| mark(&mut count, &mut xor, &record.place.key, true));
+        let told = behind.tier.records().filter(|record| !is_object(record));
+        told.for_each(|record| mark(&mut count, &mut xor, &record.place.key, true));
         (behind.count, behind.xor) = (count, xor);
         behind
     }
@@ -99,6 +103,14 @@ impl Behind {
     fn removed(&mut self, which: impl Fn(&BlockKey) -> bool) {
         for read in self.reads.values_mut().filter(|read| which(&read.aim.1)) {
             (read.gone, read.removed) = (true, true);
+        }
+    }
+
+    /// Writes of these blocks may end well: they are not there all the same.
+    fn doom<'a>(&mut self, keys: impl IntoIterator<Item = &'a BlockKey>) {
+        for key in keys.into_iter().filter(|key| self.writing.remove(key)) {
+            let writes = self.writes.values_mut().filter(|write| write.record.place.key == *key);
+            writes.for_each(|write| write.removed = true);
         }
     }
 
@@ -136,9 +148,35 @@ impl Engine {
         Some(self.behind.as_ref()?.tier.find(key)?.layout)
     }
 
+    /// All blocks on the tier.
+    pub(super) fn tier_records(&self) -> impl Iterator<Item = Record> + '_ {
+        self.behind.iter().flat_map(|behind| behind.tier.records())
+    }
+
     /// Some of the blocks on the tier, see [`Tier::page`].
     pub(super) fn tier_page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>) {
         self.behind.as_ref().map_or((Vec::new(), None), |behind| behind.tier.page(from, count))
+    }
+
+    /// How the part of the tier does that this block is on.
+    pub(super) fn tier_health_of(&self, key: &BlockKey) -> Option<Health> {
+        self.behind.as_ref().map(|behind| behind.tier.health_of(key))
+    }
+
+    /// True if a block is on its way to the tier.
+    pub(super) fn is_being_written(&self, key: &BlockKey) -> bool {
+        self.behind.as_ref().is_some_and(|behind| behind.writing.contains(key))
+    }
+
+    /// True if any is.
+    pub(super) fn writes_tier(&self) -> bool {
+        self.behind.as_ref().is_some_and(|behind| !behind.writes.is_empty())
+    }
+
+    /// True if a block is being read from the tier.
+    pub(super) fn is_being_read(&self, key: &BlockKey) -> bool {
+        let reads = self.behind.iter().flat_map(|behind| behind.reads.values());
+        reads.into_iter().any(|read| read.aim.1 == *key)
     }
 
     /// True if this read is under way, for this block.
@@ -175,8 +213,11 @@ impl Engine {
                 }
                 TierEvent::Ended { op, fate } => {
                     if let Some(write) = behind.writes.remove(&op) {
-                        behind.writing.remove(&write.record.place.key);
+                        if !write.removed {
+                            behind.writing.remove(&write.record.place.key);
+                        }
                         self.written(&write, fate);
+                        self.write_ended(fate);
                     } else if let Some(read) = behind.reads.remove(&op) {
                         self.read_ended(op, &read, fate);
                     } else {
@@ -202,12 +243,19 @@ impl Engine {
     fn written(&mut self, write: &Write, fate: Fate) {
         let Some(behind) = &mut self.behind else { return };
         behind.busy &= fate != Fate::Done;
+        if write.removed {
+            return;
+        }
+        let key = write.record.place.key;
+        let is_object = is_object(&write.record);
         match fate {
             Fate::Done => {
                 self.stats.demotions.add(1, write.record.layout.block_bytes() as u64);
-                let key = write.record.place.key;
-                self.report_tier(&key, Some(&write.record));
                 self.stores.iter_mut().for_each(|store| store.pool.set_clean(&key, true));
+                if is_object {
+                    return self.object_written(&write.record);
+                }
+                self.report_tier(&key, Some(&write.record));
             }
             Fate::Busy => {
                 behind.busy = true;
@@ -223,6 +271,9 @@ impl Engine {
                 behind.flushing.write_failed();
             }
             Fate::Missing | Fate::Corrupt => {}
+        }
+        if is_object && fate != Fate::Done {
+            self.object_not_written(&key, fate);
         }
     }
 
@@ -256,7 +307,9 @@ impl Engine {
 
     /// The tier has let go of a block.
     fn gone_from_tier(&mut self, key: &BlockKey) {
-        self.report_tier(key, None);
+        if !self.object_left_tier(key) {
+            self.report_tier(key, None);
+        }
         self.stores.iter_mut().for_each(|store| store.pool.set_clean(key, false));
     }
 
@@ -270,18 +323,35 @@ impl Engine {
         let Some(behind) = &mut self.behind else { return 0 };
         let mut known = BTreeSet::new();
         for key in keys {
-            known.extend(behind.tier.find(key).map(|_| *key));
+            // What is still on its way there was not reported.
+            known.extend(behind.tier.find(key).filter(|_| !behind.writing.contains(key)).map(|_| *key));
             behind.tier.remove(key);
         }
+        behind.doom(keys);
         self.all_gone_from_tier(&known)
+    }
+
+    /// Drops blocks of objects from the tier that nobody knows.
+    pub(super) fn discard_from_tier(&mut self, keys: &[BlockKey]) {
+        if let Some(behind) = &mut self.behind {
+            for key in keys {
+                behind.tier.remove(key);
+            }
+        }
     }
 
     /// Drops all blocks of an owner from the tier; returns how many.
     pub(super) fn clear_tier(&mut self, whose: Whose) -> u64 {
         let Some(behind) = &mut self.behind else { return 0 };
         // What is still on its way there was not reported.
-        let keys = behind.tier.clear(whose).into_iter().filter(|key| !behind.writing.contains(key)).collect();
-        self.all_gone_from_tier(&keys)
+        let (doomed, keys): (BTreeSet<BlockKey>, _) =
+            behind.tier.clear(whose).into_iter().partition(|key| behind.writing.contains(key));
+        behind.doom(&doomed);
+        let count = self.all_gone_from_tier(&keys);
+        for key in &doomed {
+            self.object_left(key);
+        }
+        count
     }
 
     fn all_gone_from_tier(&mut self, keys: &BTreeSet<BlockKey>) -> u64 {
@@ -328,9 +398,6 @@ impl Engine {
         }
         for at in 0..self.stores.iter().count() {
             let (unused, Some(store)) = (self.stores.unused(at), self.stores.get(at)) else { return };
-            if store.objects {
-                continue;
-            }
             let size = store.pool.size() as usize;
             let share = store.pool.demand().max(size / CLEAN_SHARE).clamp(1, CLEAN_LIMIT).min(size / 2);
             let ahead = share.saturating_sub(store.pool.empty().saturating_add(unused));
@@ -343,7 +410,7 @@ impl Engine {
     }
 
     /// Begins to write a block. False: not now.
-    fn write_tier(&mut self, at: usize, slot: SlotRef) -> bool {
+    pub(super) fn write_tier(&mut self, at: usize, slot: SlotRef) -> bool {
         let Some(behind) = &self.behind else { return false };
         if behind.writes.len() >= WRITES || behind.busy || (self.now < behind.pause && behind.leaving.is_none()) {
             return false;
@@ -362,7 +429,7 @@ impl Engine {
         let op = self.number();
         let Some(behind) = &mut self.behind else { return false };
         let record = Record { place, owner, layout };
-        behind.writes.insert(op, Write { at, slot, record });
+        behind.writes.insert(op, Write { at, slot, record, removed: false });
         behind.writing.insert(key);
         behind.tier.write(op, record, block);
         true
@@ -370,7 +437,7 @@ impl Engine {
 
     /// What is in the arena only, the most wanted last.
     fn dirty(&self) -> Vec<(usize, SlotRef)> {
-        let stores = self.stores.iter().enumerate().filter(|(_, store)| !store.objects);
+        let stores = self.stores.iter().enumerate();
         let mut dirty: Vec<(u32, usize, SlotRef)> = stores
             .flat_map(|(at, store)| store.pool.dirty().into_iter().map(move |(used, slot)| (used, at, slot)))
             .collect();
@@ -437,8 +504,10 @@ impl Engine {
     /// Asserts the laws of this file.
     pub(super) fn check_tier(&self) {
         let Some(behind) = &self.behind else { return };
-        let writing: BTreeSet<BlockKey> = behind.writes.values().map(|write| write.record.place.key).collect();
-        assert!(writing == behind.writing && writing.len() == behind.writes.len(), "writes and their keys differ");
+        let writes = behind.writes.values().filter(|write| !write.removed);
+        let keys: Vec<BlockKey> = writes.map(|write| write.record.place.key).collect();
+        let writing: BTreeSet<BlockKey> = keys.iter().copied().collect();
+        assert!(writing == behind.writing && writing.len() == keys.len(), "writes and their keys differ");
         assert!(behind.writes.len() <= WRITES, "too many writes");
     }
 }

@@ -81,6 +81,8 @@ pub(super) struct Flight {
     /// Where it goes.
     slot: Option<(Holder, u32)>,
     pub via: Via,
+    /// What is under way was removed meanwhile: it is not to come back.
+    stale: bool,
     waiting: VecDeque<Want>,
 }
 
@@ -151,7 +153,8 @@ impl Engine {
             flight.waiting.push_back(want);
         } else {
             let slot = slot_of(&want);
-            let flight = Flight { place, want, slot, via: Via::Nothing, waiting: VecDeque::new() };
+            let (via, waiting) = (Via::Nothing, VecDeque::new());
+            let flight = Flight { place, want, slot, via, stale: false, waiting };
             self.flights.insert(aim, flight);
             self.go_on(aim);
         }
@@ -180,7 +183,7 @@ impl Engine {
     fn next_source(&mut self, aim: Aim) -> bool {
         loop {
             let Some(flight) = self.flights.get_mut(&aim) else { return true };
-            flight.via = Via::Nothing;
+            (flight.via, flight.stale) = (Via::Nothing, false);
             let place = flight.place;
             let Some((holder, index)) = flight.slot else {
                 if !flight.want.tier && flight.want.sources.is_empty() {
@@ -353,7 +356,7 @@ impl Engine {
     /// Makes a flight's block readable if all its strips are here: its size. `None`: they are not. What no client has asked
     /// for stays whose it was where it comes from.
     pub(super) fn land(&mut self, aim: Aim, owner: Owner) -> Option<u64> {
-        let (holder, index) = self.flights.get(&aim)?.slot?;
+        let (holder, index) = self.flights.get(&aim).filter(|flight| !flight.stale)?.slot?;
         let store = self.stores.get_mut(aim.0)?;
         let block_bytes = store.layout().block_bytes() as u64;
         let slot = store.pool.granted_at(holder, index)?;
@@ -451,6 +454,7 @@ impl Engine {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
                 self.check_complete(holder.tag);
             }
+            None if Self::is_bring(holder) => self.brought(holder, Ok(slot)),
             None => self.replication_went_on(holder),
         }
     }
@@ -460,6 +464,7 @@ impl Engine {
             Some(client) => {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
             }
+            None if Self::is_bring(holder) => self.brought(holder, Err(refusal)),
             None => self.replication_went_on(holder),
         }
     }
@@ -509,6 +514,18 @@ impl Engine {
     /// See [`Engine::drop_wants`].
     pub(super) fn lead_all_on(&mut self, aims: Vec<Aim>) {
         aims.into_iter().for_each(|aim| self.lead_on(aim));
+    }
+
+    /// A block was removed: what is on its way here is not to come, and who waits for it gets nothing.
+    pub(super) fn call_off(&mut self, key: &BlockKey) {
+        for at in 0..self.stores.iter().count() {
+            let Some(flight) = self.flights.get_mut(&(at, *key)) else { continue };
+            flight.stale = true;
+            for want in std::iter::once(&mut flight.want).chain(&mut flight.waiting) {
+                want.tier = false;
+                want.sources.clear();
+            }
+        }
     }
 
     /// The session with a peer is over: nothing comes from it.

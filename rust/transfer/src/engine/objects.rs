@@ -3,24 +3,29 @@
 //!
 //! A **put** is what a client is writing under one name: a head, and for a large value the blocks behind it. Its blocks
 //! are granted one by one, under tags that only the engine knows, and held until the head is committed, which makes the
-//! whole readable, or until the put is abandoned, which leaves nothing of it. From then on the blocks hang together: if
-//! one goes, all go, as a value is there as a whole or not at all.
-//!
-//! Objects lie in DRAM only so far: the tier would have to forget them when they are removed, and a read of one that lies
-//! there only would have to go by the engine.
+//! whole readable, or until the put is abandoned, which leaves nothing of it. (With an SSD, until they are on that:
+//! `objects/ssd.rs`.) From then on the blocks hang together: if one goes, all go, as a value is there as a whole or not at all.
 
-use std::collections::{BTreeMap, HashMap};
+mod bring;
+mod ssd;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem;
 use std::sync::Arc;
 
 use crate::messages::{GrantMode, LocalEvent, Refusal};
-use crate::objects::catalog::{Catalog, Entry};
+use crate::objects::catalog::Catalog;
 use crate::objects::classes::Class;
-use crate::objects::messages::{At, BATCH_LIMIT, ObjectEvent, ObjectRequest, Reserved, Wanted};
+use crate::objects::messages::{At, BATCH_LIMIT, ObjectEvent, ObjectRequest, Reserved, Wanted, chained};
+use crate::pool::tier::Health;
 use crate::pool::{Change, Granting, Holder, Wish};
 use crate::types::{BlockKey, ClientId, Medium, Owner, Tag};
 
 use super::Engine;
+use bring::Brings;
+use ssd::Held;
+
+pub(super) use ssd::is_object;
 
 /// The namespace of all objects: no digest of anything, which would be as probable as any other number.
 pub const NAMESPACE: u64 = u64::from_le_bytes(*b"objects\0");
@@ -33,8 +38,27 @@ struct Block {
     committed: bool,
 }
 
-/// What a client writes under one name, by index of the block.
-type Put = BTreeMap<u32, Block>;
+/// What a client writes under one name.
+#[derive(Clone, Debug, Default)]
+struct Put {
+    /// By index.
+    blocks: BTreeMap<u32, Block>,
+    /// Of its head, see `chain`.
+    chain: BlockKey,
+    /// One of its blocks has been lost: it can only be abandoned.
+    broken: bool,
+}
+
+impl Put {
+    /// True if all blocks behind the head are committed, and are those that the head announces.
+    fn is_whole(&self) -> bool {
+        let mut blocks = self.blocks.iter();
+        let head = blocks.next().is_some_and(|(index, _)| *index == 0);
+        let rest = (1..).zip(blocks).all(|(index, (at, block))| index == *at && block.committed);
+        let second = self.blocks.get(&1).map_or(self.chain, |second| second.key);
+        head && rest && !self.broken && chained(&self.chain, &second) == (self.blocks.len() as u32, true)
+    }
+}
 
 /// The engine's books about objects.
 #[derive(Debug)]
@@ -46,12 +70,29 @@ pub(super) struct Objects {
     chunks: HashMap<BlockKey, Vec<BlockKey>>,
     /// And back.
     heads: HashMap<BlockKey, BlockKey>,
+    /// Committed blocks whose heads are not: which client's put they are of.
+    parts: HashMap<BlockKey, (ClientId, u64)>,
+    /// Blocks that are on no medium any more: what hangs together with them is to go.
+    gone: Vec<BlockKey>,
+    /// Blocks that nobody knows any more, and of which the tier will still tell that it has let go of them.
+    dropped: BTreeSet<BlockKey>,
+    brings: Brings,
+    held: Held,
 }
 
 impl Objects {
     pub fn new(capacity: u64) -> Self {
-        let catalog = Catalog::new(capacity);
-        Self { catalog, puts: BTreeMap::new(), chunks: HashMap::new(), heads: HashMap::new() }
+        Self {
+            catalog: Catalog::new(capacity),
+            puts: BTreeMap::new(),
+            chunks: HashMap::new(),
+            heads: HashMap::new(),
+            parts: HashMap::new(),
+            gone: Vec::new(),
+            dropped: BTreeSet::new(),
+            brings: Brings::default(),
+            held: Held::default(),
+        }
     }
 
     /// Ends a put's entry.
@@ -66,12 +107,13 @@ impl Objects {
 
     /// True if nothing is under way.
     pub fn idle(&self) -> bool {
-        self.puts.is_empty()
+        self.puts.is_empty() && self.brings.idle()
     }
 
     /// What is under way, for a person.
     pub fn unfinished(&self) -> impl Iterator<Item = String> {
-        self.puts.iter().map(|puts| format!("puts of {puts:?}"))
+        let puts = self.puts.iter().map(|puts| format!("puts of {puts:?}"));
+        puts.chain(self.brings.unfinished())
     }
 }
 
@@ -95,6 +137,7 @@ impl Engine {
             }
             ObjectRequest::Commit { ticket, blocks } => {
                 let stored = blocks.into_iter().map(|(put, index)| self.commit_block(client, put, index)).collect();
+                self.write_held();
                 ObjectEvent::Committed { ticket, stored }
             }
             ObjectRequest::Abandon { puts } => {
@@ -107,6 +150,10 @@ impl Engine {
             ObjectRequest::Damaged { blocks } => {
                 return blocks.into_iter().for_each(|block| self.damaged(block));
             }
+            // These are answered later.
+            ObjectRequest::Bring { ticket, wanted } => return self.bring(client, ticket, wanted),
+            ObjectRequest::AwaitRoom { ticket } => return self.await_room(client, ticket),
+            ObjectRequest::Flush { ticket } => return self.flush(client, ticket),
             // These are answered from the catalog, by whoever has the client's connection.
             ObjectRequest::Pin { .. }
             | ObjectRequest::Release { .. }
@@ -124,6 +171,14 @@ impl Engine {
         for put in puts.copied().collect::<Vec<_>>() {
             self.abandon(client, put);
         }
+        self.forget_brings(client);
+        self.forget_room(client);
+    }
+
+    /// Time has passed.
+    pub(super) fn objects_tick(&mut self) {
+        self.keep_no_longer();
+        self.give_up_room();
     }
 
     fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {
@@ -131,15 +186,23 @@ impl Engine {
         let Some(class) = Class::new(class) else { return Reserved::Refused(Refusal::Protocol) };
         if let Some(puts) = self.objects.puts.get(&client) {
             let known = puts.get(&put);
-            if known.is_some_and(|known| known.contains_key(&index)) {
+            if known.is_some_and(|known| known.blocks.contains_key(&index)) {
                 return Reserved::Refused(Refusal::Protocol);
+            }
+            if known.is_some_and(|known| known.broken) {
+                return Reserved::Refused(Refusal::Missing);
             }
             if known.is_none() && puts.len() >= self.settings.tags_per_client {
                 return Reserved::Refused(Refusal::Full);
             }
         }
-        if self.objects.catalog.find(&key).is_some() {
-            return Reserved::There;
+        if let Some(entry) = self.objects.catalog.find(&key) {
+            if entry.dram.is_some() || self.tier_health_of(&key) != Some(Health::Failed) {
+                return Reserved::There;
+            }
+            // Nobody can get it, and nobody knows whether anybody ever will.
+            self.forget_block(&key);
+            self.note_objects();
         }
         if self.is_draining() {
             return Reserved::Refused(Refusal::Full);
@@ -152,12 +215,19 @@ impl Engine {
         let wish = Wish { keys: vec![key], private: false, parent, position: index, owner };
         let slot = match self.stores.grant(store, holder(client, put, index), wish, GrantMode::Now) {
             Granting::Held(slots) => slots[0].slot,
-            Granting::Refused(refusal) => return Reserved::Refused(refusal),
+            Granting::Refused(refusal) => {
+                self.was_refused(client);
+                return Reserved::Refused(refusal);
+            }
             // Not in this mode.
             Granting::Waiting => return Reserved::Refused(Refusal::Full),
         };
         let puts = self.objects.puts.entry(client).or_default();
-        puts.entry(put).or_default().insert(index, Block { key, store, committed: false });
+        let known = puts.entry(put).or_default();
+        known.blocks.insert(index, Block { key, store, committed: false });
+        if index == 0 {
+            known.chain = parent;
+        }
         let Some(region) = self.stores.get(store).map(|store| store.region) else {
             return Reserved::Refused(Refusal::Protocol);
         };
@@ -166,14 +236,16 @@ impl Engine {
 
     /// True if the block is readable now, and by this put.
     fn commit_block(&mut self, client: ClientId, put: u64, index: u32) -> bool {
-        let Some(blocks) = self.objects.puts.get(&client).and_then(|puts| puts.get(&put)) else { return false };
-        let Some(&Block { key, store, committed: false }) = blocks.get(&index) else { return false };
+        let Some(known) = self.objects.puts.get(&client).and_then(|puts| puts.get(&put)) else { return false };
+        let Some(&Block { key, store, committed: false }) = known.blocks.get(&index) else { return false };
         // A head that comes before its rest would make a value readable that is not whole.
-        if index == 0 && !blocks.iter().all(|(index, block)| *index == 0 || block.committed) {
+        if index == 0 && !known.is_whole() {
             return false;
         }
         let holder = holder(client, put, index);
-        let done = self.stores.commit(store, holder, 0, None).is_ok();
+        // Another one's may lie on the SSD only.
+        let new = self.objects.catalog.find(&key).is_none();
+        let done = new && self.stores.commit(store, holder, 0, None).is_ok();
         let first = self.stores.get(store).is_some_and(|store| {
             let mine = store.pool.granted_at(holder, 0).map(|slot| slot.slot);
             store.pool.find(&key) == mine
@@ -186,16 +258,26 @@ impl Engine {
         }
         if index > 0 {
             let puts = self.objects.puts.get_mut(&client);
-            if let Some(block) = puts.and_then(|puts| puts.get_mut(&put)?.get_mut(&index)) {
+            if let Some(block) = puts.and_then(|puts| puts.get_mut(&put)?.blocks.get_mut(&index)) {
                 block.committed = true;
+            }
+            self.objects.parts.insert(key, (client, put));
+            if self.holds_back() {
+                self.hold_back(key, store, holder);
             }
             return true;
         }
-        let blocks = self.objects.take(client, put).unwrap_or_default();
+        let Put { blocks, .. } = self.objects.take(client, put).unwrap_or_default();
         let chunks: Vec<BlockKey> = blocks.values().skip(1).map(|block| block.key).collect();
         if !chunks.is_empty() {
+            for chunk in &chunks {
+                self.objects.parts.remove(chunk);
+            }
             self.objects.heads.extend(chunks.iter().map(|chunk| (*chunk, key)));
             self.objects.chunks.insert(key, chunks);
+            if self.holds_back() {
+                self.hold_back(key, store, holder);
+            }
         }
         self.end_put(client, put, &blocks);
         true
@@ -203,44 +285,42 @@ impl Engine {
 
     /// Ends a put whose head was not committed.
     fn abandon(&mut self, client: ClientId, put: u64) {
-        let Some(blocks) = self.objects.take(client, put) else { return };
-        for (&index, block) in blocks.iter().filter(|(_, block)| block.committed) {
-            if let Some(store) = self.stores.get_mut(block.store)
-                && let Some(slot) = store.pool.granted_at(holder(client, put, index), 0)
-            {
-                store.pool.unpublish(slot.slot);
+        let Some(Put { blocks, .. }) = self.objects.take(client, put) else { return };
+        self.note_objects();
+        for block in blocks.values().filter(|block| block.committed) {
+            if self.objects.parts.remove(&block.key).is_some() {
+                self.forget_block(&block.key);
             }
         }
         self.end_put(client, put, &blocks);
+        self.note_objects();
     }
 
     /// From tail to head, so that the head counts as used last.
-    fn end_put(&mut self, client: ClientId, put: u64, blocks: &Put) {
+    fn end_put(&mut self, client: ClientId, put: u64, blocks: &BTreeMap<u32, Block>) {
         for (&index, block) in blocks.iter().rev() {
-            if let Some(store) = self.stores.get_mut(block.store) {
+            if let Some(store) = self.stores.get_mut(block.store)
+                && !self.objects.held.is_by(&block.key, holder(client, put, index))
+            {
                 store.pool.release(holder(client, put, index));
             }
         }
     }
 
     fn remove_object(&mut self, key: &BlockKey) -> bool {
-        let Some(Entry { region, slot, head: true }) = self.objects.catalog.find(key) else { return false };
-        let removed = self.unpublish((region, slot));
+        let is_head = self.objects.catalog.find(key).is_some_and(|entry| entry.head);
+        let removed = is_head && self.forget_block(key);
         // Twice in one message: the second time it is gone.
         self.note_objects();
         removed
     }
 
     fn damaged(&mut self, (region, slot): At) {
-        let is_objects = self.objects.catalog.arena(region).is_some();
-        if is_objects && self.unpublish((region, slot)) {
+        let store = self.stores.iter().find(|store| store.objects && store.region == region);
+        let place = store.and_then(|store| store.pool.describe(slot)).map(|(place, _)| place);
+        if place.is_some_and(|place| self.forget_block(&place.key)) {
             self.stats.corrupt_arena += 1;
         }
-    }
-
-    fn unpublish(&mut self, (region, slot): At) -> bool {
-        let mut stores = self.stores.iter_mut();
-        stores.find(|store| store.region == region).is_some_and(|store| store.pool.unpublish(slot))
     }
 
     /// Before each input: what has been read since the last one.
@@ -251,6 +331,9 @@ impl Engine {
             if let Some(store) = self.stores.iter_mut().find(|store| store.region == region) {
                 store.pool.noticed(slot, notice.taken);
             }
+            if notice.taken {
+                self.end_keeping(notice.at);
+            }
         }
         if overflowed {
             self.stores.iter_mut().for_each(|store| store.pool.look_at_views());
@@ -260,28 +343,38 @@ impl Engine {
     /// Takes what has changed among objects into the catalog. What lost a part loses the rest.
     pub(super) fn note_objects(&mut self) {
         loop {
-            let mut gone = Vec::new();
+            let mut left = Vec::new();
             for store in self.stores.iter_mut().filter(|store| store.objects) {
+                let Some(class) = Class::of(store.layout()) else { continue };
                 for change in store.pool.take_changes() {
                     match change {
                         Change::Stored(place) => {
                             // One that was removed again within the same input has no slot; its removal follows.
                             if let Some(slot) = store.pool.find(&place.key) {
-                                let entry = Entry { region: store.region, slot, head: place.position == 0 };
-                                self.objects.catalog.insert(place.key, entry);
+                                let at = (store.region, slot);
+                                self.objects.catalog.insert(place.key, class, place.position == 0, at);
                             }
                         }
                         Change::Removed(key) => {
-                            self.objects.catalog.remove(&key);
-                            gone.push(key);
+                            self.objects.catalog.left_dram(&key);
+                            left.push(key);
                         }
                     }
                 }
             }
+            for key in &left {
+                self.object_left(key);
+            }
+            let gone = mem::take(&mut self.objects.gone);
             if gone.is_empty() {
                 return;
             }
             for key in gone {
+                if let Some((client, put)) = self.objects.parts.remove(&key) {
+                    let puts = self.objects.puts.get_mut(&client);
+                    puts.and_then(|puts| puts.get_mut(&put)).into_iter().for_each(|put| put.broken = true);
+                    continue;
+                }
                 let head = self.objects.heads.remove(&key).unwrap_or(key);
                 // The head's key may have been put anew meanwhile; a chunk's never is.
                 if head != key {
@@ -295,29 +388,42 @@ impl Engine {
         }
     }
 
-    fn forget_block(&mut self, key: &BlockKey) {
-        if let Some(Entry { region, slot, .. }) = self.objects.catalog.find(key) {
-            self.unpublish((region, slot));
-        }
+    /// Drops a block from all media of this node. True if one had it.
+    fn forget_block(&mut self, key: &BlockKey) -> bool {
+        let Some(entry) = self.objects.catalog.find(key) else { return false };
+        self.let_leave(key);
+        self.call_off(key);
+        self.remove_object_from_tier(key);
+        entry.dram.is_none_or(|at| self.unpublish(at))
+    }
+
+    fn unpublish(&mut self, (region, slot): At) -> bool {
+        let mut stores = self.stores.iter_mut();
+        stores.find(|store| store.region == region).is_some_and(|store| store.pool.unpublish(slot))
     }
 
     /// Where the blocks of an object lie. For tests.
     pub fn find_object(&self, key: &BlockKey) -> Option<Medium> {
-        self.objects.catalog.find(key).map(|_| Medium::Dram)
+        self.objects.catalog.find(key).map(|entry| entry.medium())
     }
 
     pub(super) fn check_objects(&self) {
         let catalog = &self.objects.catalog;
-        let mut keys = std::collections::BTreeSet::new();
+        let mut lying = BTreeSet::new();
         for store in self.stores.iter().filter(|store| store.objects) {
             for place in store.pool.published() {
                 let slot = store.pool.find(&place.key).expect("a published block is found");
-                let entry = Entry { region: store.region, slot, head: place.position == 0 };
-                assert_eq!(catalog.find(&place.key), Some(entry), "the catalog and {place:?}");
-                assert!(keys.insert(place.key));
+                let entry = catalog.find(&place.key).expect("a published block is known");
+                assert_eq!((entry.dram, entry.head), (Some((store.region, slot)), place.position == 0), "{place:?}");
+                assert!(lying.insert(place.key));
             }
         }
-        assert_eq!(catalog.keys(), keys, "the catalog has what is not there");
+        let keys = catalog.keys();
+        for key in &keys {
+            let entry = catalog.find(key).expect("a key of the catalog");
+            assert!(entry.dram.is_none() || lying.contains(key), "the catalog has what is not there");
+            assert!(entry.dram.is_some() || entry.ssd || self.is_being_written(key), "{key:?} is nowhere");
+        }
         let mut heads: HashMap<BlockKey, BlockKey> = HashMap::new();
         for (head, chunks) in &self.objects.chunks {
             for key in chunks.iter().chain([head]) {
@@ -326,17 +432,16 @@ impl Engine {
             heads.extend(chunks.iter().map(|chunk| (*chunk, *head)));
         }
         assert_eq!(self.objects.heads, heads, "chunks and heads");
-        let mut loose: std::collections::BTreeSet<BlockKey> = mem::take(&mut keys);
-        for store in self.stores.iter().filter(|store| store.objects) {
-            for place in store.pool.published().filter(|place| place.position == 0) {
-                loose.remove(&place.key);
-            }
+        for (key, (client, put)) in &self.objects.parts {
+            let put = self.objects.puts.get(client).and_then(|puts| puts.get(put));
+            let block = put.and_then(|put| put.blocks.values().find(|block| block.key == *key));
+            assert!(block.is_some_and(|block| block.committed), "{key:?} is of no put");
         }
-        let under_way =
-            self.objects.puts.values().flat_map(|puts| puts.values().flat_map(BTreeMap::values)).map(|block| block.key);
-        for key in heads.keys().copied().chain(under_way) {
-            loose.remove(&key);
-        }
-        assert!(loose.is_empty(), "parts of no object: {loose:?}");
+        let is_head = |key: &&BlockKey| catalog.find(key).is_some_and(|entry| entry.head);
+        let mut parts = keys.iter().filter(|key| !is_head(key));
+        let loose = parts.find(|key| !heads.contains_key(*key) && !self.objects.parts.contains_key(*key));
+        assert_eq!(loose, None, "a part of no object");
+        self.check_brings();
+        self.check_held();
     }
 }

@@ -3,7 +3,8 @@
 //! The engine alone changes the catalog. Whoever reads takes the block by a hold of the memory ([`ReadHold`]): what the
 //! catalog says may be over by then, and the hold is refused, which is a miss; while the hold is out the slot is given to
 //! nobody. So a read needs no word with the engine's thread, which would cost more than all the rest of it. The engine
-//! learns later what was read, from the **notices**: it counts a block as used, and as in use while a hold is out.
+//! learns later what was read, from the **notices**: it counts a block as used, and as in use while a hold is out. What
+//! lies on the SSD only the engine has to bring first (`engine/objects/bring.rs`).
 //!
 //! ```text
 //!    reader                      catalog                            engine (before each input)
@@ -13,14 +14,13 @@
 //! ```
 
 use std::collections::BTreeSet;
-use std::collections::hash_map::Entry as Slot;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rustc_hash::FxHashMap;
 
-use super::classes::{Trailer, tail};
-use super::messages::{At, Cursor, Listed, ObjectStats};
+use super::classes::{Class, Trailer, tail};
+use super::messages::{At, Cursor, Listed, ObjectStats, Sighting};
 use crate::memory::{Arena, ReadHold};
 use crate::types::{BlockKey, Medium, RegionId, SlotRef};
 
@@ -32,15 +32,71 @@ const NOTICES: usize = 1 << 16;
 /// Objects that are looked at for one part of a list: milliseconds.
 const LOOKS: usize = 1 << 14;
 
-/// A block of an object.
+/// A block of an object, and the media of this node that have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its arena.
-    pub region: RegionId,
-    /// Its slot.
-    pub slot: SlotRef,
+    /// Its arena and slot, if it lies in DRAM.
+    pub dram: Option<At>,
+    /// It lies on the SSD.
+    pub ssd: bool,
     /// The first block of its object.
     pub head: bool,
+    /// How large it is.
+    pub class: Class,
+}
+
+impl Entry {
+    /// The best medium that has it. On none it is on its way to the SSD, and was evicted under the write.
+    pub fn medium(&self) -> Medium {
+        if self.dram.is_some() { Medium::Dram } else { Medium::Ssd }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.class.layout().block_bytes() as u64
+    }
+}
+
+/// An entry in 12 bytes: there may be ten million.
+#[derive(Clone, Copy, Debug)]
+struct Packed {
+    slot: SlotRef,
+    /// Number of the arena; [`Packed::NOWHERE`]: none.
+    region: u16,
+    class: u8,
+    flags: u8,
+}
+
+impl Packed {
+    const NOWHERE: u16 = u16::MAX;
+    const SSD: u8 = 1;
+    const HEAD: u8 = 2;
+
+    fn new(entry: Entry) -> Self {
+        let (region, slot) = entry.dram.unwrap_or((RegionId(0), SlotRef { slot: 0, generation: 0 }));
+        let region = if entry.dram.is_some() { region.0 as u16 } else { Self::NOWHERE };
+        let flags = if entry.ssd { Self::SSD } else { 0 } | if entry.head { Self::HEAD } else { 0 };
+        Self { slot, region, class: entry.class.number(), flags }
+    }
+
+    fn entry(self) -> Entry {
+        let dram = (self.region != Self::NOWHERE).then_some((RegionId(self.region.into()), self.slot));
+        let class = Class::new(self.class).expect("it was made from one");
+        Entry { dram, ssd: self.flags & Self::SSD != 0, head: self.flags & Self::HEAD != 0, class }
+    }
+}
+
+// Numbers of arenas are far below.
+const _: () = assert!(RegionId::ARENAS < Packed::NOWHERE as u32);
+
+/// A part of a list, see [`Catalog::list`].
+#[derive(Clone, Debug)]
+pub struct List {
+    /// Names and sizes.
+    pub objects: Vec<Listed>,
+    /// Objects whose heads do not lie in DRAM: the heads' keys and classes.
+    pub behind: Vec<(BlockKey, u8)>,
+    /// Where it goes on.
+    pub next: Option<Cursor>,
 }
 
 /// Somebody began, or ended, to read a block.
@@ -55,7 +111,7 @@ pub struct Notice {
 /// The objects of a node. See the module's head.
 #[derive(Debug)]
 pub struct Catalog {
-    shards: [RwLock<FxHashMap<BlockKey, Entry>>; SHARDS],
+    shards: [RwLock<FxHashMap<BlockKey, Packed>>; SHARDS],
     arenas: RwLock<FxHashMap<RegionId, Arc<Arena>>>,
     notices: Mutex<Vec<Notice>>,
     /// Some wait.
@@ -63,7 +119,10 @@ pub struct Catalog {
     overflowed: AtomicBool,
     objects: AtomicU64,
     bytes: AtomicU64,
+    ssd_objects: AtomicU64,
+    ssd_bytes: AtomicU64,
     capacity: u64,
+    ssd_capacity: AtomicU64,
     hits: AtomicU64,
     misses: AtomicU64,
 }
@@ -79,7 +138,10 @@ impl Catalog {
             overflowed: AtomicBool::new(false),
             objects: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
+            ssd_objects: AtomicU64::new(0),
+            ssd_bytes: AtomicU64::new(0),
             capacity,
+            ssd_capacity: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
         })
@@ -87,64 +149,75 @@ impl Catalog {
 
     // -- for readers ---------------------------------------------------------------------------------------------------
 
-    /// Pins those of these blocks that are here. `names`: they are heads, and count as asked for.
-    pub fn pin(self: &Arc<Self>, keys: &[BlockKey], names: bool) -> Vec<Option<Hold>> {
+    /// Pins those of these blocks that lie in DRAM. `names`: they are heads, and count as asked for.
+    pub fn pin(self: &Arc<Self>, keys: &[BlockKey], names: bool) -> Vec<Sighting<Hold>> {
         let arenas = read(&self.arenas);
-        let pinned: Vec<Option<Hold>> = keys
-            .iter()
-            .map(|key| {
-                let Entry { region, slot, .. } = self.find(key)?;
-                let hold = arenas.get(&region)?.begin_read(slot)?;
-                Some(Hold { hold: Some(hold), region, catalog: self.clone() })
-            })
-            .collect();
+        let pin = |key| {
+            let Some(Entry { dram, ssd, class, .. }) = self.find(key) else { return Sighting::Missing };
+            let behind = Sighting::Behind { class: class.number() };
+            let Some((region, slot)) = dram else { return behind };
+            match arenas.get(&region).and_then(|arena| arena.begin_read(slot)) {
+                Some(hold) => Sighting::Here(Hold { hold: Some(hold), region, catalog: self.clone() }),
+                // Evicted a moment ago.
+                None if ssd => behind,
+                None => Sighting::Missing,
+            }
+        };
+        let pinned: Vec<Sighting<Hold>> = keys.iter().map(pin).collect();
         drop(arenas);
-        let found = pinned.iter().flatten().map(|hold| Notice { at: hold.at(), taken: true });
-        self.notice(found);
+        self.notice(pinned.iter().filter_map(Sighting::here).map(|hold| Notice { at: hold.at(), taken: true }));
         if names {
-            let found = pinned.iter().flatten().count() as u64;
-            self.hits.fetch_add(found, Relaxed);
-            self.misses.fetch_add(keys.len() as u64 - found, Relaxed);
+            let missing = pinned.iter().filter(|seen| matches!(seen, Sighting::Missing)).count() as u64;
+            self.hits.fetch_add(keys.len() as u64 - missing, Relaxed);
+            self.misses.fetch_add(missing, Relaxed);
         }
         pinned
     }
 
     /// What is known of a block. It may be over a moment later.
     pub fn find(&self, key: &BlockKey) -> Option<Entry> {
-        read(self.shard(key)).get(key).copied()
+        read(self.shard(key)).get(key).map(|packed| packed.entry())
     }
 
-    /// Where these are.
+    /// The best medium that has each.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<Option<Medium>> {
-        keys.iter().map(|key| self.find(key).map(|_| Medium::Dram)).collect()
+        keys.iter().map(|key| self.find(key).map(|entry| entry.medium())).collect()
     }
 
     /// Some objects whose names begin so, from `from` on; and where to go on, if there may be more. In no order; one that
-    /// comes or goes meanwhile may be in the list or not, all others are in it once.
-    pub fn list(&self, prefix: &[u8], from: Cursor, limit: usize) -> (Vec<Listed>, Option<Cursor>) {
-        let (mut listed, mut looked, mut at) = (Vec::new(), 0, from);
+    /// comes or goes meanwhile may be in the list or not, all others are in it once. Of those that do not lie in DRAM only
+    /// the keys are told, with their classes: their names, and whether these begin so, are known when they have been brought.
+    pub fn list(&self, prefix: &[u8], from: Cursor, limit: usize) -> List {
+        let (mut objects, mut behind, mut looked, mut at) = (Vec::new(), Vec::new(), 0, from);
         while let Some(shard) = self.shards.get(at.shard as usize) {
-            let mut keys: Vec<BlockKey> = {
+            let mut heads: Vec<(BlockKey, Entry)> = {
                 let later = |key: &BlockKey| at.after.is_none_or(|after| *key > after);
-                read(shard).iter().filter(|(key, entry)| entry.head && later(key)).map(|(key, _)| *key).collect()
+                let entries = read(shard);
+                let entries = entries.iter().map(|(key, packed)| (*key, packed.entry()));
+                entries.filter(|(key, entry)| entry.head && later(key)).collect()
             };
-            keys.sort_unstable();
-            for key in keys {
-                if listed.len() >= limit || looked >= LOOKS {
-                    return (listed, Some(at));
+            heads.sort_unstable_by_key(|(key, _)| *key);
+            for (key, entry) in heads {
+                if objects.len() + behind.len() >= limit || looked >= LOOKS {
+                    return List { objects, behind, next: Some(at) };
                 }
                 at.after = Some(key);
                 looked += 1;
-                let Some(hold) = self.peek(&key) else { continue };
+                let hold = entry.dram.and_then(|(region, slot)| self.arena(region)?.begin_read(slot));
+                let Some(hold) = hold else {
+                    // Not even there, if it was removed meanwhile.
+                    behind.push((key, entry.class.number()));
+                    continue;
+                };
                 let mut space = tail();
                 let Some(trailer) = Trailer::read(hold.arena(), hold.slot(), &mut space) else { continue };
                 if trailer.name.starts_with(prefix) {
-                    listed.push(Listed { name: trailer.name.to_vec(), bytes: trailer.value });
+                    objects.push(Listed { name: trailer.name.to_vec(), bytes: trailer.value });
                 }
             }
             at = Cursor { shard: at.shard + 1, after: None };
         }
-        (listed, None)
+        List { objects, behind, next: None }
     }
 
     /// The arena of this number, if there are objects in it.
@@ -158,15 +231,12 @@ impl Catalog {
             objects: self.objects.load(Relaxed),
             bytes: self.bytes.load(Relaxed),
             capacity: self.capacity,
+            ssd_objects: self.ssd_objects.load(Relaxed),
+            ssd_bytes: self.ssd_bytes.load(Relaxed),
+            ssd_capacity: self.ssd_capacity.load(Relaxed),
             hits: self.hits.load(Relaxed),
             misses: self.misses.load(Relaxed),
         }
-    }
-
-    /// A hold that does not count as a use.
-    fn peek(&self, key: &BlockKey) -> Option<ReadHold> {
-        let Entry { region, slot, .. } = self.find(key)?;
-        self.arena(region)?.begin_read(slot)
     }
 
     fn notice(&self, notices: impl Iterator<Item = Notice>) {
@@ -188,22 +258,66 @@ impl Catalog {
         write(&self.arenas).insert(region, arena);
     }
 
-    /// A block can be read from now on.
-    pub fn insert(&self, key: BlockKey, entry: Entry) {
-        let bytes = self.block_bytes(entry.region);
-        if let Slot::Vacant(vacant) = write(self.shard(&key)).entry(key) {
-            vacant.insert(entry);
-            self.objects.fetch_add(entry.head.into(), Relaxed);
-            self.bytes.fetch_add(bytes, Relaxed);
-        }
+    /// Behind the arenas there is an SSD for so many bytes.
+    pub fn set_ssd_capacity(&self, bytes: u64) {
+        self.ssd_capacity.store(bytes, Relaxed);
     }
 
-    /// It cannot any more.
+    /// A block lies in DRAM from now on, besides where it may be already.
+    pub fn insert(&self, key: BlockKey, class: Class, head: bool, at: At) {
+        self.change(&key, Entry { dram: None, ssd: false, head, class }, |entry| entry.dram = Some(at));
+    }
+
+    /// A block lies on the SSD from now on, besides where it may be already.
+    pub fn insert_ssd(&self, key: BlockKey, class: Class, head: bool) {
+        self.change(&key, Entry { dram: None, ssd: false, head, class }, |entry| entry.ssd = true);
+    }
+
+    /// A block is in DRAM no more. What is known of it now; `None`: nothing is.
+    pub fn left_dram(&self, key: &BlockKey) -> Option<Entry> {
+        let entry = self.find(key)?;
+        Some(self.change(key, entry, |entry| entry.dram = None))
+    }
+
+    /// A block is on the SSD no more. What is known of it now; `None`: nothing is.
+    pub fn left_ssd(&self, key: &BlockKey) -> Option<Entry> {
+        let entry = self.find(key)?;
+        Some(self.change(key, entry, |entry| entry.ssd = false))
+    }
+
+    /// Nobody finds a block any more.
     pub fn remove(&self, key: &BlockKey) -> Option<Entry> {
-        let entry = write(self.shard(key)).remove(key)?;
-        self.objects.fetch_sub(entry.head.into(), Relaxed);
-        self.bytes.fetch_sub(self.block_bytes(entry.region), Relaxed);
+        let entry = write(self.shard(key)).remove(key)?.entry();
+        self.count(&entry, false);
         Some(entry)
+    }
+
+    fn change(&self, key: &BlockKey, new: Entry, change: impl FnOnce(&mut Entry)) -> Entry {
+        let mut shard = write(self.shard(key));
+        let before = shard.get(key).map(|packed| packed.entry());
+        let mut entry = before.unwrap_or(new);
+        change(&mut entry);
+        shard.insert(*key, Packed::new(entry));
+        drop(shard);
+        before.iter().for_each(|before| self.count(before, false));
+        self.count(&entry, true);
+        entry
+    }
+
+    fn count(&self, entry: &Entry, more: bool) {
+        let add = |to: &AtomicU64, count: u64| {
+            // The engine alone writes; wrapping, as what is taken away was added before.
+            to.fetch_add(if more { count } else { count.wrapping_neg() }, Relaxed);
+        };
+        let head = entry.head.into();
+        add(&self.objects, head);
+        if entry.dram.is_some() {
+            add(&self.bytes, entry.bytes());
+        }
+        if entry.ssd {
+            add(&self.ssd_objects, head);
+            add(&self.ssd_bytes, entry.bytes());
+        }
     }
 
     /// What was read since the last call. True: there was more than is told.
@@ -221,11 +335,7 @@ impl Catalog {
         self.shards.iter().flat_map(|shard| read(shard).keys().copied().collect::<Vec<_>>()).collect()
     }
 
-    fn block_bytes(&self, region: RegionId) -> u64 {
-        read(&self.arenas).get(&region).map_or(0, |arena| arena.layout().block_bytes() as u64)
-    }
-
-    fn shard(&self, key: &BlockKey) -> &RwLock<FxHashMap<BlockKey, Entry>> {
+    fn shard(&self, key: &BlockKey) -> &RwLock<FxHashMap<BlockKey, Packed>> {
         // Keys are hashes: any bits of one are as good as others. The map uses the first ones.
         &self.shards[key.0[15] as usize % SHARDS]
     }

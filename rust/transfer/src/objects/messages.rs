@@ -24,10 +24,54 @@ pub struct Wanted {
     /// Number of its class.
     pub class: u8,
     pub key: BlockKey,
-    /// The block before it in the value; all zero for the head.
+    /// The block before it in the value; for the head, see [`chain`].
     pub parent: BlockKey,
     /// Which block of the value; 0 is the head.
     pub index: u32,
+}
+
+/// What a head has for a parent: how its value goes on. So whoever finds the blocks of many values, and cannot read them yet,
+/// knows which belong together: `first` is the key of the value's second block. All zero if there is none.
+pub fn chain(blocks: u32, first: Option<&BlockKey>) -> BlockKey {
+    let mut chain = BlockKey::default();
+    if let Some(first) = first {
+        chain.0[..12].copy_from_slice(&first.0[..12]);
+        chain.0[12..].copy_from_slice(&blocks.to_le_bytes());
+    }
+    chain
+}
+
+/// How many blocks a value has, by its head's [`chain`], and whether its second one may have this key.
+pub fn chained(chain: &BlockKey, second: &BlockKey) -> (u32, bool) {
+    let [.., a, b, c, d] = chain.0;
+    (u32::from_le_bytes([a, b, c, d]).max(1), chain.0[..12] == second.0[..12])
+}
+
+/// Where a block was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Sighting<T> {
+    /// In DRAM, and it is pinned there.
+    Here(T),
+    /// Not in DRAM, but it can be brought there: `Bring`. Its class.
+    Behind { class: u8 },
+    /// Nowhere.
+    Missing,
+}
+
+impl<T> Sighting<T> {
+    /// What is pinned.
+    pub fn here(&self) -> Option<&T> {
+        if let Self::Here(here) = self { Some(here) } else { None }
+    }
+
+    /// The same of something else.
+    pub fn map<U>(self, of: impl FnOnce(T) -> U) -> Sighting<U> {
+        match self {
+            Self::Here(here) => Sighting::Here(of(here)),
+            Self::Behind { class } => Sighting::Behind { class },
+            Self::Missing => Sighting::Missing,
+        }
+    }
 }
 
 /// What became of a wish to write a block.
@@ -65,10 +109,16 @@ pub struct Cursor {
 pub struct ObjectStats {
     /// Objects that can be got.
     pub objects: u64,
-    /// Bytes of the blocks that they take, with all that is kept beside the values.
+    /// Bytes of the blocks that they take in DRAM, with all that is kept beside the values.
     pub bytes: u64,
-    /// Bytes that all blocks of the node may take.
+    /// Bytes that all blocks of the node may take in DRAM.
     pub capacity: u64,
+    /// Objects whose first block is on the SSD.
+    pub ssd_objects: u64,
+    /// Bytes of the blocks that are on the SSD.
+    pub ssd_bytes: u64,
+    /// Bytes that all blocks of the node may take on the SSD; 0: there is none.
+    pub ssd_capacity: u64,
     /// Names that were asked for and found, so far, by all clients.
     pub hits: u64,
     /// And not found.
@@ -79,7 +129,7 @@ pub struct ObjectStats {
 /// engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ObjectRequest {
-    /// Pins those of these blocks that are here. They have nothing to do with each other. `names`: they are heads, and
+    /// Pins those of these blocks that lie in DRAM. They have nothing to do with each other. `names`: they are heads, and
     /// count as asked for.
     Pin { ticket: Ticket, keys: Vec<BlockKey>, names: bool },
     /// Lets go of pins. Not answered.
@@ -94,6 +144,14 @@ pub enum ObjectRequest {
     Stats { ticket: Ticket },
     /// Reserves blocks, each by itself: one that finds no room is in nobody's way.
     Reserve { ticket: Ticket, wanted: Vec<Wanted> },
+    /// Has these blocks brought into DRAM, where they stay until they are pinned, for about a second at most. `put` says
+    /// nothing here.
+    Bring { ticket: Ticket, wanted: Vec<Wanted> },
+    /// Something was refused as `Full`: is there hope? Answered when a block of a large value that is being put has gone to
+    /// the SSD, and so may leave DRAM.
+    AwaitRoom { ticket: Ticket },
+    /// Is all that can be got now to outlive the daemon's process?
+    Flush { ticket: Ticket },
     /// These blocks of these puts are written: (put, index). The head of a put comes last, and ends it.
     Commit { ticket: Ticket, blocks: Vec<(u64, u32)> },
     /// Ends puts whose heads were not committed: nothing of them stays. Not answered.
@@ -111,22 +169,24 @@ pub enum ObjectEvent {
     Pinned {
         ticket: Ticket,
         first: u64,
-        found: Vec<Option<At>>,
+        found: Vec<Sighting<At>>,
     },
     /// The client holds too many pins: nothing was pinned.
     TooManyPins {
         ticket: Ticket,
         limit: u64,
     },
-    /// Per key: where it is.
+    /// Per key: the best medium that has it.
     Contained {
         ticket: Ticket,
         found: Vec<Option<Medium>>,
     },
-    /// `next`: there may be more.
+    /// `next`: there may be more. `behind`: heads of objects, and their classes, whose names are known when they have been
+    /// brought.
     Listed {
         ticket: Ticket,
         objects: Vec<Listed>,
+        behind: Vec<(BlockKey, u8)>,
         next: Option<Cursor>,
     },
     /// Its descriptor travels beside this message (SCM_RIGHTS).
@@ -155,6 +215,21 @@ pub enum ObjectEvent {
         ticket: Ticket,
         stored: Vec<bool>,
     },
+    /// Per block: it lies in DRAM now, or why not. `Full`: there was no room for it.
+    Brought {
+        ticket: Ticket,
+        blocks: Vec<Result<(), Refusal>>,
+    },
+    /// There may be more room now; or the SSD takes nothing, and there will not be.
+    Room {
+        ticket: Ticket,
+        more: bool,
+    },
+    /// `ok`: all that could be got when it was asked, and has not been evicted since, outlives the daemon's process.
+    Flushed {
+        ticket: Ticket,
+        ok: bool,
+    },
     /// Per key: whether there was one.
     Removed {
         ticket: Ticket,
@@ -175,6 +250,9 @@ impl ObjectEvent {
             | Self::Stats { ticket, .. }
             | Self::Reserved { ticket, .. }
             | Self::Committed { ticket, .. }
+            | Self::Brought { ticket, .. }
+            | Self::Room { ticket, .. }
+            | Self::Flushed { ticket, .. }
             | Self::Removed { ticket, .. } => *ticket,
         }
     }

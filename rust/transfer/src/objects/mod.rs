@@ -6,10 +6,10 @@
 //! | `messages` | what do client and daemon say? |
 //! | `catalog` | which objects are here, and how are they read without the engine? |
 //! | `reader` | the daemon's side of reads |
-//! | `engine/objects` | the daemon's side of writes |
-//! | `pool`, `road` | the client |
+//! | `engine/objects` | the daemon's side of writes, and of what lies on the SSD |
+//! | `pool`, `visit`, `road` | the client |
 //!
-//! `pool` and `road` are shells, beside `client`; the engine uses the others.
+//! `pool`, `visit` and `road` are shells, beside `client`; the engine uses the others.
 
 pub mod catalog;
 pub mod classes;
@@ -17,5 +17,6 @@ pub mod messages;
 pub mod pool;
 pub mod reader;
 pub mod road;
+mod visit;
 
 pub use pool::{Pool, Value};

@@ -14,9 +14,10 @@ use std::time::Duration;
 use super::catalog::Catalog;
 use super::classes::{self, CHUNK, Class, NAME_LIMIT, Trailer, VALUE_LIMIT, tail};
 use super::messages::{
-    BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted,
+    BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted, chain,
 };
 use super::road::{Inside, Pinned, Road, Socket};
+use super::visit::{Lack, Part, WINDOW};
 use crate::client::ClientEvent;
 use crate::daemon::Happening;
 use crate::error::Error;
@@ -24,19 +25,21 @@ use crate::keys::{Key, chunk_keys, object_key};
 use crate::link::random;
 use crate::mailbox::Mailbox;
 use crate::messages::Refusal;
-use crate::types::{BlockKey, ClientId};
+use crate::types::{BlockKey, ClientId, Medium};
 
 /// Bytes of slots that one client reserves at a time: enough that a round trip is little beside the copying, and little
 /// beside any pool.
-const ROUND_BYTES: u64 = 32 << 20;
-/// Blocks of a large value that are pinned at a time.
-const READ_BLOCKS: usize = 16;
+pub(super) const ROUND_BYTES: u64 = 32 << 20;
+/// How often room is waited for in vain, or a block is brought that is evicted before it is pinned.
+pub(super) const TRIES: usize = 64;
+/// How long a flush may take: what it waits for fails by itself far sooner, if it makes no headway.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(3600);
 const NO_KEY: BlockKey = BlockKey([0; 16]);
 
 /// A pool of objects. Use it from any thread.
 #[derive(Debug)]
 pub struct Pool {
-    road: Road,
+    pub(super) road: Road,
     key: Key,
     next_put: AtomicU64,
 }
@@ -163,16 +166,20 @@ impl Pool {
             let item = Item { at, put, key, class: Class::fitting(value.len() as u64, name.len()), name, value };
             if value.len() as u64 <= CHUNK { small.push_back(item) } else { large.push(item) }
         }
+        let mut waited = 0;
         while !small.is_empty() {
             let round = next_round(&mut small);
             let outcome = self.put_round(&round, &mut outcomes);
             if outcome.is_err() {
                 self.road.tell(ObjectRequest::Abandon { puts: round.iter().map(|item| item.put).collect() });
             }
-            // What found no room because of the others of its round may find it now: they may be evicted. What was alone
-            // may not.
+            // What found no room because of the others of its round may find it now: they may be evicted. So may what was
+            // alone, when something has been written to the SSD.
             let stored = outcome?;
-            for mut item in round.into_iter().rev().filter(|item| stored > 0 && is_full(&outcomes[item.at])) {
+            waited = if stored > 0 { 0 } else { waited + 1 };
+            let full = round.iter().any(|item| is_full(&outcomes[item.at]));
+            let again = stored > 0 || full && waited <= TRIES && self.await_room()?;
+            for mut item in round.into_iter().rev().filter(|item| again && is_full(&outcomes[item.at])) {
                 item.put = self.next_put.fetch_add(1, Relaxed);
                 small.push_front(item);
             }
@@ -220,32 +227,39 @@ impl Pool {
     /// A value of several blocks: the head is readable last, so nobody sees a part.
     fn put_large(&self, item: &Item<'_>) -> Result<bool, Error> {
         let value = item.value.len() as u64;
-        let capacity = self.stats()?.capacity;
-        if value > VALUE_LIMIT.min(capacity) {
+        let ObjectStats { capacity, ssd_capacity, .. } = self.stats()?;
+        if value > VALUE_LIMIT.min(capacity.saturating_add(ssd_capacity)) {
             return Err(self.no_room(Refusal::TooLarge, item.value.len()));
         }
         let nonce = random()?;
         let blocks = classes::blocks(value);
         let mut keys = vec![item.key];
         keys.extend(chunk_keys(item.key, &nonce, blocks - 1, &self.key));
-        let step = (ROUND_BYTES / CHUNK) as usize;
-        let mut head = None;
-        for first in (0..keys.len()).step_by(step) {
-            let range = first..keys.len().min(first + step);
-            let wanted = range.clone().map(|at| Wanted {
+        let whole = chain(blocks, keys.get(1));
+        let mut left: VecDeque<u32> = (0..blocks).collect();
+        let mut waited = 0;
+        while !left.is_empty() {
+            let round: Vec<u32> = left.drain(..left.len().min((ROUND_BYTES / CHUNK) as usize)).collect();
+            let wanted = round.iter().map(|&index| Wanted {
                 put: item.put,
                 class: Class::LARGEST.number(),
-                key: keys[at],
-                parent: if at == 0 { NO_KEY } else { keys[at - 1] },
-                index: at as u32,
+                key: keys[index as usize],
+                parent: if index == 0 { whole } else { keys[index as usize - 1] },
+                index,
             });
             let reserved = self.reserve(wanted.collect())?;
             let mut written = Vec::new();
-            for (index, reserved) in (first as u32..).zip(reserved) {
+            let mut refused = Vec::new();
+            for (&index, reserved) in round.iter().zip(reserved) {
                 let (region, slot) = match reserved {
                     Reserved::Slot { region, slot } => (region, slot),
                     // Its other blocks have names that nobody else can have.
                     Reserved::There => return Ok(false),
+                    Reserved::Refused(Refusal::Full) => {
+                        refused.push(index);
+                        continue;
+                    }
+                    Reserved::Refused(Refusal::Missing) => return Err(torn()),
                     Reserved::Refused(refusal) => return Err(self.no_room(refusal, item.value.len())),
                 };
                 let name = if index == 0 { item.name } else { &[] };
@@ -254,17 +268,24 @@ impl Pool {
                 let part = &item.value[from..from + trailer.part()];
                 let arena = self.road.arena(region)?;
                 classes::write(&arena, slot, part, &trailer)?;
-                if index == 0 {
-                    head = Some((item.put, 0));
-                } else {
-                    written.push((item.put, index));
-                }
+                written.push(index);
             }
-            if !self.commit(written)?.into_iter().all(|stored| stored) {
-                return Err(Error::retry("a block of the value could not be committed: put it again"));
+            waited = if written.is_empty() { waited + 1 } else { 0 };
+            // What is on the SSD makes room for what follows.
+            if written.is_empty() && (waited > TRIES || !self.await_room()?) {
+                return Err(self.no_room(Refusal::Full, item.value.len()));
+            }
+            refused.into_iter().rev().for_each(|index| left.push_front(index));
+            let behind_head = written.into_iter().filter(|index| *index > 0);
+            if !self.commit(behind_head.map(|index| (item.put, index)).collect())?.into_iter().all(|stored| stored) {
+                return Err(torn());
             }
         }
-        Ok(self.commit(head.into_iter().collect())?.contains(&true))
+        if self.commit(vec![(item.put, 0)])?.contains(&true) {
+            return Ok(true);
+        }
+        // Another one's was first; or a part of this one is gone.
+        if self.where_keys(&[item.key])?[0].is_some() { Ok(false) } else { Err(torn()) }
     }
 
     fn reserve(&self, wanted: Vec<Wanted>) -> Result<Vec<Reserved>, Error> {
@@ -287,10 +308,10 @@ impl Pool {
     }
 
     fn no_room(&self, refusal: Refusal, bytes: usize) -> Error {
-        let capacity = self.stats().map_or(0, |stats| stats.capacity);
+        let capacity = self.stats().map_or(0, |stats| stats.capacity.saturating_add(stats.ssd_capacity));
         match refusal {
             Refusal::TooLarge => Error::give_up(format!(
-                "a value of {bytes} bytes never fits a pool of {capacity} bytes: open a larger one (dram=...)"
+                "a value of {bytes} bytes never fits a pool of {capacity} bytes: open a larger one (dram=, ssd_bytes=)"
             )),
             Refusal::Full => Error::retry(format!(
                 "no room for a value of {bytes} bytes: what is in the pool of {capacity} bytes is in use; close views, or \
@@ -320,22 +341,25 @@ impl Pool {
     /// Values by name; `None`: there is none. One of several blocks is a verified copy, all others are views.
     ///
     /// # Errors
-    /// Bug: an impossible name. Retry: the daemon is gone, or too many views are open.
+    /// Bug: an impossible name. Retry: the daemon is gone, too many views are open, or there is no room for so many.
     pub fn get(&self, names: &[&[u8]]) -> Result<Vec<Option<Value>>, Error> {
-        let mut values = Vec::with_capacity(names.len());
-        for (keys, names) in self.keys(names)?.chunks(BATCH_LIMIT).zip(names.chunks(BATCH_LIMIT)) {
-            for ((key, name), pinned) in keys.iter().zip(names).zip(self.road.pin(keys, true)?) {
-                let Some((head, trailer)) = pinned.and_then(|head| self.look(head, name)) else {
-                    values.push(None);
-                    continue;
+        let mut values: Vec<Option<Value>> = names.iter().map(|_| None).collect();
+        let keys = self.keys(names)?;
+        let batches = keys.chunks(BATCH_LIMIT).zip(names.chunks(BATCH_LIMIT)).zip(values.chunks_mut(BATCH_LIMIT));
+        for ((keys, names), values) in batches {
+            let heads: Vec<Part> = keys.iter().copied().map(Part::head).collect();
+            self.visit(&heads, true, &mut |at, head| {
+                let Some((head, trailer)) = head.ok().and_then(|head| self.look(head, names[at])) else {
+                    return Ok(());
                 };
-                values.push(if trailer.blocks() == 1 {
+                values[at] = if trailer.blocks() == 1 {
                     Some(Value::Pinned(head, trailer.part()))
                 } else {
                     let mut bytes = vec![0; trailer.value as usize];
-                    self.read(head, *key, &trailer, &mut bytes)?.then_some(Value::Copied(bytes))
-                });
-            }
+                    self.read(head, keys[at], &trailer, &mut bytes)?.then_some(Value::Copied(bytes))
+                };
+                Ok(())
+            })?;
         }
         Ok(values)
     }
@@ -346,19 +370,20 @@ impl Pool {
     /// As `get`. Bug: a buffer is too short; others may have been filled.
     pub fn get_into(&self, items: &mut [(&[u8], &mut [u8])]) -> Result<Vec<Option<usize>>, Error> {
         let keys: Vec<BlockKey> = items.iter().map(|(name, _)| self.key(name)).collect::<Result<_, _>>()?;
-        let mut lengths = Vec::with_capacity(items.len());
-        for (keys, items) in keys.chunks(BATCH_LIMIT).zip(items.chunks_mut(BATCH_LIMIT)) {
-            for ((key, (name, into)), pinned) in keys.iter().zip(items).zip(self.road.pin(keys, true)?) {
-                let Some((head, trailer)) = pinned.and_then(|head| self.look(head, name)) else {
-                    lengths.push(None);
-                    continue;
-                };
+        let mut lengths = vec![None; items.len()];
+        let batches = keys.chunks(BATCH_LIMIT).zip(items.chunks_mut(BATCH_LIMIT)).zip(lengths.chunks_mut(BATCH_LIMIT));
+        for ((keys, items), lengths) in batches {
+            let heads: Vec<Part> = keys.iter().copied().map(Part::head).collect();
+            self.visit(&heads, true, &mut |at, head| {
+                let (name, into) = &mut items[at];
+                let Some((head, trailer)) = head.ok().and_then(|head| self.look(head, name)) else { return Ok(()) };
                 let (length, room) = (trailer.value as usize, into.len());
                 let into = into.get_mut(..length).ok_or_else(|| {
                     Error::bug(format!("the value has {length} bytes, and the buffer only {room}: give a larger one"))
                 })?;
-                lengths.push(self.read(head, *key, &trailer, into)?.then_some(length));
-            }
+                lengths[at] = self.read(head, keys[at], &trailer, into)?.then_some(length);
+                Ok(())
+            })?;
         }
         Ok(lengths)
     }
@@ -375,28 +400,37 @@ impl Pool {
         }
     }
 
-    /// Copies a whole value. False: a part is missing or damaged, and the object is gone.
+    /// Copies a whole value. False: a part is missing or damaged, and the object is gone; or a part is not to be had now.
     fn read(&self, head: Pinned, key: BlockKey, trailer: &Trailer<'_>, into: &mut [u8]) -> Result<bool, Error> {
-        let mut parts = into.chunks_mut(CHUNK as usize);
-        let first = parts.next().unwrap_or_default();
+        let (first, mut rest) = into.split_at_mut(into.len().min(CHUNK as usize));
         let mut whole = classes::read(head.arena(), head.slot(), first)?;
+        let mut unreachable = false;
         let keys = if whole { chunk_keys(key, &trailer.nonce, trailer.blocks() - 1, &self.key) } else { Vec::new() };
-        'all: for keys in keys.chunks(READ_BLOCKS) {
-            for pinned in self.road.pin(keys, false)? {
-                let (Some(pinned), Some(part)) = (pinned, parts.next()) else {
-                    whole = false;
-                    break 'all;
-                };
-                if !classes::read(pinned.arena(), pinned.slot(), part)? {
-                    whole = false;
-                    break 'all;
+        let parents = std::iter::once(&key).chain(&keys);
+        let wanted = (1..).zip(keys.iter().zip(parents));
+        let wanted: Vec<Part> =
+            wanted.map(|(index, (key, parent))| Part { key: *key, parent: *parent, index }).collect();
+        for wanted in wanted.chunks(WINDOW) {
+            let here = rest.len().min(wanted.len() * CHUNK as usize);
+            let (parts, later) = std::mem::take(&mut rest).split_at_mut(here);
+            rest = later;
+            let mut parts: Vec<&mut [u8]> = parts.chunks_mut(CHUNK as usize).collect();
+            self.visit(wanted, false, &mut |at, block| {
+                match (block, parts.get_mut(at)) {
+                    (Ok(pinned), Some(part)) => whole &= classes::read(pinned.arena(), pinned.slot(), part)?,
+                    (Err(Lack::Unreachable), _) => unreachable = true,
+                    _ => whole = false,
                 }
+                Ok(())
+            })?;
+            if !whole || unreachable {
+                break;
             }
         }
         if !whole {
             self.road.tell(ObjectRequest::Damaged { blocks: vec![head.at()] });
         }
-        Ok(whole)
+        Ok(whole && !unreachable)
     }
 
     /// Per name: whether there is an object. Pins nothing, so it may be gone a moment later.
@@ -404,18 +438,42 @@ impl Pool {
     /// # Errors
     /// As `remove`.
     pub fn exists(&self, names: &[&[u8]]) -> Result<Vec<bool>, Error> {
-        let mut all = Vec::with_capacity(names.len());
-        for keys in self.keys(names)?.chunks(BATCH_LIMIT) {
+        Ok(self.media(names)?.iter().map(Option::is_some).collect())
+    }
+
+    /// Per name: the best medium of this node that has the object, or its head if it is of several blocks. As `exists`.
+    ///
+    /// # Errors
+    /// As `remove`.
+    pub fn media(&self, names: &[&[u8]]) -> Result<Vec<Option<Medium>>, Error> {
+        self.where_keys(&self.keys(names)?)
+    }
+
+    fn where_keys(&self, keys: &[BlockKey]) -> Result<Vec<Option<Medium>>, Error> {
+        let mut all = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(BATCH_LIMIT) {
             match self.road.ask(|ticket| ObjectRequest::Contains { ticket, keys: keys.to_vec() })? {
-                ObjectEvent::Contained { found, .. } => all.extend(found.iter().map(Option::is_some)),
+                ObjectEvent::Contained { found, .. } => all.extend(found),
                 event => return Err(unexpected(&event)),
             }
         }
         Ok(all)
     }
 
+    /// Has all that can be got now, and has not been removed, written to the SSD. True: it outlives this process and the
+    /// daemon's. False: there is no SSD, or it fails.
+    ///
+    /// # Errors
+    /// Retry: the daemon is gone.
+    pub fn flush(&self) -> Result<bool, Error> {
+        match self.road.ask_within(FLUSH_PATIENCE, |ticket| ObjectRequest::Flush { ticket })? {
+            ObjectEvent::Flushed { ok, .. } => Ok(ok),
+            event => Err(unexpected(&event)),
+        }
+    }
+
     /// Some names that begin so, with their values' sizes, and where to go on (`None`: those were the last). In no order.
-    /// A part of the list may be empty.
+    /// A part of the list may be empty. Names of objects that do not lie in DRAM are read from the SSD.
     ///
     /// # Errors
     /// Retry: the daemon is gone.
@@ -426,12 +484,24 @@ impl Pool {
         limit: u32,
     ) -> Result<(Vec<Listed>, Option<Cursor>), Error> {
         let from = from.unwrap_or(Cursor { shard: 0, after: None });
-        let (prefix, limit) = (prefix.to_vec(), limit.clamp(1, LIST_LIMIT));
+        let (start, prefix, limit) = (prefix, prefix.to_vec(), limit.clamp(1, LIST_LIMIT));
         if prefix.len() > NAME_LIMIT {
             return Ok((Vec::new(), None));
         }
         match self.road.ask(|ticket| ObjectRequest::List { ticket, prefix, from, limit })? {
-            ObjectEvent::Listed { objects, next, .. } => Ok((objects, next)),
+            ObjectEvent::Listed { mut objects, behind, next, .. } => {
+                let heads: Vec<Part> = behind.into_iter().map(|(key, _)| Part::head(key)).collect();
+                self.visit(&heads, false, &mut |_, head| {
+                    let Ok(head) = head else { return Ok(()) };
+                    let mut space = tail();
+                    let trailer = Trailer::read(head.arena(), head.slot(), &mut space);
+                    if let Some(trailer) = trailer.filter(|trailer| trailer.name.starts_with(start)) {
+                        objects.push(Listed { name: trailer.name.to_vec(), bytes: trailer.value });
+                    }
+                    Ok(())
+                })?;
+                Ok((objects, next))
+            }
             event => Err(unexpected(&event)),
         }
     }
@@ -467,6 +537,13 @@ fn is_full(outcome: &Result<bool, Error>) -> bool {
     outcome.as_ref().is_err_and(|error| error.kind == crate::error::ErrorKind::Retry)
 }
 
-fn unexpected(event: &ObjectEvent) -> Error {
+/// A part of a value is gone before the value was there as a whole.
+fn torn() -> Error {
+    Error::retry(
+        "a part of the value was lost while it was put: the SSD is full or fails; put it again, or give more room",
+    )
+}
+
+pub(super) fn unexpected(event: &ObjectEvent) -> Error {
     Error::bug(format!("the daemon answers something else: {event:?}"))
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use super::catalog::{Catalog, Hold};
+use super::catalog::{Catalog, Hold, List};
 use super::messages::{BATCH_LIMIT, LIST_LIMIT, ObjectEvent, ObjectRequest};
 use crate::memory::Arena;
 
@@ -47,8 +47,14 @@ impl Reader {
                 }
                 let (first, holds) = (self.next, self.catalog.pin(&keys, names));
                 self.next += holds.len() as u64;
-                let found = holds.iter().map(|hold| hold.as_ref().map(Hold::at)).collect();
-                self.pins.extend((first..).zip(holds).filter_map(|(pin, hold)| Some((pin, hold?))));
+                let mut found = Vec::with_capacity(holds.len());
+                for (pin, seen) in (first..).zip(holds) {
+                    found.push(seen.map(|hold| {
+                        let at = hold.at();
+                        self.pins.insert(pin, hold);
+                        at
+                    }));
+                }
                 ObjectEvent::Pinned { ticket, first, found }
             }
             ObjectRequest::Release { pins } => {
@@ -82,8 +88,8 @@ pub fn read_only(catalog: &Arc<Catalog>, request: ObjectRequest) -> Result<Objec
             Ok(ObjectEvent::Contained { ticket, found: catalog.contains(&keys) })
         }
         ObjectRequest::List { ticket, prefix, from, limit } => {
-            let (objects, next) = catalog.list(&prefix, from, limit.clamp(1, LIST_LIMIT) as usize);
-            Ok(ObjectEvent::Listed { ticket, objects, next })
+            let List { objects, behind, next } = catalog.list(&prefix, from, limit.clamp(1, LIST_LIMIT) as usize);
+            Ok(ObjectEvent::Listed { ticket, objects, behind, next })
         }
         ObjectRequest::Stats { ticket } => Ok(ObjectEvent::Stats { ticket, stats: catalog.stats() }),
         request => Err(request),

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustc_hash::FxHashMap;
 
 use super::catalog::{Catalog, Hold};
-use super::messages::{At, ObjectEvent, ObjectRequest};
+use super::messages::{At, ObjectEvent, ObjectRequest, Sighting};
 use crate::client::ClientEvent;
 use crate::daemon::Happening;
 use crate::error::Error;
@@ -47,9 +47,21 @@ impl Road {
     /// # Errors
     /// Retry: the daemon is gone, or does not answer.
     pub fn ask(&self, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
+        self.ask_within(PATIENCE, make)
+    }
+
+    /// The same of what may take so long.
+    ///
+    /// # Errors
+    /// As `ask`.
+    pub fn ask_within(
+        &self,
+        patience: Duration,
+        make: impl FnOnce(u64) -> ObjectRequest,
+    ) -> Result<ObjectEvent, Error> {
         match self {
-            Self::Socket(socket) => socket.ask(make),
-            Self::Inside(inside) => inside.ask(make),
+            Self::Socket(socket) => socket.ask(patience, make),
+            Self::Inside(inside) => inside.ask(patience, make),
         }
     }
 
@@ -61,16 +73,16 @@ impl Road {
         }
     }
 
-    /// Pins those of these blocks that are here.
+    /// Pins those of these blocks that lie in DRAM.
     ///
     /// # Errors
     /// As `ask`; and retry if this client has too many pins.
-    pub fn pin(&self, keys: &[BlockKey], names: bool) -> Result<Vec<Option<Pinned>>, Error> {
+    pub fn pin(&self, keys: &[BlockKey], names: bool) -> Result<Vec<Sighting<Pinned>>, Error> {
         match self {
             Self::Socket(socket) => socket.pin(keys, names),
             Self::Inside(inside) => {
-                let holds = inside.catalog.pin(keys, names);
-                Ok(holds.into_iter().map(|hold| hold.map(Pinned::Inside)).collect())
+                let seen = inside.catalog.pin(keys, names);
+                Ok(seen.into_iter().map(|seen| seen.map(Pinned::Inside)).collect())
             }
         }
     }
@@ -89,6 +101,10 @@ impl Road {
 
 fn no_arena(region: RegionId) -> Error {
     Error::bug(format!("the daemon names an arena {} that it does not have", region.0))
+}
+
+fn silent(patience: Duration) -> Error {
+    Error::retry(format!("the daemon has not answered for {} s: is it stopped?", patience.as_secs()))
 }
 
 fn unexpected(event: &ObjectEvent) -> Error {
@@ -209,33 +225,38 @@ impl Socket {
         }))
     }
 
-    fn ask(&self, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
-        let answer = self.ask_on(&mut lock(&self.line), make);
+    fn ask(&self, patience: Duration, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
+        let answer = self.ask_on(&mut lock(&self.line), patience, make);
         // Whoever found the line taken has left his word here.
         self.release();
         answer
     }
 
-    fn ask_on(&self, line: &mut Connection, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
+    fn ask_on(
+        &self,
+        line: &mut Connection,
+        patience: Duration,
+        make: impl FnOnce(u64) -> ObjectRequest,
+    ) -> Result<ObjectEvent, Error> {
         if let Some(ended) = &*lock(&self.ended) {
             return Err(gone(ended));
         }
         let ticket = self.next.fetch_add(1, SeqCst);
         let mut payloads: Vec<Vec<u8>> = self.take_unused().into_iter().collect();
         payloads.push(encode(make(ticket)));
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + patience;
         loop {
             let payload = match line.ask(&payloads, until) {
                 Ok(Some(payload)) => payload,
-                Ok(None) => {
-                    let seconds = PATIENCE.as_secs();
-                    return Err(Error::retry(format!("the daemon has not answered for {seconds} s: is it stopped?")));
-                }
+                Ok(None) => return Err(silent(patience)),
                 Err(ended) => return Err(self.end(ended.to_string())),
             };
             payloads.clear();
             match wire::decode(&payload) {
                 Ok(LocalEvent::Objects(event)) if event.ticket() == ticket => return Ok(event),
+                Ok(LocalEvent::Flushed { ticket: of, ok }) if of == ticket => {
+                    return Ok(ObjectEvent::Flushed { ticket, ok });
+                }
                 // An answer that came too late for who had asked.
                 Ok(LocalEvent::Objects(ObjectEvent::Arena { .. })) => drop(line.descriptors.pop_front()),
                 Ok(_) => {}
@@ -280,19 +301,23 @@ impl Socket {
         (!pins.is_empty()).then(|| encode(ObjectRequest::Release { pins }))
     }
 
-    fn pin(self: &Arc<Self>, keys: &[BlockKey], names: bool) -> Result<Vec<Option<Pinned>>, Error> {
+    fn pin(self: &Arc<Self>, keys: &[BlockKey], names: bool) -> Result<Vec<Sighting<Pinned>>, Error> {
         let keys = keys.to_vec();
-        let (first, found) = match self.ask(|ticket| ObjectRequest::Pin { ticket, keys, names })? {
+        let (first, found) = match self.ask(PATIENCE, |ticket| ObjectRequest::Pin { ticket, keys, names })? {
             ObjectEvent::Pinned { first, found, .. } => (first, found),
             ObjectEvent::TooManyPins { limit, .. } => {
                 return Err(Error::retry(format!("{limit} views may be open, and are: close some of them")));
             }
             event => return Err(unexpected(&event)),
         };
-        let batch = Arc::new(AtomicUsize::new(found.iter().flatten().count()));
+        let batch = Arc::new(AtomicUsize::new(found.iter().filter_map(Sighting::here).count()));
         let mut failed = None;
-        let pinned = (first..).zip(found).map(|(number, at)| {
-            let (region, slot) = at?;
+        let pinned = (first..).zip(found).map(|(number, seen)| {
+            let (region, slot) = match seen {
+                Sighting::Here(at) => at,
+                Sighting::Behind { class } => return Sighting::Behind { class },
+                Sighting::Missing => return Sighting::Missing,
+            };
             // On failure too: what the daemon has pinned is let go of.
             let arena = match self.arena(region) {
                 Ok(arena) => arena,
@@ -300,11 +325,11 @@ impl Socket {
                     failed = Some(error);
                     lock(&self.unused).push(number);
                     batch.fetch_sub(1, SeqCst);
-                    return None;
+                    return Sighting::Missing;
                 }
             };
             let (socket, batch) = (self.clone(), batch.clone());
-            Some(Pinned::Socket(Pin { socket, number, batch, region, slot, arena }))
+            Sighting::Here(Pinned::Socket(Pin { socket, number, batch, region, slot, arena }))
         });
         let pinned = pinned.collect();
         failed.map_or(Ok(pinned), Err)
@@ -315,7 +340,7 @@ impl Socket {
             return Ok(arena.clone());
         }
         let mut line = lock(&self.line);
-        let arena = match self.ask_on(&mut line, |ticket| ObjectRequest::Arena { ticket, region })? {
+        let arena = match self.ask_on(&mut line, PATIENCE, |ticket| ObjectRequest::Arena { ticket, region })? {
             ObjectEvent::Arena { slots, layout, bytes, .. } => {
                 let fd = line.descriptors.pop_front().ok_or_else(|| Error::give_up("the daemon sent no arena"))?;
                 Arena::open(fd, bytes, slots, layout)?
@@ -370,7 +395,7 @@ impl Inside {
         Self { happenings, client, answers: Mutex::new(mailbox), catalog, next: AtomicU64::new(1) }
     }
 
-    fn ask(&self, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
+    fn ask(&self, patience: Duration, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
         let ticket = self.next.fetch_add(1, SeqCst);
         let request = match super::reader::read_only(&self.catalog, make(ticket)) {
             Ok(event) => return Ok(event),
@@ -382,16 +407,19 @@ impl Inside {
             return Err(gone("it has stopped"));
         }
         self.tell(request);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + patience;
         while answers.wait(until.saturating_duration_since(Instant::now())) {
             match answers.pop() {
                 Some(ClientEvent::Event(LocalEvent::Objects(event))) if event.ticket() == ticket => return Ok(event),
+                Some(ClientEvent::Event(LocalEvent::Flushed { ticket: of, ok })) if of == ticket => {
+                    return Ok(ObjectEvent::Flushed { ticket, ok });
+                }
                 Some(ClientEvent::Disconnected(reason)) => return Err(gone(&reason)),
                 // An answer that came too late for who had asked.
                 _ => {}
             }
         }
-        Err(Error::retry(format!("the daemon has not answered for {} s", PATIENCE.as_secs())))
+        Err(silent(patience))
     }
 
     fn tell(&self, request: ObjectRequest) {
