@@ -7,7 +7,7 @@
 //! | `catalog` | which objects are here, and how are they read without the engine? |
 //! | `reader` | the daemon's side of reads |
 //! | `engine/objects` | the daemon's side of writes, and of what lies on the SSD |
-//! | `pool`, `visit`, `road` | the client |
+//! | `pool`, `visit`, `road`, `unused` | the client |
 //!
 //! `pool`, `visit` and `road` are shells, beside `client`; the engine uses the others.
 
@@ -17,6 +17,7 @@ pub mod messages;
 pub mod pool;
 pub mod reader;
 pub mod road;
+mod unused;
 mod visit;
 
 pub use pool::{Pool, Value};
