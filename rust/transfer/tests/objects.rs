@@ -5,6 +5,7 @@
 //! beside a dict; then whole daemons, in process and over the socket. `Engine::check` runs after every input.
 
 mod scratch;
+mod stage;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,140 +14,21 @@ use std::time::Duration;
 use proptest::prelude::*;
 use pyengine_transfer::config::{Config, open_key};
 use pyengine_transfer::daemon::Daemon;
-use pyengine_transfer::engine::{Engine, Input, Output, Settings};
+use pyengine_transfer::engine::Input;
 use pyengine_transfer::error::ErrorKind;
 use pyengine_transfer::keys::object_key;
 use pyengine_transfer::memory::Arena;
-use pyengine_transfer::messages::{LocalEvent, LocalRequest, Refusal};
+use pyengine_transfer::messages::Refusal;
 use pyengine_transfer::objects::classes::{CHUNK, Class};
-use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted, chain};
-use pyengine_transfer::objects::reader::{Answer, Reader};
+use pyengine_transfer::objects::messages::{At, ObjectRequest, Reserved, Wanted};
 use pyengine_transfer::objects::{Pool, Value};
 use pyengine_transfer::random::Random;
-use pyengine_transfer::types::{BlockKey, ClientId, NodeAddress, SlotRef};
+use pyengine_transfer::types::{BlockKey, ClientId, SlotRef};
 
 use scratch::Scratch;
-
-const SECOND: u64 = 1_000_000_000;
+use stage::{Stage, chunk_key, name_key, wanted};
 
 // -- an engine -------------------------------------------------------------------------------------------------------
-
-/// An engine, and its clients' reading sides.
-struct Stage {
-    engine: Engine,
-    readers: BTreeMap<ClientId, Reader>,
-    now: u64,
-}
-
-impl Stage {
-    fn new(dram_bytes: u64) -> Self {
-        let node = NodeAddress { node: "n".into(), address: String::new(), incarnation: 1 };
-        Self { engine: Engine::new(node, Settings::new(dram_bytes)), readers: BTreeMap::new(), now: 0 }
-    }
-
-    fn handle(&mut self, input: Input) -> Vec<Output> {
-        self.now += SECOND / 100;
-        let mut out = Vec::new();
-        self.engine.handle(input, self.now, &mut out);
-        self.engine.check();
-        out
-    }
-
-    fn ask(&mut self, client: ClientId, request: ObjectRequest) -> Option<ObjectEvent> {
-        let catalog = self.engine.catalog().clone();
-        let reader = self.readers.entry(client).or_insert_with(|| Reader::new(catalog));
-        let request = match reader.answer(request) {
-            Answer::Pass(request) => LocalRequest::Objects(request),
-            Answer::Tell(event, _) => return Some(event),
-            Answer::Done => return None,
-        };
-        let mut out = self.handle(Input::Local { client, request });
-        out.retain(|output| matches!(output, Output::Local { .. }));
-        match out.pop() {
-            Some(Output::Local { client: told, event: LocalEvent::Objects(event) }) if told == client => Some(event),
-            None => None,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {
-        match self.ask(client, ObjectRequest::Reserve { ticket: 1, wanted: vec![wanted] }) {
-            Some(ObjectEvent::Reserved { blocks, .. }) => blocks[0],
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn commit(&mut self, client: ClientId, put: u64, index: u32) -> bool {
-        match self.ask(client, ObjectRequest::Commit { ticket: 2, blocks: vec![(put, index)] }) {
-            Some(ObjectEvent::Committed { stored, .. }) => stored[0],
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn remove(&mut self, client: ClientId, key: BlockKey) -> bool {
-        match self.ask(client, ObjectRequest::Remove { ticket: 3, keys: vec![key] }) {
-            Some(ObjectEvent::Removed { removed, .. }) => removed[0],
-            other => panic!("{other:?}"),
-        }
-    }
-
-    /// (pin, where).
-    fn pin(&mut self, client: ClientId, key: BlockKey) -> Option<(u64, At)> {
-        match self.ask(client, ObjectRequest::Pin { ticket: 4, keys: vec![key], names: true }) {
-            Some(ObjectEvent::Pinned { first, found, .. }) => found[0].here().map(|at| (first, *at)),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    /// The client's process dies.
-    fn gone(&mut self, client: ClientId) {
-        self.readers.remove(&client);
-        self.handle(Input::LocalGone { client });
-    }
-
-    fn has(&self, key: &BlockKey) -> bool {
-        self.engine.catalog().find(key).is_some()
-    }
-
-    fn arena(&self, (region, _): At) -> Arc<Arena> {
-        self.engine.catalog().arena(region).expect("it was named")
-    }
-
-    /// Marks a block as this put's.
-    fn stamp(&self, at: At, put: u64) {
-        let arena = self.arena(at);
-        let mut strip = vec![0; arena.layout().strip_bytes as usize];
-        strip[..8].copy_from_slice(&put.to_le_bytes());
-        arena.store(at.1, 0, &strip).expect("in range");
-    }
-
-    /// Whose the block is.
-    fn stamped(&self, at: At) -> u64 {
-        let arena = self.arena(at);
-        let mut strip = vec![0; arena.layout().strip_bytes as usize];
-        assert!(arena.load(at.1, 0, &mut strip).expect("in range"), "a block that is pinned is damaged");
-        u64::from_le_bytes(strip[..8].try_into().expect("8 bytes"))
-    }
-}
-
-fn name_key(name: u8) -> BlockKey {
-    BlockKey([name; 16])
-}
-
-fn chunk_key(put: u64, index: u32) -> BlockKey {
-    let mut key = [0xee; 16];
-    key[..8].copy_from_slice(&put.to_le_bytes());
-    key[8..12].copy_from_slice(&index.to_le_bytes());
-    BlockKey(key)
-}
-
-/// Block `index` of `blocks`.
-fn wanted(put: u64, class: u8, name: u8, (index, blocks): (u32, u32)) -> Wanted {
-    let key = |index| if index == 0 { name_key(name) } else { chunk_key(put, index) };
-    let second = (blocks > 1).then(|| key(1));
-    let parent = if index == 0 { chain(blocks, second.as_ref()) } else { key(index - 1) };
-    Wanted { put, class, key: key(index), parent, index }
-}
 
 /// A put as its client knows it.
 #[derive(Clone, Debug)]
@@ -182,7 +64,7 @@ impl Model {
             88..93 => self.remove(client),
             93..96 => self.abandon(),
             96..98 => self.die(client),
-            _ => drop(self.stage.handle(Input::Tick)),
+            _ => self.stage.handle(Input::Tick),
         }
         self.look();
     }
@@ -207,7 +89,7 @@ impl Model {
                     return;
                 }
                 Reserved::Refused(Refusal::Full) => {
-                    self.stage.ask(client, ObjectRequest::Abandon { puts: vec![put] });
+                    self.stage.abandon(client, put);
                     return;
                 }
                 Reserved::Refused(other) => panic!("{other:?}"),
@@ -243,15 +125,15 @@ impl Model {
     fn view(&mut self, client: ClientId) {
         let name = self.random.below(12) as u8;
         let Some((pin, at)) = self.stage.pin(client, name_key(name)) else { return };
-        let put = self.stage.stamped(at);
+        let put = self.stage.stamped(at).expect("a block that is pinned is damaged");
         let there = self.dict.get(&name).expect("nothing was put there");
         assert_eq!(put, there.put, "another value than was put last");
         self.views.push((client, pin, at, put, name));
         for index in 1..there.blocks {
             let (put, key) = (there.put, chunk_key(there.put, index));
             let at = self.stage.pin(client, key).expect("an object is there as a whole");
-            assert_eq!(self.stage.stamped(at.1), put);
-            self.stage.ask(client, ObjectRequest::Release { pins: vec![at.0] });
+            assert_eq!(self.stage.stamped(at.1), Some(put));
+            self.stage.release(client, at.0);
         }
     }
 
@@ -259,7 +141,7 @@ impl Model {
         if !self.views.is_empty() {
             let at = self.random.below(self.views.len() as u64) as usize;
             let (client, pin, ..) = self.views.swap_remove(at);
-            self.stage.ask(client, ObjectRequest::Release { pins: vec![pin] });
+            self.stage.release(client, pin);
         }
     }
 
@@ -279,7 +161,7 @@ impl Model {
             for index in 1..1 + self.random.below(open.blocks.into()) as u32 {
                 assert!(self.stage.commit(open.client, open.put, index));
             }
-            self.stage.ask(open.client, ObjectRequest::Abandon { puts: vec![open.put] });
+            self.stage.abandon(open.client, open.put);
             self.torn += u64::from(open.blocks > 1);
         }
     }
@@ -292,7 +174,7 @@ impl Model {
 
     fn look(&mut self) {
         for &(_, _, at, put, name) in &self.views {
-            assert_eq!(self.stage.stamped(at), put, "a view has changed");
+            assert_eq!(self.stage.stamped(at), Some(put), "a view has changed");
             // The engine has heard of it by now: the object stays, unless it was removed.
             // Of several blocks only the head is pinned here, and one that loses a block is no object any more.
             if self.dict.get(&name).is_some_and(|there| there.put == put && there.blocks == 1) {
@@ -320,7 +202,7 @@ impl Model {
 }
 
 fn model(seed: u64) -> Model {
-    let stage = Stage::new(14 << 20);
+    let stage = Stage::new(14 << 20, None);
     let (dict, open, views) = Default::default();
     let (puts, stored, evicted, torn) = Default::default();
     let mut model = Model { stage, random: Random(seed), dict, open, views, puts, stored, evicted, torn };
@@ -357,7 +239,7 @@ fn the_model_reaches_what_it_is_for() {
 fn a_client_may_die_at_each_step() {
     let class = Class::LARGEST.number();
     for dies_after in 0..6 {
-        let mut stage = Stage::new(16 << 20);
+        let mut stage = Stage::new(16 << 20, None);
         for index in 0..3.min(dies_after + 1) {
             assert!(matches!(stage.reserve(1, wanted(1, class, 7, (index, 3))), Reserved::Slot { .. }));
         }
@@ -377,18 +259,18 @@ fn a_client_may_die_at_each_step() {
 // Goal: what makes no sense is refused, and harms nobody. Method: the cases.
 #[test]
 fn nonsense_is_refused() {
-    let mut stage = Stage::new(16 << 20);
+    let mut stage = Stage::new(16 << 20, None);
     let refused = |reserved| matches!(reserved, Reserved::Refused(Refusal::Protocol));
     assert!(refused(stage.reserve(1, Wanted { class: Class::COUNT, ..wanted(1, 0, 7, (0, 1)) })), "no such class");
     assert!(matches!(stage.reserve(1, wanted(1, 0, 7, (0, 1))), Reserved::Slot { .. }));
     assert!(refused(stage.reserve(1, wanted(1, 0, 7, (0, 1)))), "reserved already");
     assert!(!stage.commit(2, 1, 0) && !stage.commit(1, 2, 0) && !stage.commit(1, 1, 1), "another's, or none");
     assert!(stage.commit(1, 1, 0) && !stage.commit(1, 1, 0), "once");
-    stage.ask(1, ObjectRequest::Abandon { puts: vec![1, 99] });
+    stage.say(1, ObjectRequest::Abandon { puts: vec![1, 99] });
     assert!(stage.has(&name_key(7)), "it is over");
     let life = SlotRef { slot: 0, generation: 99 };
     let blocks = vec![(pyengine_transfer::types::RegionId(0), life), (pyengine_transfer::types::RegionId(50), life)];
-    stage.ask(1, ObjectRequest::Damaged { blocks });
+    stage.say(1, ObjectRequest::Damaged { blocks });
     assert!(stage.has(&name_key(7)), "another life of the slot");
     stage.gone(1);
     stage.gone(2);

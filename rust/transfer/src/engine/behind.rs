@@ -86,6 +86,8 @@ impl Behind {
             leaving: None,
             flushing: Flushing::default(),
         };
+        // What it has let go of while it was opened nobody knows of.
+        behind.tier.poll();
         // Not kept in between: there may be ten million.
         let (mut count, mut xor) = (0, [0; 16]);
         let told = behind.tier.records().filter(|record| !is_object(record));
@@ -100,18 +102,20 @@ impl Behind {
     }
 
     /// Reads of these blocks may end well: nobody is to find them all the same.
-    fn removed(&mut self, which: impl Fn(&BlockKey) -> bool) {
+    pub fn removed(&mut self, which: impl Fn(&BlockKey) -> bool) {
         for read in self.reads.values_mut().filter(|read| which(&read.aim.1)) {
             (read.gone, read.removed) = (true, true);
         }
     }
 
-    /// Writes of these blocks may end well: they are not there all the same.
-    fn doom<'a>(&mut self, keys: impl IntoIterator<Item = &'a BlockKey>) {
-        for key in keys.into_iter().filter(|key| self.writing.remove(key)) {
+    /// Writes of these blocks may end well: they are not there all the same. Returns those that are being written.
+    fn doom(&mut self, keys: &[BlockKey]) -> Vec<BlockKey> {
+        let doomed: Vec<BlockKey> = keys.iter().copied().filter(|key| self.writing.remove(key)).collect();
+        for key in &doomed {
             let writes = self.writes.values_mut().filter(|write| write.record.place.key == *key);
             writes.for_each(|write| write.removed = true);
         }
+        doomed
     }
 
     fn mark(&mut self, key: &BlockKey, there: bool) {
@@ -173,12 +177,6 @@ impl Engine {
         self.behind.as_ref().is_some_and(|behind| !behind.writes.is_empty())
     }
 
-    /// True if a block is being read from the tier.
-    pub(super) fn is_being_read(&self, key: &BlockKey) -> bool {
-        let reads = self.behind.iter().flat_map(|behind| behind.reads.values());
-        reads.into_iter().any(|read| read.aim.1 == *key)
-    }
-
     /// True if this read is under way, for this block.
     pub(super) fn reads_tier(&self, op: OpId, aim: Aim) -> bool {
         self.behind.as_ref().and_then(|behind| behind.reads.get(&op)).is_some_and(|read| read.aim == aim)
@@ -226,6 +224,7 @@ impl Engine {
                 }
             }
         }
+        self.objects_heard();
         self.leave_reads();
     }
 
@@ -241,6 +240,10 @@ impl Engine {
     }
 
     fn written(&mut self, write: &Write, fate: Fate) {
+        // Whoever let go of it meanwhile was not the last to read it.
+        if let Some(store) = self.stores.get_mut(write.at) {
+            store.pool.noticed(write.slot, false);
+        }
         let Some(behind) = &mut self.behind else { return };
         behind.busy &= fate != Fate::Done;
         if write.removed {
@@ -327,8 +330,10 @@ impl Engine {
             known.extend(behind.tier.find(key).filter(|_| !behind.writing.contains(key)).map(|_| *key));
             behind.tier.remove(key);
         }
-        behind.doom(keys);
-        self.all_gone_from_tier(&known)
+        let doomed = behind.doom(keys);
+        let count = self.all_gone_from_tier(&known);
+        self.objects_doomed(&doomed);
+        count
     }
 
     /// Drops blocks of objects from the tier that nobody knows.
@@ -337,6 +342,7 @@ impl Engine {
             for key in keys {
                 behind.tier.remove(key);
             }
+            self.objects_removed(keys);
         }
     }
 
@@ -344,13 +350,15 @@ impl Engine {
     pub(super) fn clear_tier(&mut self, whose: Whose) -> u64 {
         let Some(behind) = &mut self.behind else { return 0 };
         // What is still on its way there was not reported.
-        let (doomed, keys): (BTreeSet<BlockKey>, _) =
-            behind.tier.clear(whose).into_iter().partition(|key| behind.writing.contains(key));
-        behind.doom(&doomed);
-        let count = self.all_gone_from_tier(&keys);
+        let keys = behind.tier.clear(whose);
+        let doomed = behind.doom(&keys);
+        // What was still on its way there was not reported.
+        let mut known: BTreeSet<BlockKey> = keys.into_iter().collect();
         for key in &doomed {
-            self.object_left(key);
+            known.remove(key);
         }
+        let count = self.all_gone_from_tier(&known);
+        self.objects_doomed(&doomed);
         count
     }
 

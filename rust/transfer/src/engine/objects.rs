@@ -74,8 +74,9 @@ pub(super) struct Objects {
     parts: HashMap<BlockKey, (ClientId, u64)>,
     /// Blocks that are on no medium any more: what hangs together with them is to go.
     gone: Vec<BlockKey>,
-    /// Blocks that nobody knows any more, and of which the tier will still tell that it has let go of them.
-    dropped: BTreeSet<BlockKey>,
+    /// Blocks that were removed since the last look at the tier, and since the one before: it may still tell that it has let
+    /// go of them.
+    removed: [BTreeSet<BlockKey>; 2],
     brings: Brings,
     held: Held,
 }
@@ -89,7 +90,7 @@ impl Objects {
             heads: HashMap::new(),
             parts: HashMap::new(),
             gone: Vec::new(),
-            dropped: BTreeSet::new(),
+            removed: Default::default(),
             brings: Brings::default(),
             held: Held::default(),
         }
@@ -177,6 +178,8 @@ impl Engine {
 
     /// Time has passed.
     pub(super) fn objects_tick(&mut self) {
+        // Copies to peers read, too: who lets go of a block meanwhile is not the last.
+        self.stores.iter_mut().for_each(|store| store.pool.look_at_views());
         self.keep_no_longer();
         self.give_up_room();
     }

@@ -113,9 +113,11 @@ impl Engine {
 
     /// A block has been written.
     pub(in crate::engine) fn object_written(&mut self, record: &Record) {
-        // What was committed within this input is known from now on.
-        self.note_objects();
         let key = record.place.key;
+        if self.objects.catalog.find(&key).is_none() {
+            // Committed within this very input.
+            self.note_objects();
+        }
         match Class::of(record.layout) {
             Some(class) if self.objects.catalog.find(&key).is_some() => {
                 self.objects.catalog.insert_ssd(key, class, record.place.position == 0);
@@ -130,14 +132,14 @@ impl Engine {
     /// A write has ended otherwise.
     pub(in crate::engine) fn object_not_written(&mut self, key: &BlockKey, fate: Fate) {
         self.note_objects();
-        let fails = matches!(fate, Fate::Full | Fate::Failed);
-        if self.objects.held.holders.contains_key(key) {
-            match fate {
-                Fate::Busy => self.objects.held.unwritten.push_front(*key),
-                // Its put goes on only if it gets there.
-                _ if fails && self.objects.parts.contains_key(key) => self.objects.held.unwritten.push_back(*key),
-                _ => self.let_leave(key),
+        match fate {
+            _ if !self.objects.held.holders.contains_key(key) => {}
+            Fate::Busy => self.objects.held.unwritten.push_front(*key),
+            Fate::Full | Fate::Failed => {
+                self.objects.held.unwritten.push_back(*key);
+                self.let_finished_leave();
             }
+            Fate::Done | Fate::Missing | Fate::Corrupt => self.let_leave(key),
         }
         self.object_left(key);
         self.bring_late(key);
@@ -145,7 +147,26 @@ impl Engine {
 
     /// The tier has let go of a block. True if it is an object's.
     pub(in crate::engine) fn object_left_tier(&mut self, key: &BlockKey) -> bool {
-        self.object_left(key) || self.objects.dropped.remove(key)
+        self.object_left(key) || self.objects.removed.iter().any(|removed| removed.contains(key))
+    }
+
+    /// Writes of these are to lead to nothing.
+    pub(in crate::engine) fn objects_doomed(&mut self, keys: &[BlockKey]) {
+        for key in keys {
+            self.let_leave(key);
+            self.object_left(key);
+        }
+    }
+
+    /// Whatever the tier still tells of these is told of nothing.
+    pub(in crate::engine) fn objects_removed(&mut self, keys: &[BlockKey]) {
+        self.objects.removed[0].extend(keys);
+    }
+
+    /// All that the tier had to tell has been heard.
+    pub(in crate::engine) fn objects_heard(&mut self) {
+        let [new, old] = &mut self.objects.removed;
+        *old = std::mem::take(new);
     }
 
     /// A block has left a medium, or will not get there: nobody finds it any more if that was the last. False: nobody did.
@@ -157,17 +178,15 @@ impl Engine {
         if entry.dram.is_none() && !entry.ssd && !self.is_being_written(key) {
             self.objects.catalog.remove(key);
             self.objects.gone.push(*key);
+            self.objects_removed(&[*key]);
         }
         true
     }
 
     /// The tier is to have a block of an object no more, neither now nor when a write ends.
     pub(super) fn remove_object_from_tier(&mut self, key: &BlockKey) {
-        let was_there = self.objects.catalog.find(key).is_some_and(|entry| entry.ssd);
-        // Let go of by the tier itself, which has not told it yet; it will when the block is known no more.
-        if was_there && self.tier_layout(key).is_none() && !self.is_being_read(key) {
-            self.objects.dropped.insert(*key);
-        }
+        let Some(behind) = &mut self.behind else { return };
+        behind.removed(|of| of == key);
         self.remove_from_tier(key);
         self.object_left(key);
     }
@@ -199,8 +218,15 @@ impl Engine {
         }
     }
 
+    /// The medium fails: what is of a value that is there as a whole waits no longer. A put that is under way does, as its
+    /// parts may be written later.
+    fn let_finished_leave(&mut self) {
+        let finished = self.objects.held.holders.keys().filter(|key| !self.objects.parts.contains_key(key));
+        finished.copied().collect::<Vec<_>>().iter().for_each(|key| self.let_leave(key));
+    }
+
     /// A block need not stay in DRAM any more.
-    pub(super) fn let_leave(&mut self, key: &BlockKey) {
+    pub(in crate::engine) fn let_leave(&mut self, key: &BlockKey) {
         if let Some((at, holder)) = self.objects.held.holders.remove(key)
             && let Some(store) = self.stores.get_mut(at)
         {
