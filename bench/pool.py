@@ -7,6 +7,7 @@ local put: into a daemon in this process and into one in another, with checksums
 local get: 32 views of 1 MiB; through the daemon against a bare round trip of as many bytes over a unix socket
 exists:    the same, where nothing is pinned
 8 clients: eight processes put and get at once: the slow ones beside the usual one (bench/pool_clients.py)
+remote put, get, exists: the same between two nodes, see bench/pool_remote.py
 
 A bare round trip: this process sends a request's bytes to another, which sends an answer's bytes back; both in Python,
 one call to send and one to receive.
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import pool_clients
+from bench import pool_clients, pool_remote
 from bench.common import end_on_sigterm, line, median, note
 from pyengine import Pool
 
@@ -70,6 +71,7 @@ def main() -> None:
                 bench(case, pools, echo(stack, folder, case), turns, seconds)
     if arguments.only in "8 clients":
         pool_clients.rows(arguments)
+    pool_remote.rows(arguments)
 
 
 def daemon(stack: ExitStack, folder: str) -> Pool:

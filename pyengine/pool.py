@@ -11,6 +11,11 @@ An object is immutable until it is removed: `put` of a name that is there stores
 never changes under its reader, copies of an object on several nodes can never differ, and of several that put one name
 at once one wins. To replace one, remove it and put it anew; who has a view of the old one keeps it.
 
+With `peers` the pools of several nodes are one: what is put at any of them is found at all, and only one of several that
+put a name at once stores it. There is no master: each name has a home among the members, by its hash, which knows who has
+it. While members cannot reach each other puts go on: should two store different values under one name then, one of them
+stays when they meet, the same for all.
+
 A pool is a cache: when room is needed, what was used longest ago and is not in use goes. A miss is None or False, never
 an exception. Errors say what to do: RetryError (no room now, daemon gone), GiveUpError (larger than the pool, wrong
 secret), BugError (impossible key, closed pool, buffer too short). Every call releases the GIL; use it from any thread.
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +84,10 @@ class Pool:
         socket: str | Path | None = None,
         secret_file: str | Path | None = None,
         node: str | None = None,
+        listen: str | None = None,
+        peers: Sequence[str] = (),
+        transport: str = "auto",
+        tls: bool = False,
     ) -> Pool:
         """Starts a daemon in this process, which ends with the pool.
 
@@ -85,14 +95,22 @@ class Pool:
         socket: a path in a directory that only you can write, where other processes connect; None: they cannot.
         secret_file: the cluster's secret, which those who connect must know too; None: the socket's mode 0600 is all.
         node: the node's id, if it shall have one.
+        listen, peers: "host:port" where other nodes reach this pool, and those of all whose objects are shared, which may
+        name this one too. Each is dialled until it answers. Beyond loopback they need a secret_file, the same for all.
+        transport, tls: how objects travel to peers, see `TransferEngine`.
         Raises GiveUpError if that is impossible, with what to do.
         """
         session_key, object_key = _keys(secret_file)
         daemon = _native.Daemon(
-            node=node or f"pool-{os.getpid()}",
+            # Beside others it must be the only one of its name.
+            node=node or f"pool-{os.getpid()}" + (f"-{secrets.token_hex(4)}" if listen else ""),
             dram_bytes=parse_size(dram),
             session_key=session_key,
             socket=None if socket is None else str(socket),
+            listen=listen,
+            peers=peers,
+            transport=transport,
+            tls=tls,
         )
         return cls(daemon.objects(object_key), daemon)
 
@@ -107,13 +125,15 @@ class Pool:
 
     # -- one -------------------------------------------------------------------------------------------------------
 
-    def put(self, key: Key, value: Any) -> bool:
+    def put(self, key: Key, value: Any, copies: int = 1) -> bool:
         """Stores a value. False: there is one of this name already, and it stays as it is.
 
         value: contiguous, with the buffer protocol, or a tensor in host memory; it must not change until this returns.
+        copies: on how many nodes it is when this returns. With fewer members, or no room on them, it is on as many as can
+        be; `replicate` says on how many.
         Raises RetryError if all that could go has gone and there is no room, GiveUpError if there never will be.
         """
-        return self._native.put([key], [_in_host_memory(value)])[0]
+        return self.batch_put([key], [value], copies)[0]
 
     def get(self, key: Key) -> View | None:
         """The value; None: there is none.
@@ -136,15 +156,26 @@ class Pool:
         return self._native.exists([key])[0]
 
     def remove(self, key: Key) -> bool:
-        """Forgets an object. False: there was none. Who has a view of it keeps it."""
+        """Forgets an object, on all nodes. False: there was none. Who has a view of it keeps it.
+
+        Raises RetryError if a member could not be told: it is removed elsewhere, and that one is told when it comes back,
+        as long as the name's home remembers it (65,536 removals). To be certain, ask again then.
+        """
         return self._native.remove([key])[0]
+
+    def replicate(self, keys: Sequence[Key], copies: int) -> list[int]:
+        """Sees to it that so many nodes have each of these objects; returns how many have it now (0: there is none).
+
+        Copies are cache like the first one: each goes when its node needs the room.
+        """
+        return self._native.replicate(keys, copies)
 
     # -- many: one message each way --------------------------------------------------------------------------------
 
-    def batch_put(self, keys: Sequence[Key], values: Sequence[Any]) -> list[bool]:
+    def batch_put(self, keys: Sequence[Key], values: Sequence[Any], copies: int = 1) -> list[bool]:
         """As `put`, for each. If some cannot be stored the others are, and the error of the first is raised: the same
         call may then be made again, as what is there is not stored twice."""
-        return self._native.put(keys, [_in_host_memory(value) for value in values])
+        return self._native.put(keys, [_in_host_memory(value) for value in values], copies)
 
     def batch_get(self, keys: Sequence[Key]) -> list[View | None]:
         """As `get`, for each."""
@@ -215,9 +246,25 @@ class AsyncPool:
         socket: str | Path | None = None,
         secret_file: str | Path | None = None,
         node: str | None = None,
+        listen: str | None = None,
+        peers: Sequence[str] = (),
+        transport: str = "auto",
+        tls: bool = False,
     ) -> AsyncPool:
         """As `Pool.open`."""
-        return cls(await asyncio.to_thread(Pool.open, dram, socket=socket, secret_file=secret_file, node=node))
+        return cls(
+            await asyncio.to_thread(
+                Pool.open,
+                dram,
+                socket=socket,
+                secret_file=secret_file,
+                node=node,
+                listen=listen,
+                peers=peers,
+                transport=transport,
+                tls=tls,
+            )
+        )
 
     @classmethod
     async def connect(
@@ -226,9 +273,9 @@ class AsyncPool:
         """As `Pool.connect`."""
         return cls(await asyncio.to_thread(Pool.connect, socket, secret_file=secret_file, timeout=timeout))
 
-    async def put(self, key: Key, value: Any) -> bool:
+    async def put(self, key: Key, value: Any, copies: int = 1) -> bool:
         """As `Pool.put`."""
-        return await asyncio.to_thread(self._pool.put, key, value)
+        return await asyncio.to_thread(self._pool.put, key, value, copies)
 
     async def get(self, key: Key) -> View | None:
         """As `Pool.get`."""
@@ -246,9 +293,13 @@ class AsyncPool:
         """As `Pool.remove`."""
         return await asyncio.to_thread(self._pool.remove, key)
 
-    async def batch_put(self, keys: Sequence[Key], values: Sequence[Any]) -> list[bool]:
+    async def batch_put(self, keys: Sequence[Key], values: Sequence[Any], copies: int = 1) -> list[bool]:
         """As `Pool.batch_put`."""
-        return await asyncio.to_thread(self._pool.batch_put, keys, values)
+        return await asyncio.to_thread(self._pool.batch_put, keys, values, copies)
+
+    async def replicate(self, keys: Sequence[Key], copies: int) -> list[int]:
+        """As `Pool.replicate`."""
+        return await asyncio.to_thread(self._pool.replicate, keys, copies)
 
     async def batch_get(self, keys: Sequence[Key]) -> list[View | None]:
         """As `Pool.batch_get`."""

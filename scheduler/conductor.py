@@ -28,6 +28,7 @@ from .events import (
     FromWorker,
     GatewayLost,
     OrderDump,
+    OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
@@ -216,7 +217,8 @@ class Conductor:
         daemon = self.cluster.daemons.get(node)
         if isinstance(report, DaemonHello):
             self.cluster.daemon(report.node)
-            return [OrderDump(node)] if self.feed.on_hello(report, now) else []
+            members = self._members()
+            return members + [OrderDump(node)] if self.feed.on_hello(report, now) else members
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
         order = False
@@ -235,7 +237,13 @@ class Conductor:
                 self.feed.on_gone(node)
                 self.links.forget(node)
                 self.replicator.lost(node)
+                return self._members()
         return [OrderDump(node)] if order else []
+
+    def _members(self) -> list[Action]:
+        """The set of daemons is another one: all that are up are told, and find each other's objects."""
+        up = tuple(self.cluster.daemons[name].node for name in sorted(self.cluster.daemons) if self.cluster.daemons[name].up)
+        return [OrderMembers(node.node, up) for node in up]
 
     def _on_replicated(self, report: Replicated, now: float) -> None:
         self._replicated += report.stored

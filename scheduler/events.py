@@ -141,4 +141,12 @@ class OrderReplicate:
     source: Node
 
 
-Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate
+@dataclass(frozen=True, slots=True)
+class OrderMembers:
+    """The node's daemon shares objects with these, itself among them."""
+
+    node: str
+    members: tuple[Node, ...]
+
+
+Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderMembers

@@ -31,6 +31,7 @@ from .events import (
     FromWorker,
     GatewayLost,
     OrderDump,
+    OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
@@ -194,11 +195,11 @@ class Service:
                 case OrderDump(node):
                     logger.info("asking %s for all its blocks", node)
                     self._reports.order_dump(node)
+                case OrderMembers(node, members):
+                    self._reports.order_members(node, [_address(member) for member in members])
                 case OrderReplicate():
-                    source = action.source
-                    address = _native.NodeAddress(source.node, source.address, source.incarnation)
                     self._reports.order_replicate(
-                        action.node, action.order, action.keys, action.parent, action.position, address
+                        action.node, action.order, action.keys, action.parent, action.position, _address(action.source)
                     )
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
@@ -231,6 +232,10 @@ class Service:
                 del self._identity[gateway]
                 self._gateways.pop(identity, None)
                 self._on(GatewayLost(gateway))
+
+
+def _address(node: Node) -> _native.NodeAddress:
+    return _native.NodeAddress(node.node, node.address, node.incarnation)
 
 
 def _report(report: _native.DaemonReport) -> DaemonReport:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what bench/transfer.py compares with, each in an environment of its own: their dependencies are not ours.
+# Installs what bench/transfer.py and bench/pool.py compare with, each in an environment of its own: their dependencies are not ours.
 # What cannot be installed says why and is left out of the table.
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python3}

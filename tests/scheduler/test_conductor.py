@@ -20,6 +20,7 @@ from pyengine.scheduler.events import (
     FromWorker,
     GatewayLost,
     OrderDump,
+    OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
@@ -365,6 +366,17 @@ def test_a_restarted_conductor_is_rebuilt_by_those_who_dial_in() -> None:
         world.on(part)
     after = world.plan(keys, request=before.request)
     assert after == before
+
+
+def test_daemons_are_told_who_else_shares_objects() -> None:
+    world = apart(3)
+    first, second = (world.pools[name].node for name in ("node-0", "node-2"))
+    gone = world.on(DaemonGone(second))
+    assert [(a.node, a.members) for a in gone if isinstance(a, OrderMembers)] == [("node-0", (first,))]
+    again = world.on(DaemonHello(second, 0))
+    orders = [(a.node, a.members) for a in again if isinstance(a, OrderMembers)]
+    assert orders == [("node-0", (first, second)), ("node-2", (first, second))]
+    assert not world.on(DaemonGone(Node("node-2", "node-2:1", 99))), "another life"
 
 
 def test_a_daemons_new_life_drops_what_the_old_one_held() -> None:

@@ -27,7 +27,7 @@ impl Daemon {
     #[new]
     #[expect(clippy::too_many_arguments, reason = "Python gives them by name")]
     #[pyo3(signature = (*, node, dram_bytes, session_key, listen = None, socket = None, conductor = None,
-                        transport = "auto", tls = false, ssd_dirs = Vec::new(), ssd_bytes = 0))]
+                        peers = Vec::new(), transport = "auto", tls = false, ssd_dirs = Vec::new(), ssd_bytes = 0))]
     fn new(
         py: Python<'_>,
         node: String,
@@ -36,6 +36,7 @@ impl Daemon {
         listen: Option<String>,
         socket: Option<PathBuf>,
         conductor: Option<String>,
+        peers: Vec<String>,
         transport: &str,
         tls: bool,
         ssd_dirs: Vec<PathBuf>,
@@ -44,7 +45,8 @@ impl Daemon {
         let session_key = self::session_key(session_key.bytes()).map_err(exception)?;
         let transport = transport.parse().map_err(exception)?;
         let default = Config::new(node, dram_bytes);
-        let config = Config { listen, transport, socket, conductor, session_key, tls, ssd_dirs, ssd_bytes, ..default };
+        let config =
+            Config { listen, transport, socket, conductor, peers, session_key, tls, ssd_dirs, ssd_bytes, ..default };
         let daemon = py.detach(|| daemon::Daemon::start(&config)).map_err(exception)?;
         let address = NodeAddress(daemon.address().clone());
         Ok(Self { living: Living::new(daemon), address })

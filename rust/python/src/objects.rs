@@ -107,11 +107,12 @@ impl ObjectPool {
             .map_err(exception)
     }
 
-    fn put(&self, py: Python<'_>, keys: Names, values: Vec<Readable>) -> PyResult<Vec<bool>> {
+    #[pyo3(signature = (keys, values, copies = 1))]
+    fn put(&self, py: Python<'_>, keys: Names, values: Vec<Readable>, copies: u32) -> PyResult<Vec<bool>> {
         let names = keys.all();
         same(names.len(), values.len())?;
         let items: Vec<_> = names.into_iter().zip(&values).map(|(name, value)| (name, value.bytes())).collect();
-        let outcomes = self.with(py, |pool| pool.put(&items))?;
+        let outcomes = self.with(py, |pool| pool.put_copies(&items, copies))?;
         outcomes.into_iter().collect::<Result<_, _>>().map_err(exception)
     }
 
@@ -137,6 +138,11 @@ impl ObjectPool {
     fn remove(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<bool>> {
         let names = keys.all();
         self.with(py, |pool| pool.remove(&names))
+    }
+
+    fn replicate(&self, py: Python<'_>, keys: Names, copies: u32) -> PyResult<Vec<u32>> {
+        let names = keys.all();
+        self.with(py, |pool| pool.replicate(&names, copies))
     }
 
     /// Some (key, bytes), and where the list goes on.

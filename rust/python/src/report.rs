@@ -81,6 +81,11 @@ impl ReportEndpoint {
         self.living.with(py, |endpoint| endpoint.order(&node, &DaemonOrder::Dump))?.map_err(exception)
     }
 
+    fn order_members(&self, py: Python<'_>, node: String, members: Vec<PyRef<'_, NodeAddress>>) -> PyResult<()> {
+        let order = DaemonOrder::Members { members: members.iter().map(|member| member.0.clone()).collect() };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
     fn order_replicate(
         &self,

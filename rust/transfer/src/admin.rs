@@ -60,6 +60,8 @@ pub enum AdminReply {
     Drain {
         draining: bool,
         held: Held,
+        /// Objects that have gone to other nodes since this one began to drain.
+        moved: u64,
     },
     /// It cannot be answered: why, and what to do.
     Refused(String),
@@ -213,6 +215,8 @@ pub struct Held {
     pub serving: u64,
     /// Copies to peers.
     pub copies: u64,
+    /// Objects that only this node has, and that are to go to others.
+    pub leaving: u64,
     /// Slots that may still be written by who lost them.
     pub quarantine: u64,
 }

@@ -15,6 +15,8 @@ use crate::types::Kind;
 const SOCKET_PATH_LIMIT: usize = 107;
 /// Longest node id, in bytes.
 pub const NODE_LIMIT: usize = 64;
+/// Most daemons that share objects.
+const PEERS_LIMIT: usize = 512;
 /// Shortest secret that is worth the name, in bytes.
 const SECRET_MINIMUM: usize = 16;
 /// Longest secret file that is read.
@@ -45,6 +47,9 @@ pub struct Config {
     pub socket: Option<PathBuf>,
     /// `host:port` of the conductor's endpoint.
     pub conductor: Option<String>,
+    /// `host:port` of the other daemons that share objects with this one. It may name this one too, so that all have the same
+    /// list. A conductor names them by itself.
+    pub peers: Vec<String>,
     /// Proven by everybody who connects. None: this cluster has no secret, and only loopback is allowed.
     pub session_key: Option<Key>,
     /// What travels by TCP is encrypted (TLS 1.3), to the conductor and between nodes; both sides must want it. Local
@@ -72,6 +77,7 @@ impl fmt::Debug for Config {
             transport,
             socket,
             conductor,
+            peers,
             session_key,
             tls,
             http,
@@ -87,6 +93,7 @@ impl fmt::Debug for Config {
             .field("transport", transport)
             .field("socket", socket)
             .field("conductor", conductor)
+            .field("peers", peers)
             .field("session_key", &session_key.map(|_| "hidden"))
             .field("tls", tls)
             .field("http", http)
@@ -108,6 +115,7 @@ impl Config {
             transport: Via::Auto,
             socket: None,
             conductor: None,
+            peers: Vec::new(),
             session_key: None,
             tls: false,
             http: None,
@@ -160,11 +168,12 @@ impl Config {
         }
         for (name, address) in [("advertise", &self.advertise), ("conductor", &self.conductor)] {
             if let Some(address) = address
-                && !address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+                && !is_address(address)
             {
                 return Err(Error::give_up(format!("{name} {address:?} is not host:port")));
             }
         }
+        self.check_peers()?;
         if let Some(socket) = &self.socket {
             let length = socket.as_os_str().len();
             if length > SOCKET_PATH_LIMIT {
@@ -184,6 +193,24 @@ impl Config {
             )));
         }
         self.check_ssd()
+    }
+
+    fn check_peers(&self) -> Result<(), Error> {
+        if let Some(wrong) = self.peers.iter().find(|peer| !is_address(peer)) {
+            return Err(Error::give_up(format!("peers: {wrong:?} is not host:port")));
+        }
+        if self.peers.len() > PEERS_LIMIT {
+            return Err(Error::give_up(format!(
+                "{} peers are listed, at most {PEERS_LIMIT} are possible: each takes a connection and a thread",
+                self.peers.len()
+            )));
+        }
+        if !self.peers.is_empty() && self.listen.is_none() {
+            return Err(Error::give_up(
+                "peers are listed and listen is not: say where they reach this daemon, as blocks are sent by who has them",
+            ));
+        }
+        Ok(())
     }
 
     fn check_ssd(&self) -> Result<(), Error> {
@@ -225,6 +252,10 @@ impl Config {
         }
         Ok(())
     }
+}
+
+fn is_address(address: &str) -> bool {
+    address.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
 }
 
 /// Refuses, where TLS is on, what it does not protect.
@@ -352,6 +383,9 @@ mod tests {
         assert!(refusal(open).contains("advertise"));
         assert!(refusal(|c| c.listen = Some("nonsense".into())).contains("host:port"));
         assert!(refusal(|c| c.conductor = Some("nonsense".into())).contains("host:port"));
+        let listed = |peers: &[&str]| peers.iter().map(|peer| (*peer).into()).collect();
+        assert!(refusal(|c| (c.peers, c.listen) = (listed(&["nonsense"]), None)).contains("host:port"));
+        assert!(refusal(|c| (c.peers, c.listen) = (listed(&["one:1"]), None)).contains("listen"));
         assert!(refusal(|c| (c.tls, c.transport) = (true, Via::Only(Kind::Rdma))).contains("not encrypted"));
         assert!(refusal(|c| c.socket = Some("x".repeat(200).into())).contains("shorter"));
         assert!(refusal(|c| c.http = Some("nonsense".into())).contains("host:port"));

@@ -12,6 +12,8 @@
 
 mod asked;
 mod health;
+mod lines;
+mod members;
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -19,7 +21,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, RwLock, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -37,6 +39,7 @@ use crate::mailbox::{Mailbox, Wake, poll_timeout};
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, EngineMessage, LocalEvent, LocalRequest, PeerMessage, Purpose};
 use crate::mover::{self, Mover, Via};
+use crate::objects::book::Book;
 use crate::objects::catalog::Catalog;
 use crate::objects::pool::Pool;
 use crate::objects::reader::{Answer, Reader};
@@ -49,6 +52,9 @@ use crate::tls::Side;
 use crate::transport::lanes::Settings as LaneSettings;
 use crate::types::{ClientId, Incarnation, Layout, Nanos, NodeAddress, NodeId};
 use crate::wire;
+
+use lines::Lines;
+use members::Members;
 
 /// Happenings that may wait for the actor.
 const HAPPENINGS: usize = 4096;
@@ -84,6 +90,10 @@ pub(crate) enum Happening {
     PeerGone { number: u64, peer: NodeAddress },
     /// No session came of a dial.
     DialFailed { peer: NodeAddress },
+    /// A listed member, by its place in the list, is reached.
+    MemberUp { at: usize, peer: NodeAddress },
+    /// It is not any more, or was not.
+    MemberGone { at: usize },
     /// The conductor's endpoint is reached.
     ConductorUp { link: Link },
     /// It is not any more.
@@ -131,6 +141,8 @@ struct Shared {
     threads: Arc<Threads>,
     doors: Doors,
     catalog: Arc<Catalog>,
+    book: Arc<RwLock<Book>>,
+    lines: Lines,
     /// When it began, in [`now`]'s time.
     began: Nanos,
     /// True while connections are accepted.
@@ -190,11 +202,18 @@ impl Daemon {
             threads: threads.clone(),
             doors,
             catalog: engine.catalog().clone(),
+            book: engine.book(),
+            lines: Lines::default(),
             began: now(),
             listening: AtomicBool::new(!listeners.is_empty()),
             conductor: config.conductor.clone(),
             http: http.as_ref().map(|(_, bound)| bound.to_string()),
         });
+        let weak = Arc::downgrade(&shared);
+        shared.catalog.set_look(Box::new(move |keys| {
+            let shared = weak.upgrade()?;
+            shared.lines.look(&shared, &shared.book, keys)
+        }));
         let mover = Mover::new(transports, mover::Settings::default());
         let actor = Actor::new(shared.clone(), engine, mover, config, rung);
         let (accepting, ended) = (Link::new()?, Arc::new(Wake::new()?));
@@ -283,7 +302,7 @@ impl Daemon {
             .send(Happening::Attach { client, port })
             .map_err(|_| Error::retry("the daemon has stopped"))?;
         let (happenings, catalog) = (self.shared.happenings.clone(), self.shared.catalog.clone());
-        Ok(Pool::inside(happenings, client, mailbox, catalog, object_key))
+        Pool::inside(happenings, client, mailbox, catalog, object_key)
     }
 
     /// All counters by Prometheus sample name.
@@ -400,12 +419,20 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
     };
     let number = shared.threads.number();
     match purpose {
-        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node }
+        | Purpose::Engine { node }
+        | Purpose::Ask { node }
+        | Purpose::Lane { node, .. }
+        | Purpose::Rdma { node, .. }
             if !local && node.node == shared.me.node =>
         {
             connection.refuse("your node id is mine: give every daemon its own");
         }
-        Purpose::Peer { node } | Purpose::Engine { node } | Purpose::Lane { node, .. } | Purpose::Rdma { node, .. }
+        Purpose::Peer { node }
+        | Purpose::Engine { node }
+        | Purpose::Ask { node }
+        | Purpose::Lane { node, .. }
+        | Purpose::Rdma { node, .. }
             if !local && !shared.doors.knows(&node) =>
         {
             connection.refuse("a later life of your node is known here: this one is stale");
@@ -414,6 +441,7 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
             connection.welcome();
             serve_peer(shared, connection, number, &node, link, false);
         }
+        Purpose::Ask { node } if !local => shared.lines.serve(&shared.book, connection, &node.node, link),
         Purpose::Engine { node } if !local => {
             connection.welcome();
             serve_engine(connection, &node, link);
@@ -592,6 +620,7 @@ struct Actor {
     awaiting_quiet: Vec<Weak<Wake>>,
     /// To be told when a flush of the SSDs is over, by its number.
     awaiting_flush: BTreeMap<u64, SyncSender<bool>>,
+    members: Members,
 }
 
 struct Peer {
@@ -623,10 +652,12 @@ impl Actor {
             inputs: VecDeque::new(),
             awaiting_quiet: Vec::new(),
             awaiting_flush: BTreeMap::new(),
+            members: Members::new(&config.peers),
         }
     }
 
     fn run(mut self, inbox: &Receiver<Happening>) {
+        self.list_members();
         let mut ticked = now();
         loop {
             let tick = ticked + TICK.as_nanos() as u64;
@@ -648,6 +679,7 @@ impl Actor {
             if now() >= tick {
                 ticked = now();
                 self.feed(Input::Tick);
+                self.dial_members();
             }
             self.tell_quiet();
         }
@@ -714,6 +746,8 @@ impl Actor {
                     self.feed(Input::PeerDown { peer });
                 }
             }
+            Happening::MemberUp { at, peer } => self.member_up(at, peer),
+            Happening::MemberGone { at } => self.member_gone(at),
             Happening::ConductorUp { link } => {
                 self.conductor = Some(link);
                 let hello = DaemonReport::Hello {
@@ -762,6 +796,7 @@ impl Actor {
         let Some(peer) = self.peers.remove(node) else { return };
         peer.sessions.iter().for_each(|session| session.link.close("another session with this peer ended"));
         self.carrier.mover.disconnect(node, now());
+        self.shared.lines.forget(node);
         self.shared.doors.close(node, peer.address.incarnation.saturating_add(1), "the peer is gone");
         self.feed(Input::PeerDown { peer: peer.address });
     }

@@ -19,11 +19,14 @@
 
 mod admin;
 mod behind;
+mod cluster;
 mod copies;
+mod copying;
 mod fetch;
 mod grants;
 mod objects;
 mod push;
+mod quests;
 mod replicate;
 mod serve;
 mod stores;
@@ -49,6 +52,7 @@ pub use copies::Copied;
 pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
+use cluster::Cluster;
 use copies::Job;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
@@ -76,6 +80,9 @@ pub enum Input {
     Completed(Vec<Copied>),
     /// The conductor ordered something.
     Order(DaemonOrder),
+    /// Who shares objects with this node: those with whom the shell keeps sessions, and the addresses of those that it has
+    /// not reached yet.
+    Members { known: Vec<NodeAddress>, strangers: Vec<String> },
     /// What was reported has gone out, or most of it: there is room for more of a dump; see [`Engine::is_dumping`].
     DumpOn,
     /// The medium behind the arena has something to do or to tell.
@@ -205,6 +212,7 @@ pub struct Engine {
     out: Vec<Output>,
     stores: Stores,
     objects: Objects,
+    cluster: Cluster,
     clients: BTreeMap<ClientId, Client>,
     links: BTreeMap<NodeId, Link>,
     /// Who writes, or waits for, grants of this pool.
@@ -243,6 +251,7 @@ impl Engine {
         let ended_opens = Remembered::new(settings.ended_tags);
         let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
         let objects = Objects::new(settings.dram_bytes);
+        let cluster = Cluster::new(node.node.clone(), settings.dram_bytes);
         Self {
             node,
             settings,
@@ -250,6 +259,7 @@ impl Engine {
             out: Vec::new(),
             stores,
             objects,
+            cluster,
             clients: BTreeMap::new(),
             links: BTreeMap::new(),
             visits: BTreeMap::new(),
@@ -315,6 +325,8 @@ impl Engine {
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
             }
+            Input::Order(DaemonOrder::Members { members }) => self.order_members(members),
+            Input::Members { known, strangers } => self.list_members(known, strangers),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
@@ -543,7 +555,8 @@ impl Engine {
         for message in link.outbox.drain(..) {
             self.out.push(Output::Peer { peer: peer.node.clone(), message });
         }
-        self.links.insert(peer.node, link);
+        self.links.insert(peer.node.clone(), link);
+        self.member_up(&peer.node);
     }
 
     fn peer_down(&mut self, peer: &NodeAddress) {
@@ -557,6 +570,7 @@ impl Engine {
         self.visitors_lost(&peer.node);
         self.servings_lost(&peer.node);
         self.fetches_lost(&peer.node);
+        self.member_down(&peer.node);
     }
 
     fn peer(&mut self, peer: &NodeId, message: PeerMessage) {
@@ -581,6 +595,7 @@ impl Engine {
                     self.fail_open(tag, Refusal::Ended, false);
                 }
             }
+            PeerMessage::Objects(talk) => self.talk(peer, talk),
             PeerMessage::Fetch { ticket, region, layout, blocks } => self.serve(peer, ticket, region, layout, blocks),
             PeerMessage::Fetched { ticket, place, copied } => self.peer_fetched(peer, ticket, place, copied),
             PeerMessage::FetchCancel { ticket } => self.peer_cancel(peer, ticket),
@@ -610,6 +625,9 @@ impl Engine {
             self.fail_open(tag, Refusal::Deadline, true);
         }
         self.visits_late();
+        self.redial_members();
+        self.quests_late();
+        self.copying_tick();
         self.objects_tick();
         self.tier();
         if self.now >= self.next_heartbeat {
@@ -683,9 +701,11 @@ impl Engine {
             self.granted(holder, slots);
         }
         self.prefetch_on();
+        self.copying_on();
         self.send_asks();
         self.write_hits();
         self.report_changes();
+        self.tell_homes();
         self.pump();
     }
 
@@ -722,6 +742,7 @@ impl Engine {
             self.clients.iter().filter(|(_, known)| !known.tags.is_empty()).map(|client| format!("owed {client:?}")),
         );
         all.extend(self.objects.unfinished());
+        all.extend(self.cluster.unfinished());
         all.extend(self.visits.iter().map(|visit| format!("visit {visit:?}")));
         all.extend(self.opens.iter().map(|open| format!("open {open:?}")));
         all.extend(self.flights.iter().map(|flight| format!("flight {flight:?}")));
@@ -772,6 +793,8 @@ impl Engine {
         self.check_tier();
         self.stores.check();
         self.check_objects();
+        self.check_cluster();
+        self.check_copying();
         for (at, store) in self.stores.iter().enumerate() {
             for slot in 0..store.pool.slots() {
                 let expected = reads.remove(&(at, slot)).unwrap_or(0);

@@ -10,6 +10,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::objects::messages::{ObjectEvent, ObjectRequest};
+use crate::objects::talk::Talk;
 use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, Owner, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
@@ -173,6 +174,8 @@ pub enum PeerMessage {
     FetchCancel { ticket: Ticket },
     /// Nothing of this fetch will be written any more.
     FetchEnded { ticket: Ticket },
+    /// About objects.
+    Objects(Talk),
 }
 
 /// From a daemon to the conductor.
@@ -201,6 +204,9 @@ pub enum DaemonOrder {
     Dump,
     /// Copy these blocks from a peer into this pool, while there is room without waiting.
     Replicate { order: u64, keys: Vec<BlockKey>, parent: BlockKey, position: u32, from: NodeAddress },
+    /// Who shares objects with this node, which may be among them: all that were told before and are not named are no
+    /// members any more.
+    Members { members: Vec<NodeAddress> },
 }
 
 /// Says in a session's first message what the dialling side wants to be.
@@ -219,6 +225,8 @@ pub enum Purpose {
     Engine { node: NodeAddress },
     /// The control connection of an rdma path, from that node and its life; numbered as lanes are.
     Rdma { node: NodeAddress, path: u64 },
+    /// A daemon that asks about names of objects, and nothing else.
+    Ask { node: NodeAddress },
     /// Whoever runs the daemon (unix socket only); see [`crate::admin`].
     Admin,
 }

@@ -592,7 +592,7 @@ fn a_drain_lets_what_is_held_end_and_takes_on_nothing_new() {
     grant(&client, 2, &[key(1), key(100)]).expect("room");
 
     let mut drain = |on, within_ms| match admin.ask(&AdminRequest::Drain { on, within_ms }).expect("answered") {
-        AdminReply::Drain { draining, held } => (draining, held),
+        AdminReply::Drain { draining, held, .. } => (draining, held),
         other => panic!("{other:?}"),
     };
     let (draining, held) = drain(true, 0);

@@ -265,6 +265,7 @@ fn held_text(held: &Held) -> String {
         (held.fetches, "fetch", "fetches"),
         (held.serving, "fetch by a peer", "fetches by peers"),
         (held.copies, "copy", "copies"),
+        (held.leaving, "object to leave", "objects to leave"),
         (held.quarantine, "slot in quarantine", "slots in quarantine"),
     ];
     let some: Vec<String> = counts
@@ -451,6 +452,7 @@ fn say_evicted(way: &Way, sum: Evicted) -> Result<(), Error> {
 struct DrainLine {
     draining: bool,
     held: Held,
+    moved: u64,
 }
 
 fn drain(way: &Way, within: Duration) -> Result<(), Error> {
@@ -460,14 +462,15 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let within_ms = left.min(PROGRESS).as_millis() as u64;
-        let (draining, held) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
-            AdminReply::Drain { draining, held } => (draining, held),
+        let (draining, held, moved) = match client.ask(&AdminRequest::Drain { on: true, within_ms })? {
+            AdminReply::Drain { draining, held, moved } => (draining, held, moved),
             other => return Err(another(&other)),
         };
-        let line = DrainLine { draining, held };
+        let line = DrainLine { draining, held, moved };
         let node = &client.node().node;
         if held.is_nothing() {
-            return way.print(&line, || format!("{node} is drained: nothing is held, nothing new is taken on\n"));
+            let gone = if moved == 0 { String::new() } else { format!("{moved} objects went to other nodes, ") };
+            return way.print(&line, || format!("{node} is drained: {gone}nothing is held, nothing new is taken on\n"));
         }
         if left.is_zero() {
             way.print(&line, || format!("{node} drains: {} held\n", held_text(&held)))?;
@@ -486,9 +489,9 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
 fn cancel(way: &Way) -> Result<(), Error> {
     let mut client = way.connect()?;
     match client.ask(&AdminRequest::Drain { on: false, within_ms: 0 })? {
-        AdminReply::Drain { draining, held } => {
+        AdminReply::Drain { draining, held, moved } => {
             let node = &client.node().node;
-            way.print(&DrainLine { draining, held }, || format!("{node} takes on work again\n"))
+            way.print(&DrainLine { draining, held, moved }, || format!("{node} takes on work again\n"))
         }
         other => Err(another(&other)),
     }

@@ -11,7 +11,7 @@ use transfer::error::Error;
 use transfer::keys::Key;
 
 /// All keys of the file.
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 14] = [
     "node",
     "dram_bytes",
     "listen",
@@ -19,6 +19,7 @@ const KEYS: [&str; 13] = [
     "transport",
     "socket",
     "conductor",
+    "peers",
     "secret_file",
     "tls",
     "http",
@@ -57,6 +58,9 @@ pub struct Flags {
     /// The conductor's endpoint for daemons
     #[arg(long, value_name = "HOST:PORT")]
     conductor: Option<String>,
+    /// The other daemons that share objects with this one; a conductor names them by itself
+    #[arg(long, value_name = "HOST:PORT,...", value_delimiter = ',')]
+    peers: Vec<String>,
     /// The cluster's secret: 64 hex digits or raw bytes, readable by its owner only
     #[arg(long, value_name = "FILE")]
     secret_file: Option<PathBuf>,
@@ -87,6 +91,8 @@ struct File {
     transport: Option<String>,
     socket: Option<PathBuf>,
     conductor: Option<String>,
+    #[serde(default)]
+    peers: Vec<String>,
     secret_file: Option<PathBuf>,
     #[serde(default)]
     tls: bool,
@@ -139,6 +145,7 @@ impl Flags {
             transport: transport.map_or(Ok(default.transport), str::parse)?,
             socket: self.socket.clone().or(file.socket),
             conductor: self.conductor.clone().or(file.conductor),
+            peers: if self.peers.is_empty() { file.peers } else { self.peers.clone() },
             session_key: secret.as_deref().map(read_session_key).transpose()?,
             tls: self.tls || file.tls,
             http: self.http.clone().or(file.http),
@@ -263,6 +270,7 @@ mod tests {
             transport = "tcp"
             socket = "/one/socket"
             conductor = "one:2"
+            peers = ["one:3", "one:4"]
             tls = true
             http = "127.0.0.1:1"
             ssd_dirs = ["/one", "/two"]
@@ -277,6 +285,7 @@ mod tests {
             transport: "tcp".parse().expect("a transport"),
             socket: Some("/one/socket".into()),
             conductor: Some("one:2".into()),
+            peers: vec!["one:3".into(), "one:4".into()],
             tls: true,
             http: Some("127.0.0.1:1".into()),
             ssd_dirs: vec!["/one".into(), "/two".into()],
@@ -287,7 +296,7 @@ mod tests {
         assert_eq!(format!("{config:?}"), format!("{expected:?}"));
 
         let wins = "--node n2 --dram-bytes 1MiB --listen 127.0.0.1:5 --advertise two:1 --transport shm --socket /s \
-                    --conductor two:2 --http 127.0.0.1:2 --ssd-dir /three --ssd-bytes 1GiB --drain-seconds 0";
+                    --conductor two:2 --peers two:3,two:4 --http 127.0.0.1:2 --ssd-dir /three --ssd-bytes 1GiB --drain-seconds 0";
         let wins: Vec<&str> = ["--config", file.text()].into_iter().chain(wins.split_whitespace()).collect();
         let config = flags(&wins).configure().expect("good");
         let expected = Config {
@@ -296,6 +305,7 @@ mod tests {
             transport: "shm".parse().expect("a transport"),
             socket: Some("/s".into()),
             conductor: Some("two:2".into()),
+            peers: vec!["two:3".into(), "two:4".into()],
             tls: true,
             http: Some("127.0.0.1:2".into()),
             ssd_dirs: vec!["/three".into()],

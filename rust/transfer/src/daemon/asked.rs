@@ -179,8 +179,9 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             if on {
                 await_quiet(&quiet, link, Duration::from_millis(within_ms).min(DRAIN_WAIT));
             }
-            let (draining, held) = shared.ask(PATIENCE, |actor| (actor.engine.is_draining(), actor.engine.held()))?;
-            AdminReply::Drain { draining, held }
+            let (draining, held, moved) = shared
+                .ask(PATIENCE, |actor| (actor.engine.is_draining(), actor.engine.held(), actor.engine.moved()))?;
+            AdminReply::Drain { draining, held, moved }
         }
     })
 }

@@ -32,10 +32,15 @@ impl Engine {
     /// the pool or try elsewhere. What is held is served to its end: commits, pushes and their staging, fetches, and
     /// also new fetches by peers, who may have nobody else to ask.
     pub fn drain(&mut self, on: bool) {
-        self.draining = on;
+        let was = std::mem::replace(&mut self.draining, on);
         if on {
             // Nobody is owed what was only hinted at; a stop would wait for it.
             self.hints.clear();
+            if !was {
+                self.begin_to_leave();
+            }
+        } else {
+            self.stop_leaving();
         }
     }
 
@@ -72,9 +77,15 @@ impl Engine {
             && self.serving.is_empty()
             && self.copies.is_empty()
             && self.objects.idle()
+            && self.cluster.is_quiet()
             && self.links.values().all(|link| link.waiting.is_empty())
             && self.nobody_flushes()
             && self.stores.iter().all(|store| store.pool.idle())
+    }
+
+    /// Objects that have gone to other nodes since this one began to drain.
+    pub fn moved(&self) -> u64 {
+        self.cluster.copying.left
     }
 
     /// What is held, awaited or under way.
@@ -90,6 +101,7 @@ impl Engine {
             fetches: (self.flights.len() + self.hints.len()) as u64,
             serving: self.serving.len() as u64,
             copies: (self.copies.len() + self.links.values().map(|link| link.waiting.len()).sum::<usize>()) as u64,
+            leaving: self.cluster.leaving() as u64,
             quarantine: self.stores.iter().map(|store| u64::from(store.pool.occupancy().quarantine)).sum(),
         }
     }

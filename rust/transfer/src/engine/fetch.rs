@@ -18,6 +18,7 @@ use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Kind, Medium, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
 use super::Engine;
+use super::copying::ENGINE;
 use super::stores::Store;
 
 /// A block in a store: what a flight brings. One flight has it at a time.
@@ -263,6 +264,8 @@ impl Engine {
             for (from, aim) in std::mem::take(&mut self.asks) {
                 let Some(flight) = self.flights.get(&aim).filter(|flight| flight.via == Via::Asked) else { continue };
                 let holder = match flight.want.who {
+                    // Copies of objects end together, or by themselves.
+                    Who::Holder { holder, .. } if holder.client == Some(ENGINE) => None,
                     Who::Holder { holder, .. } => Some(holder),
                     Who::Peer { .. } | Who::Cache => None,
                 };
@@ -449,6 +452,7 @@ impl Engine {
 
     fn tell_found(&mut self, holder: Holder, index: u32, slot: SlotRef, peer: bool, medium: Medium) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, true),
             Some(client) => {
                 let found = Ok(Found { slot, peer, medium });
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found });
@@ -461,6 +465,7 @@ impl Engine {
 
     fn tell_lost(&mut self, holder: Holder, index: u32, refusal: Refusal) {
         match holder.client {
+            Some(ENGINE) => self.copy_landed(holder, false),
             Some(client) => {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
             }

@@ -16,12 +16,14 @@ use std::sync::Arc;
 use crate::messages::{GrantMode, LocalEvent, Refusal};
 use crate::objects::catalog::Catalog;
 use crate::objects::classes::Class;
+use crate::objects::hints::Head;
 use crate::objects::messages::{At, BATCH_LIMIT, ObjectEvent, ObjectRequest, Reserved, Wanted, chained};
 use crate::pool::tier::Health;
 use crate::pool::{Change, Granting, Holder, Wish};
 use crate::types::{BlockKey, ClientId, Medium, Owner, Tag};
 
 use super::Engine;
+use super::copying::ENGINE;
 use bring::Brings;
 use ssd::Held;
 
@@ -32,10 +34,10 @@ pub const NAMESPACE: u64 = u64::from_le_bytes(*b"objects\0");
 
 /// A block that is being written, or waits for its head.
 #[derive(Clone, Copy, Debug)]
-struct Block {
-    key: BlockKey,
-    store: usize,
-    committed: bool,
+pub(super) struct Block {
+    pub key: BlockKey,
+    pub store: usize,
+    pub committed: bool,
 }
 
 /// What a client writes under one name.
@@ -67,7 +69,7 @@ pub(super) struct Objects {
     /// Blocks reserved or pinned by puts under way, by client and the client's number.
     puts: BTreeMap<ClientId, BTreeMap<u64, Put>>,
     /// Of objects of more than one block, by the head's key: the others' keys, in their order.
-    chunks: HashMap<BlockKey, Vec<BlockKey>>,
+    pub chunks: HashMap<BlockKey, Vec<BlockKey>>,
     /// And back.
     heads: HashMap<BlockKey, BlockKey>,
     /// Committed blocks whose heads are not: which client's put they are of.
@@ -106,6 +108,16 @@ impl Objects {
         blocks
     }
 
+    /// A block that is fetched for a copy.
+    pub fn begin_copied(&mut self, put: u64, index: u32, block: Block) {
+        self.puts.entry(ENGINE).or_default().entry(put).or_default().blocks.insert(index, block);
+    }
+
+    /// A block of a copy, or why there is none: one that was here has been lost.
+    pub fn is_broken(&self, put: u64) -> bool {
+        self.puts.get(&ENGINE).and_then(|puts| puts.get(&put)).is_some_and(|put| put.broken)
+    }
+
     /// True if nothing is under way.
     pub fn idle(&self) -> bool {
         self.puts.is_empty() && self.brings.idle()
@@ -119,7 +131,7 @@ impl Objects {
 }
 
 /// Unique among all tags of a pool: workers' incarnations are times, and clients are numbered from 1.
-fn holder(client: ClientId, put: u64, index: u32) -> Holder {
+pub(super) fn holder(client: ClientId, put: u64, index: u32) -> Holder {
     Holder { client: Some(client), tag: Tag { request: put, attempt: index, worker: client } }
 }
 
@@ -133,8 +145,7 @@ impl Engine {
         let event = match request {
             ObjectRequest::Reserve { ticket, mut wanted } => {
                 wanted.truncate(BATCH_LIMIT);
-                let blocks = wanted.into_iter().map(|wanted| self.reserve(client, wanted)).collect();
-                ObjectEvent::Reserved { ticket, blocks }
+                return self.object_reserve(client, ticket, wanted);
             }
             ObjectRequest::Commit { ticket, blocks } => {
                 let stored = blocks.into_iter().map(|(put, index)| self.commit_block(client, put, index)).collect();
@@ -144,9 +155,25 @@ impl Engine {
             ObjectRequest::Abandon { puts } => {
                 return puts.into_iter().for_each(|put| self.abandon(client, put));
             }
-            ObjectRequest::Remove { ticket, keys } => {
-                let removed = keys.iter().map(|key| self.remove_object(key)).collect();
-                ObjectEvent::Removed { ticket, removed }
+            ObjectRequest::Remove { ticket, mut keys } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.object_remove(client, ticket, keys);
+            }
+            ObjectRequest::Copies { ticket, mut keys, wanted } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.object_copies(client, ticket, keys, wanted);
+            }
+            ObjectRequest::Spread { mut keys, wanted } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.objects_spread(keys, wanted);
+            }
+            ObjectRequest::Come { mut keys } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.objects_expected(keys);
+            }
+            ObjectRequest::Contains { ticket, mut keys } => {
+                keys.truncate(BATCH_LIMIT);
+                return self.object_exists(client, ticket, &keys);
             }
             ObjectRequest::Damaged { blocks } => {
                 return blocks.into_iter().for_each(|block| self.damaged(block));
@@ -158,7 +185,6 @@ impl Engine {
             // These are answered from the catalog, by whoever has the client's connection.
             ObjectRequest::Pin { .. }
             | ObjectRequest::Release { .. }
-            | ObjectRequest::Contains { .. }
             | ObjectRequest::List { .. }
             | ObjectRequest::Arena { .. }
             | ObjectRequest::Stats { .. } => return,
@@ -168,6 +194,7 @@ impl Engine {
 
     /// The client's process is dead, or has let go.
     pub(super) fn object_client_gone(&mut self, client: ClientId) {
+        self.client_quests_gone(client);
         let puts = self.objects.puts.get(&client).into_iter().flat_map(BTreeMap::keys);
         for put in puts.copied().collect::<Vec<_>>() {
             self.abandon(client, put);
@@ -184,7 +211,7 @@ impl Engine {
         self.give_up_room();
     }
 
-    fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {
+    pub(super) fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {
         let Wanted { put, class, key, parent, index } = wanted;
         let Some(class) = Class::new(class) else { return Reserved::Refused(Refusal::Protocol) };
         if let Some(puts) = self.objects.puts.get(&client) {
@@ -260,16 +287,28 @@ impl Engine {
             return false;
         }
         if index > 0 {
-            let puts = self.objects.puts.get_mut(&client);
-            if let Some(block) = puts.and_then(|puts| puts.get_mut(&put)?.blocks.get_mut(&index)) {
-                block.committed = true;
-            }
-            self.objects.parts.insert(key, (client, put));
-            if self.holds_back() {
-                self.hold_back(key, store, holder);
-            }
+            self.part_committed(client, put, index);
             return true;
         }
+        self.claim_over(client, put, true);
+        self.keep_put(client, put, key);
+        true
+    }
+
+    /// A block behind the head of a put is here.
+    pub(super) fn part_committed(&mut self, client: ClientId, put: u64, index: u32) {
+        let puts = self.objects.puts.get_mut(&client);
+        let Some(block) = puts.and_then(|puts| puts.get_mut(&put)?.blocks.get_mut(&index)) else { return };
+        block.committed = true;
+        let Block { key, store, .. } = *block;
+        self.objects.parts.insert(key, (client, put));
+        if self.holds_back() {
+            self.hold_back(key, store, holder(client, put, index));
+        }
+    }
+
+    /// Ends a put whose head is readable: from now on its blocks hang together.
+    pub(super) fn keep_put(&mut self, client: ClientId, put: u64, key: BlockKey) {
         let Put { blocks, .. } = self.objects.take(client, put).unwrap_or_default();
         let chunks: Vec<BlockKey> = blocks.values().skip(1).map(|block| block.key).collect();
         if !chunks.is_empty() {
@@ -278,16 +317,16 @@ impl Engine {
             }
             self.objects.heads.extend(chunks.iter().map(|chunk| (*chunk, key)));
             self.objects.chunks.insert(key, chunks);
-            if self.holds_back() {
-                self.hold_back(key, store, holder);
+            if let Some(head) = blocks.get(&0).filter(|_| self.holds_back()) {
+                self.hold_back(key, head.store, holder(client, put, 0));
             }
         }
         self.end_put(client, put, &blocks);
-        true
     }
 
     /// Ends a put whose head was not committed.
-    fn abandon(&mut self, client: ClientId, put: u64) {
+    pub(super) fn abandon(&mut self, client: ClientId, put: u64) {
+        self.claim_over(client, put, false);
         let Some(Put { blocks, .. }) = self.objects.take(client, put) else { return };
         self.note_objects();
         for block in blocks.values().filter(|block| block.committed) {
@@ -310,7 +349,7 @@ impl Engine {
         }
     }
 
-    fn remove_object(&mut self, key: &BlockKey) -> bool {
+    pub(super) fn remove_object(&mut self, key: &BlockKey) -> bool {
         let is_head = self.objects.catalog.find(key).is_some_and(|entry| entry.head);
         let removed = is_head && self.forget_block(key);
         // Twice in one message: the second time it is gone.
@@ -346,16 +385,24 @@ impl Engine {
     /// Takes what has changed among objects into the catalog. What lost a part loses the rest.
     pub(super) fn note_objects(&mut self) {
         loop {
-            let mut left = Vec::new();
+            let (mut left, mut unwanted) = (Vec::new(), Vec::new());
             for store in self.stores.iter_mut().filter(|store| store.objects) {
                 let Some(class) = Class::of(store.layout()) else { continue };
                 for change in store.pool.take_changes() {
                     match change {
                         Change::Stored(place) => {
                             // One that was removed again within the same input has no slot; its removal follows.
-                            if let Some(slot) = store.pool.find(&place.key) {
-                                let at = (store.region, slot);
-                                self.objects.catalog.insert(place.key, class, place.position == 0, at);
+                            let Some(slot) = store.pool.find(&place.key) else { continue };
+                            let head = place.position == 0;
+                            if head && self.cluster.book().hints.was_removed(&place.key, &place.parent) {
+                                // It was on its way here when it was removed from all nodes.
+                                unwanted.push((store.region, slot));
+                                continue;
+                            }
+                            self.objects.catalog.insert(place.key, class, head, (store.region, slot));
+                            if head {
+                                let (key, value, class) = (place.key, place.parent, class.number());
+                                self.cluster.note(Head { key, value, class }, true);
                             }
                         }
                         Change::Removed(key) => {
@@ -369,8 +416,11 @@ impl Engine {
                 self.object_left(key);
             }
             let gone = mem::take(&mut self.objects.gone);
-            if gone.is_empty() {
+            if gone.is_empty() && unwanted.is_empty() {
                 return;
+            }
+            for block in unwanted {
+                self.unpublish(block);
             }
             for key in gone {
                 if let Some((client, put)) = self.objects.parts.remove(&key) {
@@ -392,7 +442,7 @@ impl Engine {
     }
 
     /// Drops a block from all media of this node. True if one had it.
-    fn forget_block(&mut self, key: &BlockKey) -> bool {
+    pub(super) fn forget_block(&mut self, key: &BlockKey) -> bool {
         let Some(entry) = self.objects.catalog.find(key) else { return false };
         self.let_leave(key);
         self.call_off(key);

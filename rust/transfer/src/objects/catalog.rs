@@ -15,12 +15,12 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use rustc_hash::FxHashMap;
 
 use super::classes::{Class, Trailer, tail};
-use super::messages::{At, Cursor, Listed, ObjectStats, Sighting};
+use super::messages::{At, Cursor, Listed, ObjectStats, Sighting, UNKNOWN};
 use crate::memory::{Arena, ReadHold};
 use crate::types::{BlockKey, Medium, RegionId, SlotRef};
 
@@ -125,6 +125,21 @@ pub struct Catalog {
     ssd_capacity: AtomicU64,
     hits: AtomicU64,
     misses: AtomicU64,
+    /// Other nodes may have what is not here.
+    elsewhere: AtomicBool,
+    /// Asks them, if somebody can.
+    look: OnceLock<Look>,
+}
+
+/// Asks other nodes whether these are anywhere; `None`: the engine is to be asked.
+type Ask = dyn Fn(&[BlockKey]) -> Option<Vec<bool>> + Send + Sync;
+
+struct Look(Box<Ask>);
+
+impl std::fmt::Debug for Look {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Look")
+    }
 }
 
 impl Catalog {
@@ -144,6 +159,8 @@ impl Catalog {
             ssd_capacity: AtomicU64::new(0),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
+            elsewhere: AtomicBool::new(false),
+            look: OnceLock::new(),
         })
     }
 
@@ -166,10 +183,15 @@ impl Catalog {
         let pinned: Vec<Sighting<Hold>> = keys.iter().map(pin).collect();
         drop(arenas);
         self.notice(pinned.iter().filter_map(Sighting::here).map(|hold| Notice { at: hold.at(), taken: true }));
+        let elsewhere = names && self.is_elsewhere();
         if names {
             let missing = pinned.iter().filter(|seen| matches!(seen, Sighting::Missing)).count() as u64;
             self.hits.fetch_add(keys.len() as u64 - missing, Relaxed);
             self.misses.fetch_add(missing, Relaxed);
+        }
+        if elsewhere {
+            let ask = |seen| if matches!(seen, Sighting::Missing) { Sighting::Behind { class: UNKNOWN } } else { seen };
+            return pinned.into_iter().map(ask).collect();
         }
         pinned
     }
@@ -182,6 +204,21 @@ impl Catalog {
     /// The best medium that has each.
     pub fn contains(&self, keys: &[BlockKey]) -> Vec<Option<Medium>> {
         keys.iter().map(|key| self.find(key).map(|entry| entry.medium())).collect()
+    }
+
+    /// True if other nodes may have what is not here.
+    pub fn is_elsewhere(&self) -> bool {
+        self.elsewhere.load(Relaxed)
+    }
+
+    /// Whether these, which are not here, are on other nodes; `None`: the engine is to be asked.
+    pub fn look_elsewhere(&self, keys: &[BlockKey]) -> Option<Vec<bool>> {
+        (self.look.get()?.0)(keys)
+    }
+
+    /// How other nodes are asked. Only the first counts.
+    pub fn set_look(&self, look: Box<Ask>) {
+        drop(self.look.set(Look(look)));
     }
 
     /// Some objects whose names begin so, from `from` on; and where to go on, if there may be more. In no order; one that
@@ -252,6 +289,11 @@ impl Catalog {
     }
 
     // -- for the engine ------------------------------------------------------------------------------------------------
+
+    /// Whether other nodes may have what is not here.
+    pub fn set_elsewhere(&self, elsewhere: bool) {
+        self.elsewhere.store(elsewhere, Relaxed);
+    }
 
     /// There are objects in this arena.
     pub fn add_arena(&self, region: RegionId, arena: Arc<Arena>) {

@@ -31,7 +31,7 @@ pub struct Wanted {
 }
 
 /// What a head has for a parent: how its value goes on. So whoever finds the blocks of many values, and cannot read them yet,
-/// knows which belong together: `first` is the key of the value's second block. All zero if there is none.
+/// knows which belong together: `first` is the key of the value's second block. All zero if there is none; see [`lone`].
 pub fn chain(blocks: u32, first: Option<&BlockKey>) -> BlockKey {
     let mut chain = BlockKey::default();
     if let Some(first) = first {
@@ -41,18 +41,30 @@ pub fn chain(blocks: u32, first: Option<&BlockKey>) -> BlockKey {
     chain
 }
 
+/// The same of a value of one block: what was drawn for its put. So two values of one name differ in what their heads have
+/// for a parent.
+pub fn lone(put: [u8; 12]) -> BlockKey {
+    let mut chain = BlockKey::default();
+    chain.0[..12].copy_from_slice(&put);
+    chain.0[12..].copy_from_slice(&1_u32.to_le_bytes());
+    chain
+}
+
 /// How many blocks a value has, by its head's [`chain`], and whether its second one may have this key.
 pub fn chained(chain: &BlockKey, second: &BlockKey) -> (u32, bool) {
     let [.., a, b, c, d] = chain.0;
     (u32::from_le_bytes([a, b, c, d]).max(1), chain.0[..12] == second.0[..12])
 }
 
+/// The class of what is not here, and may be on another node.
+pub const UNKNOWN: u8 = u8::MAX;
+
 /// Where a block was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Sighting<T> {
     /// In DRAM, and it is pinned there.
     Here(T),
-    /// Not in DRAM, but it can be brought there: `Bring`. Its class.
+    /// Not in DRAM, but it can be brought there: `Bring`. Its class; [`UNKNOWN`]: maybe another node has it.
     Behind { class: u8 },
     /// Nowhere.
     Missing,
@@ -126,7 +138,7 @@ pub struct ObjectStats {
 }
 
 /// From a client. The first kinds are answered by the thread that receives them, from the catalog; the others by the
-/// engine.
+/// engine, and so is `Contains` if something may be on other nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ObjectRequest {
     /// Pins those of these blocks that lie in DRAM. They have nothing to do with each other. `names`: they are heads, and
@@ -171,6 +183,19 @@ pub enum ObjectRequest {
         #[serde(with = "crate::packed")]
         keys: Vec<BlockKey>,
     },
+    /// The same as `Copies`, which will follow for these, among others. Not answered.
+    Spread {
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+        wanted: u32,
+    },
+    /// Heads of objects that other nodes may have, and that will be asked for soon: they may come already. Not answered.
+    Come {
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+    },
+    /// Sees to it that so many nodes have each of these, by the keys of their heads.
+    Copies { ticket: Ticket, keys: Vec<BlockKey>, wanted: u32 },
     /// What lies here is damaged, or its rest is missing: it is found no more. Not answered.
     Damaged { blocks: Vec<At> },
 }
@@ -243,10 +268,16 @@ pub enum ObjectEvent {
         ticket: Ticket,
         ok: bool,
     },
-    /// Per key: whether there was one.
+    /// Per key: whether there was one. `missing`: members that could not be told to forget theirs.
     Removed {
         ticket: Ticket,
         removed: Vec<bool>,
+        missing: Vec<String>,
+    },
+    /// Per key: how many nodes have it.
+    Copies {
+        ticket: Ticket,
+        copies: Vec<u32>,
     },
 }
 
@@ -266,7 +297,8 @@ impl ObjectEvent {
             | Self::Brought { ticket, .. }
             | Self::Room { ticket, .. }
             | Self::Flushed { ticket, .. }
-            | Self::Removed { ticket, .. } => *ticket,
+            | Self::Removed { ticket, .. }
+            | Self::Copies { ticket, .. } => *ticket,
         }
     }
 }

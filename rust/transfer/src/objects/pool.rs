@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::catalog::Catalog;
 use super::classes::{self, CHUNK, Class, NAME_LIMIT, Trailer, VALUE_LIMIT, tail};
 use super::messages::{
-    BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted, chain,
+    BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted, chain, lone,
 };
 use super::road::{Inside, Pinned, Road, Socket};
 use super::unused::LINGER;
@@ -28,14 +28,15 @@ use crate::mailbox::Mailbox;
 use crate::messages::Refusal;
 use crate::types::{BlockKey, ClientId, Medium};
 
-/// Bytes of slots that one client reserves at a time: enough that a round trip is little beside the copying, and little
-/// beside any pool.
-pub(super) const ROUND_BYTES: u64 = 32 << 20;
+/// Bytes of slots that one client reserves at a time, 32 of the largest: enough that a round trip is little beside the
+/// copying, and little beside any pool.
+pub(super) const ROUND_BYTES: u64 = 33 << 20;
 /// How often room is waited for in vain, or a block is brought that is evicted before it is pinned.
 pub(super) const TRIES: usize = 64;
+/// Bytes of values that are written before their copies begin: enough that a message is little beside them.
+const SPREAD_BYTES: usize = 4 << 20;
 /// How long a flush may take: what it waits for fails by itself far sooner, if it makes no headway.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(3600);
-const NO_KEY: BlockKey = BlockKey([0; 16]);
 
 /// A pool of objects. Use it from any thread.
 #[derive(Debug)]
@@ -43,6 +44,8 @@ pub struct Pool {
     pub(super) road: Road,
     key: Key,
     next_put: AtomicU64,
+    /// Drawn for this client: tells its puts from others'.
+    drawn: [u8; 8],
 }
 
 /// The value of an object.
@@ -120,7 +123,7 @@ impl Pool {
     /// # Errors
     /// Retry if nobody answers within `timeout`; give up if the key is refused.
     pub fn connect(socket: &Path, session_key: Key, object_key: Key, timeout: Duration) -> Result<Self, Error> {
-        Ok(Self::new(Road::Socket(Socket::connect(socket, session_key, timeout)?), object_key))
+        Self::new(Road::Socket(Socket::connect(socket, session_key, timeout)?), object_key)
     }
 
     /// Within the daemon's process; see there.
@@ -130,12 +133,20 @@ impl Pool {
         mailbox: Arc<Mailbox<ClientEvent>>,
         catalog: Arc<Catalog>,
         object_key: Key,
-    ) -> Self {
+    ) -> Result<Self, Error> {
         Self::new(Road::Inside(Inside::new(happenings, client, mailbox, catalog)), object_key)
     }
 
-    fn new(road: Road, key: Key) -> Self {
-        Self { road, key, next_put: AtomicU64::new(1) }
+    fn new(road: Road, key: Key) -> Result<Self, Error> {
+        Ok(Self { road, key, next_put: AtomicU64::new(1), drawn: random()? })
+    }
+
+    /// Another one for each put of each client: four thousand million puts of one later nobody has one of the old values.
+    fn drawn(&self, put: u64) -> [u8; 12] {
+        let mut drawn = [0; 12];
+        drawn[..8].copy_from_slice(&self.drawn);
+        drawn[8..].copy_from_slice(&put.to_le_bytes()[..4]);
+        drawn
     }
 
     fn key(&self, name: &[u8]) -> Result<BlockKey, Error> {
@@ -148,7 +159,7 @@ impl Pool {
         }
     }
 
-    fn keys(&self, names: &[&[u8]]) -> Result<Vec<BlockKey>, Error> {
+    pub(super) fn keys(&self, names: &[&[u8]]) -> Result<Vec<BlockKey>, Error> {
         names.iter().map(|name| self.key(name)).collect()
     }
 
@@ -159,6 +170,11 @@ impl Pool {
     /// # Errors
     /// Bug: an impossible name; then nothing is stored. Retry: the daemon is gone.
     pub fn put(&self, items: &[(&[u8], &[u8])]) -> Result<Vec<Result<bool, Error>>, Error> {
+        self.put_for(items, 1)
+    }
+
+    /// As `put`; and copies of what is there already begin to go to as many nodes while the rest is written.
+    pub(super) fn put_for(&self, items: &[(&[u8], &[u8])], copies: u32) -> Result<Vec<Result<bool, Error>>, Error> {
         let mut outcomes: Vec<Result<bool, Error>> = vec![Ok(false); items.len()];
         let mut small = VecDeque::new();
         let mut large = Vec::new();
@@ -170,7 +186,7 @@ impl Pool {
         let (mut waited, mut lingered) = (0, false);
         while !small.is_empty() {
             let round = next_round(&mut small);
-            let outcome = self.put_round(&round, &mut outcomes);
+            let outcome = self.put_round(&round, copies, &mut outcomes);
             if outcome.is_err() {
                 self.road.tell(ObjectRequest::Abandon { puts: round.iter().map(|item| item.put).collect() });
             }
@@ -205,16 +221,16 @@ impl Pool {
     }
 
     /// Values of a block each. Returns how many were stored.
-    fn put_round(&self, round: &[Item<'_>], outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
+    fn put_round(&self, round: &[Item<'_>], copies: u32, outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
         let wanted = round.iter().map(|item| Wanted {
             put: item.put,
             class: item.class.number(),
             key: item.key,
-            parent: NO_KEY,
+            parent: lone(self.drawn(item.put)),
             index: 0,
         });
         let reserved = self.reserve(wanted.collect())?;
-        let mut written = Vec::new();
+        let (mut written, mut bytes, mut stored) = (Vec::new(), 0, 0);
         for (item, reserved) in round.iter().zip(reserved) {
             match reserved {
                 Reserved::There => outcomes[item.at] = Ok(false),
@@ -224,9 +240,20 @@ impl Pool {
                     let arena = self.road.arena(region)?;
                     classes::write(&arena, slot, item.value, &trailer)?;
                     written.push(item);
+                    bytes += item.value.len();
                 }
             }
+            if copies > 1 && bytes >= SPREAD_BYTES {
+                let keys = written.iter().map(|item| item.key).collect();
+                stored += self.commit_round(&std::mem::take(&mut written), outcomes)?;
+                self.road.tell(ObjectRequest::Spread { keys, wanted: copies });
+                bytes = 0;
+            }
         }
+        Ok(stored + self.commit_round(&written, outcomes)?)
+    }
+
+    fn commit_round(&self, written: &[&Item<'_>], outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
         let stored = self.commit(written.iter().map(|item| (item.put, 0)).collect())?;
         for (item, stored) in written.iter().zip(&stored) {
             outcomes[item.at] = Ok(*stored);
@@ -339,7 +366,14 @@ impl Pool {
         let mut all = Vec::with_capacity(names.len());
         for keys in self.keys(names)?.chunks(BATCH_LIMIT) {
             match self.road.ask(|ticket| ObjectRequest::Remove { ticket, keys: keys.to_vec() })? {
-                ObjectEvent::Removed { removed, .. } => all.extend(removed),
+                ObjectEvent::Removed { removed, missing, .. } if missing.is_empty() => all.extend(removed),
+                ObjectEvent::Removed { missing, .. } => {
+                    return Err(Error::retry(format!(
+                        "removed here and elsewhere, but {} cannot be told: ask again when it is back, or take it out of the \
+                         list of members",
+                        missing.join(", ")
+                    )));
+                }
                 event => return Err(unexpected(&event)),
             }
         }

@@ -7,6 +7,7 @@ use rustc_hash::FxHashMap;
 use super::catalog::{Catalog, Hold, List};
 use super::messages::{BATCH_LIMIT, LIST_LIMIT, ObjectEvent, ObjectRequest};
 use crate::memory::Arena;
+use crate::types::{BlockKey, Medium};
 
 /// Pins that one client may have.
 const PIN_LIMIT: usize = 1 << 17;
@@ -85,7 +86,17 @@ pub fn read_only(catalog: &Arc<Catalog>, request: ObjectRequest) -> Result<Objec
     match request {
         ObjectRequest::Contains { ticket, mut keys } => {
             keys.truncate(BATCH_LIMIT);
-            Ok(ObjectEvent::Contained { ticket, found: catalog.contains(&keys) })
+            let mut found = catalog.contains(&keys);
+            if catalog.is_elsewhere() && found.contains(&None) {
+                let missing: Vec<BlockKey> =
+                    keys.iter().zip(&found).filter(|(_, medium)| medium.is_none()).map(|(key, _)| *key).collect();
+                let Some(there) = catalog.look_elsewhere(&missing) else {
+                    return Err(ObjectRequest::Contains { ticket, keys });
+                };
+                let missing = found.iter_mut().filter(|medium| medium.is_none());
+                missing.zip(there).for_each(|(medium, there)| *medium = there.then_some(Medium::Dram));
+            }
+            Ok(ObjectEvent::Contained { ticket, found })
         }
         ObjectRequest::List { ticket, prefix, from, limit } => {
             let List { objects, behind, next } = catalog.list(&prefix, from, limit.clamp(1, LIST_LIMIT) as usize);

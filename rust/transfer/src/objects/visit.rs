@@ -3,12 +3,15 @@
 use std::collections::VecDeque;
 
 use super::classes::{CHUNK, Class};
-use super::messages::{ObjectEvent, ObjectRequest, Sighting, Wanted};
+use super::messages::{ObjectEvent, ObjectRequest, Sighting, UNKNOWN, Wanted};
 use super::pool::{Pool, ROUND_BYTES, TRIES, unexpected};
 use super::road::Pinned;
 use crate::error::Error;
 use crate::messages::Refusal;
 use crate::types::BlockKey;
+
+/// Bytes that come from other nodes before they are looked at, while as much again and more follows.
+const ELSEWHERE_BYTES: u64 = 4 << 20;
 
 /// Blocks of a large value that are looked at together.
 pub(super) const WINDOW: usize = 16;
@@ -58,8 +61,16 @@ impl Pool {
         }
         // The last one of those that were looked at is let go of by now, unless the visitor keeps it.
         let mut waited = 0;
+        // How many of those in front were told to come already.
+        let mut coming = 0;
         while !behind.is_empty() {
+            coming = self.visit_come(&keys, &mut behind, coming, visitor)?;
+            coming = self.expect(&keys, &behind, coming);
             let window = next_window(&mut behind);
+            if window.is_empty() {
+                break;
+            }
+            coming = coming.saturating_sub(window.len());
             let mut full = false;
             let mut seen_some = false;
             let brought = self.bring(blocks, &window)?;
@@ -73,7 +84,7 @@ impl Pool {
                         visitor(at, Ok(pinned))?;
                         continue;
                     }
-                    Sighting::Behind { .. } if brought == Err(Refusal::Full) => {
+                    Sighting::Behind { .. } | Sighting::Missing if brought == Err(Refusal::Full) => {
                         full = true;
                         again.push((at, class, tries));
                         continue;
@@ -104,6 +115,43 @@ impl Pool {
         Ok(())
     }
 
+    /// Visits those of the blocks in front that have come by themselves. Returns how many have not.
+    fn visit_come(
+        &self,
+        keys: &[BlockKey],
+        behind: &mut VecDeque<(usize, u8, usize)>,
+        coming: usize,
+        visitor: Visitor<'_>,
+    ) -> Result<usize, Error> {
+        if coming == 0 {
+            return Ok(0);
+        }
+        let front: Vec<(usize, u8, usize)> = behind.drain(..behind.len().min(coming)).collect();
+        let names: Vec<BlockKey> = front.iter().map(|(at, ..)| keys[*at]).collect();
+        let mut rest = Vec::new();
+        for (block, seen) in front.into_iter().zip(self.road.pin(&names, false)?) {
+            match seen {
+                Sighting::Here(pinned) => visitor(block.0, Ok(pinned))?,
+                _ => rest.push(block),
+            }
+        }
+        let left = rest.len();
+        rest.into_iter().rev().for_each(|block| behind.push_front(block));
+        Ok(left)
+    }
+
+    /// Has what may be on other nodes come here, so much of it that what follows the next window comes while that is looked
+    /// at. `told`: how many in front were told to. Returns how many have been now.
+    fn expect(&self, keys: &[BlockKey], behind: &VecDeque<(usize, u8, usize)>, told: usize) -> usize {
+        let (ahead, window) = ((ROUND_BYTES / CHUNK) as usize, (ELSEWHERE_BYTES / CHUNK) as usize);
+        let next = behind.iter().take(ahead).take_while(|(_, class, _)| *class == UNKNOWN);
+        let names: Vec<BlockKey> = next.map(|(at, ..)| keys[*at]).collect();
+        if names.len() > told.max(window) {
+            self.road.tell(ObjectRequest::Come { keys: names[told..].to_vec() });
+        }
+        if names.len() > window { names.len() } else { told }
+    }
+
     /// Per block of the window: it is in DRAM, or why not.
     fn bring(&self, blocks: &[Part], window: &[(usize, u8, usize)]) -> Result<Vec<Result<(), Refusal>>, Error> {
         let wanted = window.iter().map(|(at, class, _)| {
@@ -132,7 +180,8 @@ fn next_window(behind: &mut VecDeque<(usize, u8, usize)>) -> Vec<(usize, u8, usi
     let (mut window, mut bytes) = (Vec::new(), 0);
     while let Some(&block) = behind.front() {
         let more = Class::new(block.1).map_or(CHUNK, |class| class.layout().block_bytes() as u64);
-        if !window.is_empty() && bytes + more > ROUND_BYTES {
+        let most = if block.1 == UNKNOWN { ELSEWHERE_BYTES } else { ROUND_BYTES };
+        if !window.is_empty() && bytes + more > most {
             break;
         }
         bytes += more;

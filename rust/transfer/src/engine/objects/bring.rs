@@ -69,6 +69,8 @@ pub(super) struct Brings {
     kept: BTreeMap<(u32, u32), Vec<Kept>>,
     /// Blocks on their way to the SSD that have left DRAM already: they are brought when they are there.
     late: BTreeMap<BlockKey, Vec<(u64, usize, Wanted)>>,
+    /// How many of each bring are looked for on other nodes.
+    elsewhere: BTreeMap<u64, usize>,
 }
 
 impl Brings {
@@ -89,10 +91,33 @@ impl Engine {
         // One more than there are: it does not end while it begins.
         let blocks = vec![Err(Refusal::Missing); wanted.len()];
         self.objects.brings.under_way.insert(bring, Bring { client, ticket, blocks, left });
+        let mut others = Vec::new();
         for (place, wanted) in wanted.into_iter().enumerate() {
-            self.bring_block(bring, place, wanted);
+            let elsewhere = wanted.index == 0 && self.objects.catalog.find(&wanted.key).is_none();
+            if elsewhere && self.objects.catalog.is_elsewhere() {
+                others.push((place, wanted));
+            } else {
+                self.bring_block(bring, place, wanted);
+            }
+        }
+        if !others.is_empty() {
+            self.objects.brings.elsewhere.insert(bring, others.len());
+            self.objects_come(client, bring, others);
         }
         self.bring_went_on(bring);
+    }
+
+    /// An object has come here from another node, or will not.
+    pub(in crate::engine) fn bring_came(&mut self, bring: u64, place: &(usize, Wanted), end: Result<(), Refusal>) {
+        let Some(left) = self.objects.brings.elsewhere.get_mut(&bring) else { return };
+        *left -= 1;
+        if *left == 0 {
+            self.objects.brings.elsewhere.remove(&bring);
+        }
+        match end {
+            Ok(()) => self.bring_block(bring, place.0, place.1),
+            Err(refusal) => self.bring_ended(bring, place.0, Err(refusal)),
+        }
     }
 
     fn bring_block(&mut self, bring: u64, place: usize, wanted: Wanted) {
@@ -127,7 +152,7 @@ impl Engine {
         self.want(at, origin.place, Want { who, tier: true, sources: origin.peers, refusal });
     }
 
-    /// Where a block may be had; `None`: nowhere. The one place that knows all sources of objects: so far this node's media.
+    /// Which of this node's media has a block; `None`: none. What others have is copied here as a whole before it is brought.
     fn origin(&self, wanted: &Wanted) -> Option<Origin> {
         let known = self.objects.catalog.find(&wanted.key)?;
         if known.dram.is_some() {
@@ -228,6 +253,7 @@ impl Engine {
         let theirs = brings.under_way.iter().filter(|(_, bring)| bring.client == client);
         let theirs: BTreeSet<u64> = theirs.map(|(number, _)| *number).collect();
         brings.under_way.retain(|number, _| !theirs.contains(number));
+        brings.elsewhere.retain(|number, _| !theirs.contains(number));
         let (slots, others) =
             std::mem::take(&mut brings.slots).into_iter().partition(|(_, slot)| theirs.contains(&slot.bring));
         let slots: BTreeMap<u64, Slot> = slots;
@@ -259,7 +285,8 @@ impl Engine {
         for (number, bring) in &brings.under_way {
             let late = brings.late.values().flatten().filter(|(of, ..)| of == number).count();
             let slots = brings.slots.values().filter(|slot| slot.bring == *number).count();
-            assert_eq!(bring.left, late + slots, "{bring:?} waits for nothing");
+            let elsewhere = brings.elsewhere.get(number).copied().unwrap_or(0);
+            assert_eq!(bring.left, late + slots + elsewhere, "{bring:?} waits for nothing");
         }
     }
 }

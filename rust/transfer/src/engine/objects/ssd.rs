@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::messages::{LocalEvent, Ticket};
 use crate::objects::classes::Class;
+use crate::objects::hints::Head;
 use crate::objects::messages::{ObjectEvent, chained};
 use crate::pool::Holder;
 use crate::pool::tier::{Fate, Health, Record};
@@ -176,7 +177,10 @@ impl Engine {
             entry = self.objects.catalog.left_ssd(key).unwrap_or(entry);
         }
         if entry.dram.is_none() && !entry.ssd && !self.is_being_written(key) {
-            self.objects.catalog.remove(key);
+            if self.objects.catalog.remove(key).is_some_and(|entry| entry.head) {
+                // Which value it was, does not matter.
+                self.cluster.note(Head { key: *key, value: *key, class: 0 }, false);
+            }
             self.objects.gone.push(*key);
             self.objects_removed(&[*key]);
         }

@@ -191,6 +191,13 @@ impl World {
         Some(result)
     }
 
+    /// A node takes on nothing new.
+    pub fn drain(&mut self, name: &str) {
+        if let Some(node) = self.nodes.get_mut(name) {
+            node.engine.drain(true);
+        }
+    }
+
     /// Lets virtual time pass until something has happened.
     pub fn step(&mut self) {
         let step = self.network.inner().step();
