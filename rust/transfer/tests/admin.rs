@@ -733,7 +733,7 @@ fn a_drain_waits_for_the_conductors_word_while_it_speaks() {
         assert!(!world.engine.moving().over, "it has not spoken yet");
         let moved = |blocks, left| Input::Order(DaemonOrder::Moved { blocks, left });
         world.outputs(moved(3, 7));
-        assert_eq!(world.engine.moving(), Moving { blocks: 3, left: 7, over: false });
+        assert_eq!(world.engine.moving(), Moving { blocks: 3, objects: 0, left: 7, over: false });
         world.now += 2 * second;
         world.outputs(moved(5, 5));
         world.now += 2 * second;
@@ -742,10 +742,10 @@ fn a_drain_waits_for_the_conductors_word_while_it_speaks() {
         if silent {
             world.now += 2 * second;
             world.outputs(Input::Tick);
-            assert_eq!(world.engine.moving(), Moving { blocks: 5, left: 5, over: true });
+            assert_eq!(world.engine.moving(), Moving { blocks: 5, objects: 0, left: 5, over: true });
         } else {
             world.outputs(moved(10, 0));
-            assert_eq!(world.engine.moving(), Moving { blocks: 10, left: 0, over: true });
+            assert_eq!(world.engine.moving(), Moving { blocks: 10, objects: 0, left: 0, over: true });
         }
         world.engine.drain(false);
         assert_eq!(says(world.outputs(Input::Tick)), Some(false));

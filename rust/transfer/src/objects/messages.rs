@@ -143,11 +143,20 @@ pub struct ObjectStats {
 pub enum ObjectRequest {
     /// Pins those of these blocks that lie in DRAM. They have nothing to do with each other. `names`: they are heads, and
     /// count as asked for.
-    Pin { ticket: Ticket, keys: Vec<BlockKey>, names: bool },
+    Pin {
+        ticket: Ticket,
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+        names: bool,
+    },
     /// Lets go of pins. Not answered.
     Release { pins: Vec<u64> },
     /// Which of these are here? Pins nothing.
-    Contains { ticket: Ticket, keys: Vec<BlockKey> },
+    Contains {
+        ticket: Ticket,
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+    },
     /// Names and sizes of objects, in no order.
     List { ticket: Ticket, prefix: Vec<u8>, from: Cursor, limit: u32 },
     /// The arena of this number.
@@ -169,11 +178,22 @@ pub enum ObjectRequest {
     /// Ends puts whose heads were not committed: nothing of them stays. Not answered.
     Abandon { puts: Vec<u64> },
     /// Forgets objects, by the keys of their heads. Who reads one reads on.
-    Remove { ticket: Ticket, keys: Vec<BlockKey> },
+    Remove {
+        ticket: Ticket,
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+    },
     /// The same as `Copies`, which will follow for these, among others. Not answered.
-    Spread { keys: Vec<BlockKey>, wanted: u32 },
+    Spread {
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+        wanted: u32,
+    },
     /// Heads of objects that other nodes may have, and that will be asked for soon: they may come already. Not answered.
-    Come { keys: Vec<BlockKey> },
+    Come {
+        #[serde(with = "crate::packed")]
+        keys: Vec<BlockKey>,
+    },
     /// Sees to it that so many nodes have each of these, by the keys of their heads.
     Copies { ticket: Ticket, keys: Vec<BlockKey>, wanted: u32 },
     /// What lies here is damaged, or its rest is missing: it is found no more. Not answered.

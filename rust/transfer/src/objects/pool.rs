@@ -17,6 +17,7 @@ use super::messages::{
     BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted, chain, lone,
 };
 use super::road::{Inside, Pinned, Road, Socket};
+use super::unused::LINGER;
 use super::visit::{Lack, Part, WINDOW};
 use crate::client::ClientEvent;
 use crate::daemon::Happening;
@@ -182,7 +183,7 @@ impl Pool {
             let item = Item { at, put, key, class: Class::fitting(value.len() as u64, name.len()), name, value };
             if value.len() as u64 <= CHUNK { small.push_back(item) } else { large.push(item) }
         }
-        let mut waited = 0;
+        let (mut waited, mut lingered) = (0, false);
         while !small.is_empty() {
             let round = next_round(&mut small);
             let outcome = self.put_round(&round, copies, &mut outcomes);
@@ -190,22 +191,31 @@ impl Pool {
                 self.road.tell(ObjectRequest::Abandon { puts: round.iter().map(|item| item.put).collect() });
             }
             // What found no room because of the others of its round may find it now: they may be evicted. So may what was
-            // alone, when something has been written to the SSD.
+            // alone, when something has been written to the SSD, or when others have told that they view it no more.
             let stored = outcome?;
             waited = if stored > 0 { 0 } else { waited + 1 };
             let full = round.iter().any(|item| is_full(&outcomes[item.at]));
-            let again = stored > 0 || full && waited <= TRIES && self.await_room()?;
+            let again = stored > 0
+                || full && waited <= TRIES && self.await_room()?
+                || full && !std::mem::replace(&mut lingered, true) && linger();
             for mut item in round.into_iter().rev().filter(|item| again && is_full(&outcomes[item.at])) {
                 item.put = self.next_put.fetch_add(1, Relaxed);
                 small.push_front(item);
             }
         }
-        for item in large {
-            let outcome = self.put_large(&item);
-            if !matches!(outcome, Ok(true)) {
-                self.road.tell(ObjectRequest::Abandon { puts: vec![item.put] });
+        for mut item in large {
+            loop {
+                let outcome = self.put_large(&item);
+                if !matches!(outcome, Ok(true)) {
+                    self.road.tell(ObjectRequest::Abandon { puts: vec![item.put] });
+                }
+                outcomes[item.at] = outcome;
+                if lingered || !is_full(&outcomes[item.at]) {
+                    break;
+                }
+                item.put = self.next_put.fetch_add(1, Relaxed);
+                lingered = linger();
             }
-            outcomes[item.at] = outcome;
         }
         Ok(outcomes)
     }
@@ -565,6 +575,12 @@ fn next_round<'a>(items: &mut VecDeque<Item<'a>>) -> Vec<Item<'a>> {
         round.push(item);
     }
     round
+}
+
+/// Waits for as long as others may take to tell that they have let go of views.
+fn linger() -> bool {
+    std::thread::sleep(2 * LINGER);
+    true
 }
 
 fn is_full(outcome: &Result<bool, Error>) -> bool {

@@ -6,7 +6,6 @@ use pyengine_transfer::messages::{DaemonOrder, GrantMode, LocalRequest};
 
 use crate::blocks::{Fill, Kind, LAYOUTS, Part, ROOT, Task, all_prompts, key, kinds, tenant};
 use crate::model::{MILLISECOND, Model};
-use crate::objects::Objects;
 
 impl Model {
     /// A node begins, or begins again: after a stop, a kill, or a loss of power.
@@ -34,7 +33,7 @@ impl Model {
         books.begin(next);
         self.done.add("kept", books.expected());
         self.order(node, DaemonOrder::Dump);
-        self.objects.insert(node.into(), Objects::default());
+        self.objects.entry(node.into()).or_default();
         // In any order; all are there from the start, so that what fits does not change.
         let mut all: Vec<Kind> = kinds().collect();
         let first = self.random.below(all.len() as u64) as usize;
@@ -45,6 +44,7 @@ impl Model {
 
     fn end_life(&mut self, node: &str) {
         self.handle_events();
+        self.sync_objects(node);
         let stops = self.random.permille(400);
         let all = stops && self.behind[node].keeps_all() && !self.sick.contains(node);
         if stops {
@@ -52,6 +52,8 @@ impl Model {
             self.take_reports();
         }
         let books = self.books.get_mut(node).expect("it was begun");
+        let objects = self.objects.get_mut(node).expect("each has some");
+        objects.end(&self.behind[node], all, books.is_spoiled());
         books.end(&self.behind[node], all);
         self.world.kill(node);
         self.take_reports();
@@ -110,9 +112,9 @@ impl Model {
             // The engine lets a second pass after a write that failed.
             self.world.run(1_500 * MILLISECOND);
             self.handle_events();
-            let (ticket, client) = (self.random.bits(), self.pick_client(node, None).expect("each node has some"));
+            let (ticket, client) = (self.tag().request, self.pick_client(node, None).expect("each node has some"));
             let before = self.flushed.len();
-            self.books.get_mut(node).expect("it lives").flush(ticket);
+            self.flush(node, ticket);
             self.world.request(node, client, LocalRequest::Flush { ticket });
             self.world.run(5_000 * MILLISECOND);
             self.handle_events();

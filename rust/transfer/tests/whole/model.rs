@@ -251,6 +251,13 @@ impl Model {
 
     // -- whoever runs a daemon ---------------------------------------------------------------------------------------
 
+    /// What is there now is to be durable.
+    pub fn flush(&mut self, node: &str, ticket: Ticket) {
+        self.sync_objects(node);
+        self.books.get_mut(node).expect("it lives").flush(ticket);
+        self.objects.get_mut(node).expect("each has some").flush(ticket);
+    }
+
     fn evict_some(&mut self, node: &str) {
         let keys: BTreeSet<BlockKey> = (0..1 + self.random.below(6)).filter_map(|_| self.some_key(node)).collect();
         self.evict(node, keys.into_iter().collect());
@@ -408,9 +415,9 @@ impl Model {
                 self.order(node, DaemonOrder::Replicate { order, keys, parent: ROOT, position: 0, from });
             }
             56..59 => {
-                let ticket = self.random.bits();
+                let ticket = self.tag().request;
                 self.take_reports();
-                self.books.get_mut(node).expect("it lives").flush(ticket);
+                self.flush(node, ticket);
                 self.world.request(node, client, LocalRequest::Flush { ticket });
             }
             59 => self.evict_some(node),

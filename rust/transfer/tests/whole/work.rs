@@ -17,6 +17,16 @@ impl Model {
                 let books = self.books.get_mut(node).expect("every node has some");
                 self.done.add("durable", books.flushed(node, ticket, ok));
                 self.flushed.push((ticket, ok));
+                if self.objects[node].has_asked(ticket) {
+                    self.sync_objects(node);
+                    let objects = self.objects.get_mut(node).expect("each has some");
+                    objects.flushed(ticket, ok, &self.behind[node]);
+                }
+            }
+            LocalEvent::Objects(event) => {
+                if self.objects[node].has(client) {
+                    self.brought(node, client, &event);
+                }
             }
             event if self.clients.contains(&(node.to_owned(), client)) => self.event(node, client, event),
             // It has died meanwhile.
