@@ -6,6 +6,7 @@ and the median of all rounds counts, so that a busy machine disturbs all of them
 local put: into a daemon in this process and into one in another, with checksums; against memcpy of the same bytes
 local get: 32 views of 1 MiB; through the daemon against a bare round trip of as many bytes over a unix socket
 exists:    the same, where nothing is pinned
+books:     `bench/pool_books.py`
 
 A bare round trip: this process sends a request's bytes to another, which sends an answer's bytes back; both in Python,
 one call to send and one to receive.
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import pool_books
 from bench.common import end_on_sigterm, line, median, note
 from pyengine import Pool
 
@@ -59,6 +61,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases that contain this, such as `local put`")
     arguments = parser.parse_args()
     end_on_sigterm()
+    pool_books.rows(arguments)
     turns, seconds = (3, QUICK_TURN) if arguments.quick else (7, TURN)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pyengine-bench-"))

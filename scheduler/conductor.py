@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .candidates import Refused, candidates
+from .clearing import Clearings
 from .cluster import Assigned, Cluster, Ints, View
 from .cost import F64, LINK_DELAY, LinkCost
 from .events import (
@@ -20,9 +21,11 @@ from .events import (
     BlockDump,
     BlockRemoved,
     BlockStored,
+    Cleared,
     DaemonGone,
     DaemonHeartbeat,
     DaemonHello,
+    DaemonReport,
     Event,
     FromGateway,
     FromWorker,
@@ -37,6 +40,7 @@ from .events import (
 from .feed import Feed
 from .messages import (
     DEAD_AFTER,
+    Clear,
     ClusterState,
     GatewayAlive,
     GatewayHello,
@@ -95,6 +99,7 @@ class Conductor:
         self.feed = Feed(self.index)
         self.links = LinkCost()
         self.replicator = Replicator(self.index)
+        self.clearings = Clearings()
         self._random = random.Random(seed)
         self._gateways: dict[str, _Gateway] = {}
         self._routes: OrderedDict[tuple[str, int], _Route] = OrderedDict()
@@ -144,9 +149,12 @@ class Conductor:
                 return []
             case Route():
                 return self._on_route(name, message, now)
+            case Clear():
+                return self.clearings.begin(name, message, self.cluster.daemons, now)
 
     def _forget_gateway(self, name: str) -> None:
         self._gateways.pop(name, None)
+        self.clearings.forget(name)
         for gateway, request in [key for key in self._routes if key[0] == name]:
             self._end(gateway, request)
 
@@ -203,20 +211,23 @@ class Conductor:
         silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
         for name in silent:
             self._forget_gateway(name)
-        return self._state(now) if lost or now - self._state_sent >= STATE_EVERY else []
+        late = self.clearings.tick(now)
+        return late + (self._state(now) if lost or now - self._state_sent >= STATE_EVERY else [])
 
     # -- daemons ---------------------------------------------------------------------------------------------------
 
     def _on_daemon(
         self,
-        report: DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone,
+        report: DaemonReport,
         now: float,
     ) -> list[Action]:
         node = report.node.node
         daemon = self.cluster.daemons.get(node)
         if isinstance(report, DaemonHello):
+            # It may not have got what was ordered on an earlier session.
+            late = self.clearings.on_gone(node)
             self.cluster.daemon(report.node)
-            return [OrderDump(node)] if self.feed.on_hello(report, now) else []
+            return late + ([OrderDump(node)] if self.feed.on_hello(report, now) else [])
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
         order = False
@@ -230,11 +241,14 @@ class Conductor:
                 order = self.feed.on_heartbeat(report, now)
             case Replicated():
                 self._on_replicated(report, now)
+            case Cleared():
+                return self.clearings.on_cleared(report)
             case DaemonGone():
                 self.cluster.daemon_lost(node)
                 self.feed.on_gone(node)
                 self.links.forget(node)
                 self.replicator.lost(node)
+                return self.clearings.on_gone(node)
         return [OrderDump(node)] if order else []
 
     def _on_replicated(self, report: Replicated, now: float) -> None:

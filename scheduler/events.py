@@ -104,12 +104,21 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class Cleared:
+    node: Node
+    order: int
+    dropped: int
+    held: int
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonGone:
     node: Node
 
 
 DaemonReport: TypeAlias = (
-    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone
+    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
 )
 Event: TypeAlias = FromGateway | FromWorker | GatewayLost | WorkerLost | Tick | DaemonReport
 
@@ -141,4 +150,14 @@ class OrderReplicate:
     source: Node
 
 
-Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate
+@dataclass(frozen=True, slots=True)
+class OrderClear:
+    """The node's daemon is to forget all blocks of a namespace or of a tenant, one of them."""
+
+    node: str
+    order: int
+    namespace: int | None
+    tenant: int | None
+
+
+Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderClear

@@ -22,6 +22,7 @@ from .events import (
     BlockDump,
     BlockRemoved,
     BlockStored,
+    Cleared,
     DaemonGone,
     DaemonHeartbeat,
     DaemonHello,
@@ -30,6 +31,7 @@ from .events import (
     FromGateway,
     FromWorker,
     GatewayLost,
+    OrderClear,
     OrderDump,
     OrderReplicate,
     Replicated,
@@ -39,6 +41,7 @@ from .events import (
 )
 from .links import bind
 from .messages import (
+    Clear,
     Codec,
     GatewayAlive,
     GatewayHello,
@@ -175,7 +178,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded():
+            case GatewayAlive() | Route() | RouteEnded() | Clear():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
@@ -200,6 +203,9 @@ class Service:
                     self._reports.order_replicate(
                         action.node, action.order, action.keys, action.parent, action.position, address
                     )
+                case OrderClear(node, order, namespace, tenant):
+                    logger.info("asking %s to clear %s", node, _whose(namespace, tenant))
+                    self._reports.order_clear(node, order, namespace, tenant)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
@@ -233,6 +239,10 @@ class Service:
                 self._on(GatewayLost(gateway))
 
 
+def _whose(namespace: int | None, tenant: int | None) -> str:
+    return f"tenant {tenant:016x}" if namespace is None else f"namespace {namespace:016x}"
+
+
 def _report(report: _native.DaemonReport) -> DaemonReport:
     """The same report as plain data."""
     node = Node(report.node.node, report.node.address, report.node.incarnation)
@@ -250,5 +260,7 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
             return DaemonHeartbeat(node, report.next_sequence, report.count, report.xor, report.counters)
         case _native.Replicated():
             return Replicated(node, report.order, report.stored, report.missing)
+        case _native.Cleared():
+            return Cleared(node, report.order, report.dropped, report.held, report.durable)
         case _native.DaemonGone():
             return DaemonGone(node)

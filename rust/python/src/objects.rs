@@ -8,6 +8,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use transfer::config::{open_key, session_key};
+use transfer::engine::Keeping;
 use transfer::error::Error;
 use transfer::objects::messages::Cursor;
 use transfer::objects::{self, Value};
@@ -15,6 +16,7 @@ use transfer::types::BlockKey;
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
+use crate::pool::{keep_time, keeping};
 use crate::values::{Living, forks, seconds};
 
 /// A key as its user gives it: text, which counts as UTF-8, or bytes.
@@ -100,6 +102,17 @@ impl ObjectPool {
     fn remove(&self, py: Python<'_>, keys: Vec<Name>) -> PyResult<Vec<bool>> {
         let names = names(&keys);
         self.with(py, |pool| pool.remove(&names))
+    }
+
+    fn pin(&self, py: Python<'_>, keys: Vec<Name>, ttl: f64, by: String) -> PyResult<Vec<&'static str>> {
+        let (names, ttl_ms) = (names(&keys), keep_time(ttl, &by)?);
+        Ok(self.with(py, |pool| pool.keep(&names, ttl_ms, &by))?.into_iter().map(keeping).collect())
+    }
+
+    fn unpin(&self, py: Python<'_>, keys: Vec<Name>, by: String) -> PyResult<Vec<bool>> {
+        let names = names(&keys);
+        let outcomes = self.with(py, |pool| pool.unkeep(&names, &by))?;
+        Ok(outcomes.into_iter().map(|outcome| outcome == Keeping::Done).collect())
     }
 
     /// Some (key, bytes), and where the list goes on.

@@ -19,9 +19,11 @@
 
 mod admin;
 mod behind;
+mod clear;
 mod copies;
 mod fetch;
 mod grants;
+pub mod keep;
 mod objects;
 mod push;
 mod replicate;
@@ -36,6 +38,7 @@ use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
 use crate::objects::classes::Class;
+use crate::pool::account::{Accounts, Quota};
 use crate::pool::policy::{self, Policy};
 use crate::pool::tier::Tier;
 use crate::pool::{Change, Holder, Remembered, Wish};
@@ -45,12 +48,15 @@ use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress,
 
 pub use admin::Stretch;
 pub use copies::Copied;
+pub use keep::{Keeping, Kept, Pins};
 pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
+use clear::Clearings;
 use copies::Job;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
+use keep::Keeps;
 use objects::Objects;
 use push::{Open, Opened};
 use replicate::{Hint, Replication};
@@ -127,6 +133,8 @@ pub struct Settings {
     pub dram_bytes: u64,
     /// Which block makes room for others.
     pub eviction: &'static Policy,
+    /// What owners may have. None: they are not told apart.
+    pub quotas: Vec<Quota>,
     /// Transports that may carry copies to peers: what counters show from the start.
     pub transports: Vec<Kind>,
     /// Grants that may wait for room; beyond: `Full`.
@@ -153,6 +161,7 @@ impl Settings {
         Self {
             dram_bytes,
             eviction: policy::DEFAULT,
+            quotas: Vec::new(),
             transports: vec![Kind::Tcp],
             waiting_grants: 4096,
             opens: 4096,
@@ -215,6 +224,8 @@ pub struct Engine {
     /// Blocks that will be prefetched.
     hints: VecDeque<Hint>,
     behind: Option<Behind>,
+    keeps: Keeps,
+    clearings: Clearings,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
     /// By order; each holds slots, or waits for a fetch.
     replications: BTreeMap<u64, Replication>,
@@ -234,7 +245,9 @@ impl Engine {
     /// An engine with no arena yet: clients' layouts make them.
     pub fn new(node: NodeAddress, settings: Settings) -> Self {
         let ended_opens = Remembered::new(settings.ended_tags);
-        let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
+        let mut stores =
+            Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
+        stores.tell_apart(Accounts::new(&settings.quotas));
         let objects = Objects::new(settings.dram_bytes);
         Self {
             node,
@@ -254,6 +267,8 @@ impl Engine {
             fetches: BTreeMap::new(),
             hints: VecDeque::new(),
             behind: None,
+            keeps: Keeps::default(),
+            clearings: Clearings::default(),
             serving: BTreeMap::new(),
             replications: BTreeMap::new(),
             copies: BTreeMap::new(),
@@ -306,6 +321,7 @@ impl Engine {
             Input::Order(DaemonOrder::Replicate { order, keys, parent, position, from }) => {
                 self.replicate(order, keys, parent, position, from);
             }
+            Input::Order(DaemonOrder::Clear { order, whose }) => self.clear(order, whose),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
@@ -343,6 +359,8 @@ impl Engine {
     pub fn counters(&self) -> Vec<(String, u64)> {
         let occupancy = self.stores.occupancy();
         let mut snapshot = Snapshot { stats: self.stats, occupancy, tier: self.tier_capacity(), ..Snapshot::default() };
+        (snapshot.kept, snapshot.keep_limit) = (self.kept(), self.keep_limit());
+        snapshot.blocked = self.stores.iter().map(|store| store.pool.blocked()).sum();
         for store in self.stores.iter() {
             let (tally, grants) = (store.pool.tally(), store.pool.grants());
             snapshot.tally.hits += tally.hits;
@@ -369,6 +387,10 @@ impl Engine {
                 return self.tell(client, LocalEvent::Counters { ticket, values });
             }
             LocalRequest::Flush { ticket } => return self.flush(client, ticket),
+            LocalRequest::Keep { ticket, keys, ttl_ms, by } => {
+                return self.keep_for(client, ticket, &keys, ttl_ms, &by);
+            }
+            LocalRequest::Unkeep { ticket, keys, by } => return self.unkeep_for(client, ticket, &keys, &by),
             LocalRequest::End { tag } => {
                 if let Some(known) = self.clients.get_mut(&client) {
                     known.tags.remove(&tag);
@@ -420,6 +442,8 @@ impl Engine {
             | LocalRequest::Counters { .. }
             | LocalRequest::Objects(_)
             | LocalRequest::Flush { .. }
+            | LocalRequest::Keep { .. }
+            | LocalRequest::Unkeep { .. }
             | LocalRequest::Prefetch { .. } => {}
         }
     }
@@ -599,6 +623,8 @@ impl Engine {
             self.fail_open(tag, Refusal::Deadline, true);
         }
         self.visits_late();
+        self.keeps_end();
+        self.clear_on();
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
@@ -688,6 +714,9 @@ impl Engine {
                 },
                 Change::Removed(key) => DaemonReport::Removed { sequence, key, medium: Medium::Dram },
             }));
+            if let Change::Removed(key) = change {
+                self.kept_is_gone(&key);
+            }
         }
     }
 
@@ -752,6 +781,7 @@ impl Engine {
         self.check_servings(jobs.iter().copied());
         self.check_fetches();
         self.check_tier();
+        self.check_keeps();
         self.stores.check();
         self.check_objects();
         for (at, store) in self.stores.iter().enumerate() {

@@ -14,6 +14,7 @@ use pyengine_transfer::memory::{Arena, slot_bytes};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
 };
+use pyengine_transfer::pool::account::Quota;
 use pyengine_transfer::pool::tier::Health;
 use pyengine_transfer::pool::twin::Shelf;
 use pyengine_transfer::transport::sim::{Faults, Random, World};
@@ -104,8 +105,8 @@ struct Model {
     clients: BTreeSet<(String, ClientId)>,
     /// Number of the layout of every client that ever was.
     layouts: BTreeMap<ClientId, usize>,
-    /// How much memory each node has, in blocks of the first layout.
-    sizes: BTreeMap<String, u64>,
+    /// How much memory each node has, in blocks of the first layout; and bytes that a tenant may have of it.
+    sizes: BTreeMap<String, (u64, u64)>,
     tasks: BTreeMap<(String, ClientId, Tag), Task>,
     /// Local tag of a pusher -> the tag that it pushes to.
     pushed_as: BTreeMap<Tag, Tag>,
@@ -155,8 +156,15 @@ impl Model {
         self.tasks.retain(|(at, ..), _| at != node);
         let slots = 10 + self.random.below(6);
         let bytes = 4096 + slots * slot_bytes(LAYOUTS[0]).expect("possible");
-        self.sizes.insert(node.into(), slots);
-        let settings = Settings { copies_in_flight: 3, ..Settings::new(bytes) };
+        let limit = bytes - self.random.below(3) * slot_bytes(LAYOUTS[0]).expect("possible");
+        // All here have one tenant: told apart not at all, by namespace, or with a limit for all of them.
+        let (quotas, limit) = match self.random.below(3) {
+            0 => (Vec::new(), bytes),
+            1 => (vec![Quota::default()], bytes),
+            _ => (vec![Quota { tenant: Some(0), dram_bytes: Some(limit), ..Quota::default() }], limit),
+        };
+        self.sizes.insert(node.into(), (slots, limit));
+        let settings = Settings { copies_in_flight: 3, quotas, ..Settings::new(bytes) };
         let large = self.random.permille(700);
         let (shelf, limit) =
             self.shelves.entry(node.into()).or_insert((Shelf::default(), if large { 1 << 20 } else { 2000 })).clone();
@@ -198,7 +206,7 @@ impl Model {
         self.next_client += 1;
         self.layouts.insert(client, number);
         let layout = LAYOUTS[number];
-        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout, namespace: 0 });
+        self.world.request(node, client, LocalRequest::Attach { ticket: client, layout, namespace: client % 2 });
         self.clients.insert((node.into(), client));
     }
 
@@ -448,7 +456,7 @@ impl Model {
                 }
                 assert_eq!(dumped, *keys, "{node} dumps other keys than it has reported");
             }
-            DaemonReport::Replicated { .. } | DaemonReport::Hello { .. } => {}
+            DaemonReport::Replicated { .. } | DaemonReport::Cleared { .. } | DaemonReport::Hello { .. } => {}
         }
     }
 
@@ -466,6 +474,7 @@ impl Model {
             LocalEvent::Attached { .. }
             | LocalEvent::Counters { .. }
             | LocalEvent::Flushed { .. }
+            | LocalEvent::Kept { .. }
             | LocalEvent::Objects(_) => return,
         };
         let place = (node.to_owned(), client, tag);
@@ -482,7 +491,8 @@ impl Model {
                 let total = (task.keys.len() + usize::from(task.private)) as u64;
                 // Less what is kept for the other layout, and one slot for staging.
                 let [own, other] = [layout, 1 - layout].map(|at| slot_bytes(LAYOUTS[at]).expect("possible"));
-                let most = (self.sizes[node] * slot_bytes(LAYOUTS[0]).expect("possible") - 2 * other) / own;
+                let (slots, limit) = self.sizes[node];
+                let most = (slots * slot_bytes(LAYOUTS[0]).expect("possible") - 2 * other).min(limit) / own;
                 assert!(refusal != Refusal::TooLarge || total + 1 > most, "{total} slots fit into {most}");
                 return self.end(node, client, tag);
             }
@@ -530,6 +540,7 @@ impl Model {
             LocalEvent::AttachRefused { .. }
             | LocalEvent::Counters { .. }
             | LocalEvent::Flushed { .. }
+            | LocalEvent::Kept { .. }
             | LocalEvent::Objects(_) => {}
         }
         self.tasks.insert(place, task);

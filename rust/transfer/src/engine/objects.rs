@@ -104,6 +104,12 @@ impl Engine {
                 let removed = keys.iter().map(|key| self.remove_object(key)).collect();
                 ObjectEvent::Removed { ticket, removed }
             }
+            ObjectRequest::Keep { ticket, keys, ttl_ms, by } => {
+                ObjectEvent::Kept { ticket, outcomes: self.keep_all(&keys, ttl_ms, &by) }
+            }
+            ObjectRequest::Unkeep { ticket, keys, by } => {
+                ObjectEvent::Kept { ticket, outcomes: self.unkeep_all(&keys, Some(&by)) }
+            }
             ObjectRequest::Damaged { blocks } => {
                 return blocks.into_iter().for_each(|block| self.damaged(block));
             }
@@ -282,6 +288,7 @@ impl Engine {
                 return;
             }
             for key in gone {
+                self.kept_is_gone(&key);
                 let head = self.objects.heads.remove(&key).unwrap_or(key);
                 // The head's key may have been put anew meanwhile; a chunk's never is.
                 if head != key {
@@ -299,6 +306,11 @@ impl Engine {
         if let Some(Entry { region, slot, .. }) = self.objects.catalog.find(key) {
             self.unpublish((region, slot));
         }
+    }
+
+    /// The blocks of an object behind its head.
+    pub(super) fn object_chunks(&self, head: &BlockKey) -> &[BlockKey] {
+        self.objects.chunks.get(head).map_or(&[], Vec::as_slice)
     }
 
     /// Where the blocks of an object lie. For tests.

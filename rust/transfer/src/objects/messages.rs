@@ -8,6 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::engine::Keeping;
 use crate::messages::{Refusal, Ticket};
 use crate::types::{BlockKey, Layout, Medium, RegionId, SlotRef};
 
@@ -81,27 +82,72 @@ pub struct ObjectStats {
 pub enum ObjectRequest {
     /// Pins those of these blocks that are here. They have nothing to do with each other. `names`: they are heads, and
     /// count as asked for.
-    Pin { ticket: Ticket, keys: Vec<BlockKey>, names: bool },
+    Pin {
+        ticket: Ticket,
+        keys: Vec<BlockKey>,
+        names: bool,
+    },
     /// Lets go of pins. Not answered.
-    Release { pins: Vec<u64> },
+    Release {
+        pins: Vec<u64>,
+    },
     /// Which of these are here? Pins nothing.
-    Contains { ticket: Ticket, keys: Vec<BlockKey> },
+    Contains {
+        ticket: Ticket,
+        keys: Vec<BlockKey>,
+    },
     /// Names and sizes of objects, in no order.
-    List { ticket: Ticket, prefix: Vec<u8>, from: Cursor, limit: u32 },
+    List {
+        ticket: Ticket,
+        prefix: Vec<u8>,
+        from: Cursor,
+        limit: u32,
+    },
     /// The arena of this number.
-    Arena { ticket: Ticket, region: RegionId },
+    Arena {
+        ticket: Ticket,
+        region: RegionId,
+    },
     /// How full it is.
-    Stats { ticket: Ticket },
+    Stats {
+        ticket: Ticket,
+    },
     /// Reserves blocks, each by itself: one that finds no room is in nobody's way.
-    Reserve { ticket: Ticket, wanted: Vec<Wanted> },
+    Reserve {
+        ticket: Ticket,
+        wanted: Vec<Wanted>,
+    },
     /// These blocks of these puts are written: (put, index). The head of a put comes last, and ends it.
-    Commit { ticket: Ticket, blocks: Vec<(u64, u32)> },
+    Commit {
+        ticket: Ticket,
+        blocks: Vec<(u64, u32)>,
+    },
     /// Ends puts whose heads were not committed: nothing of them stays. Not answered.
-    Abandon { puts: Vec<u64> },
+    Abandon {
+        puts: Vec<u64>,
+    },
     /// Forgets objects, by the keys of their heads. Who reads one reads on.
-    Remove { ticket: Ticket, keys: Vec<BlockKey> },
+    Remove {
+        ticket: Ticket,
+        keys: Vec<BlockKey>,
+    },
+    /// Keeps objects for so long, or in this name no more, as [`crate::messages::LocalRequest::Keep`] says, by the keys of
+    /// their heads.
+    Keep {
+        ticket: Ticket,
+        keys: Vec<BlockKey>,
+        ttl_ms: u64,
+        by: String,
+    },
+    Unkeep {
+        ticket: Ticket,
+        keys: Vec<BlockKey>,
+        by: String,
+    },
     /// What lies here is damaged, or its rest is missing: it is found no more. Not answered.
-    Damaged { blocks: Vec<At> },
+    Damaged {
+        blocks: Vec<At>,
+    },
 }
 
 /// To a client.
@@ -160,6 +206,11 @@ pub enum ObjectEvent {
         ticket: Ticket,
         removed: Vec<bool>,
     },
+    /// Answer to `Keep` and `Unkeep`, by key.
+    Kept {
+        ticket: Ticket,
+        outcomes: Vec<Keeping>,
+    },
 }
 
 impl ObjectEvent {
@@ -175,7 +226,8 @@ impl ObjectEvent {
             | Self::Stats { ticket, .. }
             | Self::Reserved { ticket, .. }
             | Self::Committed { ticket, .. }
-            | Self::Removed { ticket, .. } => *ticket,
+            | Self::Removed { ticket, .. }
+            | Self::Kept { ticket, .. } => *ticket,
         }
     }
 }
