@@ -109,7 +109,7 @@ enum Phase {
 struct Strips(Box<[u64]>);
 
 /// The pointer to them, aligned as numbers of 32 bits are: so a state with its lock takes 28 bytes and not 32.
-#[repr(packed(4))]
+#[repr(C, packed(4))]
 struct Packed(Option<Box<Strips>>);
 
 impl Packed {

@@ -178,7 +178,7 @@ fn one_owner_is_served_as_without_accounts() {
 fn the_node_overtakes_who_waits_with_a_few_slots() {
     let own = |number| Holder { client: None, tag: Tag { request: number, attempt: u32::MAX, worker: 1 } };
     let mut pool = Pool::new(NoMemory, 64, 4, 100, POLICIES[0].make(&Costs::default()));
-    let mut take = |pool: &mut Pool<NoMemory>, number: u64| {
+    let take = |pool: &mut Pool<NoMemory>, number: u64| {
         matches!(pool.grant_own(own(number), wish(0, 1000 + number, 1), &mut |_, _| {}), Granting::Held(_))
     };
     assert!(matches!(pool.grant(holder(1), wish(0, 1, 55), GrantMode::Wait), Granting::Held(_)));
@@ -253,7 +253,7 @@ fn bad_quotas() {
     refused(&[quota(1, None, SHARE_LIMIT + 1)], "1 to 1000");
     refused(&[quota(1, Some(0), 1)], "no memory at all");
     refused(&[quota(1, None, 1), quota(2, None, 1), quota(1, Some(5), 2)], "quotas 1 and 3 are for the same");
-    refused(&vec![Quota::default(); 2], "the same owners");
+    refused(&[Quota::default(); 2], "the same owners");
     let many: Vec<Quota> = (0..2000).map(|tenant| quota(tenant, None, 1)).collect();
     refused(&many, "at most");
     check_quotas(&[quota(1, Some(1), SHARE_LIMIT), Quota::default()]).expect("good ones");
@@ -333,7 +333,7 @@ impl Node {
     /// Takes the changes in; `for_whom`: room was made for him in this pool. The victims' owners had most for their shares.
     fn replay(&mut self, for_whom: Option<(usize, u64)>) {
         let mut victims: [Vec<u64>; 2] = Default::default();
-        for at in 0..2 {
+        for (at, victims) in victims.iter_mut().enumerate() {
             for change in self.pools[at].take_changes() {
                 match change {
                     Change::Stored(place) => {
@@ -341,7 +341,7 @@ impl Node {
                         // Removed again within the same step: nobody's.
                         assert_eq!(self.published[at].insert(place.key, owner), None);
                     }
-                    Change::Removed(key) => victims[at].extend(self.published[at].remove(&key)),
+                    Change::Removed(key) => victims.extend(self.published[at].remove(&key)),
                 }
             }
         }
