@@ -1,5 +1,5 @@
-"""Goal: a prefix that two nodes hold comes from both of them, and from the one alone when the other fails, though its part
-was to come from there. Method: real daemons and loops in one process; stripes as the conductor makes them.
+"""Goal: a prefix that two nodes hold comes from both of them, and from the one alone when the other fails, though its
+part was to come from there. Method: real daemons and loops in one process; stripes as the conductor makes them.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use transfer::config::{open_key, session_key};
+use transfer::engine::Keeping;
 use transfer::error::Error;
 use transfer::objects::messages::Cursor;
 use transfer::objects::{self, Value};
@@ -15,6 +16,7 @@ use transfer::types::BlockKey;
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
+use crate::pool::{keep_time, keeping};
 use crate::values::{Living, forks, seconds};
 
 /// A key as its user gives it: text, which counts as UTF-8, or bytes.
@@ -143,6 +145,17 @@ impl ObjectPool {
     fn replicate(&self, py: Python<'_>, keys: Names, copies: u32) -> PyResult<Vec<u32>> {
         let names = keys.all();
         self.with(py, |pool| pool.replicate(&names, copies))
+    }
+
+    fn pin(&self, py: Python<'_>, keys: Names, ttl: f64, by: String) -> PyResult<Vec<&'static str>> {
+        let (names, ttl_ms) = (keys.all(), keep_time(ttl, &by)?);
+        Ok(self.with(py, |pool| pool.keep(&names, ttl_ms, &by))?.into_iter().map(keeping).collect())
+    }
+
+    fn unpin(&self, py: Python<'_>, keys: Names, by: String) -> PyResult<Vec<bool>> {
+        let names = keys.all();
+        let outcomes = self.with(py, |pool| pool.unkeep(&names, &by))?;
+        Ok(outcomes.into_iter().map(|outcome| outcome == Keeping::Done).collect())
     }
 
     /// Some (key, bytes), and where the list goes on.

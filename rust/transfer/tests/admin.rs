@@ -719,11 +719,10 @@ fn a_drain_waits_for_the_conductors_word_while_it_speaks() {
     let mut world = World::new();
     let second = 1_000_000_000;
     let says = |outputs: Vec<Output>| {
-        let heartbeat = outputs.into_iter().find_map(|output| match output {
+        outputs.into_iter().find_map(|output| match output {
             Output::Report(DaemonReport::Heartbeat { draining, .. }) => Some(draining),
             _ => None,
-        });
-        heartbeat
+        })
     };
     assert_eq!(says(world.outputs(Input::Tick)), Some(false));
     assert_eq!(says(world.outputs(Input::Tick)), None, "one a second");

@@ -21,6 +21,7 @@ use super::unused::LINGER;
 use super::visit::{Lack, Part, WINDOW};
 use crate::client::ClientEvent;
 use crate::daemon::Happening;
+use crate::engine::Keeping;
 use crate::error::Error;
 use crate::keys::{Key, chunk_keys, object_key};
 use crate::link::random;
@@ -374,6 +375,37 @@ impl Pool {
                         missing.join(", ")
                     )));
                 }
+                event => return Err(unexpected(&event)),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Keeps values where they are for so long, whoever else needs room, in somebody's name (`engine/keep.rs`).
+    ///
+    /// # Errors
+    /// As `remove`.
+    pub fn keep(&self, names: &[&[u8]], ttl_ms: u64, by: &str) -> Result<Vec<Keeping>, Error> {
+        self.keeping(names, |ticket, keys| ObjectRequest::Keep { ticket, keys, ttl_ms, by: by.to_owned() })
+    }
+
+    /// Keeps them no more in this name.
+    ///
+    /// # Errors
+    /// As `remove`.
+    pub fn unkeep(&self, names: &[&[u8]], by: &str) -> Result<Vec<Keeping>, Error> {
+        self.keeping(names, |ticket, keys| ObjectRequest::Unkeep { ticket, keys, by: by.to_owned() })
+    }
+
+    fn keeping(
+        &self,
+        names: &[&[u8]],
+        request: impl Fn(u64, Vec<BlockKey>) -> ObjectRequest,
+    ) -> Result<Vec<Keeping>, Error> {
+        let mut all = Vec::with_capacity(names.len());
+        for keys in self.keys(names)?.chunks(BATCH_LIMIT) {
+            match self.road.ask(|ticket| request(ticket, keys.to_vec()))? {
+                ObjectEvent::Kept { outcomes, .. } => all.extend(outcomes),
                 event => return Err(unexpected(&event)),
             }
         }

@@ -125,7 +125,7 @@ impl Books {
                     self.dumped(node, dumped);
                 }
             }
-            DaemonReport::Replicated { .. } | DaemonReport::Hello { .. } => {}
+            DaemonReport::Replicated { .. } | DaemonReport::Cleared { .. } | DaemonReport::Hello { .. } => {}
         }
     }
 

@@ -3,8 +3,9 @@
 use pyengine_transfer::engine::Settings;
 use pyengine_transfer::memory::slot_bytes;
 use pyengine_transfer::messages::{DaemonOrder, GrantMode, LocalRequest};
+use pyengine_transfer::pool::account::Quota;
 
-use crate::blocks::{Fill, Kind, LAYOUTS, Part, ROOT, Task, all_prompts, key, kinds, tenant};
+use crate::blocks::{Fill, Kind, LAYOUTS, LIMITED, Part, ROOT, Task, all_prompts, key, kinds, tenant};
 use crate::model::{MILLISECOND, Model};
 
 impl Model {
@@ -22,7 +23,15 @@ impl Model {
         if self.books.contains_key(node) {
             self.end_life(node);
         }
-        let settings = Settings { copies_in_flight: 3, ..Settings::new(bytes) };
+        // Owners are told apart not at all, by namespace and tenant, or one has a limit.
+        let limit = bytes / 2 + self.random.below(bytes / 2);
+        let (quotas, limit) = match self.random.below(3) {
+            0 => (Vec::new(), None),
+            1 => (vec![Quota::default()], None),
+            _ => (vec![Quota { tenant: Some(LIMITED), dram_bytes: Some(limit), ..Quota::default() }], Some(limit)),
+        };
+        self.limits.insert(node.into(), limit);
+        let settings = Settings { copies_in_flight: 3, quotas, ..Settings::new(bytes) };
         let (behind, seed) = (self.behind.get_mut(node).expect("each has some"), self.random.bits());
         let address = self.world.start_behind(node, settings, |bell| behind.open(seed, bell));
         self.addresses.insert(node.into(), address);

@@ -54,6 +54,8 @@ pub struct Model {
     pub kinds: BTreeMap<ClientId, Kind>,
     /// How much memory each node has.
     pub memory: BTreeMap<String, u64>,
+    /// And how much of it the tenant [`LIMITED`] may have, if there is a limit for him.
+    pub limits: BTreeMap<String, Option<u64>>,
     pub tasks: BTreeMap<(String, ClientId, Tag), Task>,
     /// Local tag of a pusher -> the tag that it pushes to.
     pub pushed_as: BTreeMap<Tag, Tag>,
@@ -91,6 +93,7 @@ impl Model {
             clients: BTreeSet::new(),
             kinds: BTreeMap::new(),
             memory: BTreeMap::new(),
+            limits: BTreeMap::new(),
             tasks: BTreeMap::new(),
             pushed_as: BTreeMap::new(),
             next_request: 1,
