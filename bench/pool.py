@@ -9,6 +9,7 @@ exists:    the same, where nothing is pinned
 remote put, get, exists: the same between two nodes, see bench/pool_remote.py
 8 clients: eight processes put and get at once: the slow ones beside the usual one (bench/pool_clients.py)
 fetch from two holders: see bench/pool_spread.py
+books:     `bench/pool_books.py`
 
 A bare round trip: this process sends a request's bytes to another, which sends an answer's bytes back; both in Python,
 one call to send and one to receive.
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import pool_clients, pool_remote, pool_spread, pool_ssd
+from bench import pool_books, pool_clients, pool_remote, pool_spread, pool_ssd
 from bench.common import end_on_sigterm, line, median, note
 from pyengine import Pool
 
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases that contain this, such as `local put`")
     arguments = parser.parse_args()
     end_on_sigterm()
+    pool_books.rows(arguments)
     turns, seconds = (3, QUICK_TURN) if arguments.quick else (7, TURN)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pyengine-bench-"))

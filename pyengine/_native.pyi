@@ -196,6 +196,16 @@ class Flushed:
     def ok(self) -> bool: ...
 
 @final
+class Kept:
+    """Answer to `keep` and `unkeep`, per key: "done"; "coming" (it is being read from SSD, to be kept); "missing" (it
+    is not here, or was not kept in this name); "full" (all that may be kept is).
+    """
+
+    __match_args__ = ("outcomes",)
+    @property
+    def outcomes(self) -> list[str]: ...
+
+@final
 class Disconnected:
     """The daemon is gone. No other event follows; all tags have ended."""
 
@@ -204,7 +214,18 @@ class Disconnected:
     def reason(self) -> str: ...
 
 PoolEvent: TypeAlias = (
-    Granted | Located | Refused | Opened | Arrived | Complete | Fetched | Pushed | Counters | Flushed | Disconnected
+    Granted
+    | Located
+    | Refused
+    | Opened
+    | Arrived
+    | Complete
+    | Fetched
+    | Pushed
+    | Counters
+    | Flushed
+    | Kept
+    | Disconnected
 )
 
 @final
@@ -279,6 +300,15 @@ class PoolClient:
         """-> Counters."""
     def flush(self) -> None:
         """Writes all published blocks to this node's SSD and makes them durable; -> Flushed, in the order of calls."""
+    def keep(self, keys: _Bytes, ttl: float, by: str) -> None:
+        """Keeps blocks in this node's memory for `ttl` seconds (at most a day), whoever else needs room, and reads them
+        from its SSD if need be; -> Kept, in the order of calls.
+
+        They stay when this client has gone, and not when the daemon has. by: in whose name, 1 to 64 bytes; who keeps a
+        block again has a new time for it. At most half of the memory can be kept.
+        """
+    def unkeep(self, keys: _Bytes, by: str) -> None:
+        """Keeps them no more in this name; -> Kept."""
     def store(self, slot: int, generation: int, source: _Bytes, first_strip: int = 0) -> None:
         """Copies whole strips into a reserved slot and stores their checksums beside it.
 
@@ -368,6 +398,9 @@ class ObjectPool:
         """True if all that could be got when it was asked outlives the daemon's process."""
     def remove(self, keys: Sequence[_Key]) -> list[bool]: ...
     def replicate(self, keys: Sequence[_Key], copies: int) -> list[int]: ...
+    def pin(self, keys: Sequence[_Key], ttl: float, by: str) -> list[str]:
+        """Per key "done", "coming", "missing" or "full", as `Kept` says."""
+    def unpin(self, keys: Sequence[_Key], by: str) -> list[bool]: ...
     def list(
         self, prefix: _Key, cursor: tuple[int, bytes | None] | None, limit: int
     ) -> tuple[list[tuple[bytes, int]], tuple[int, bytes | None] | None]:
@@ -463,6 +496,22 @@ class Replicated:
     def missing(self) -> int: ...
 
 @final
+class Cleared:
+    """held: blocks that somebody uses, which stay. durable: what was on SSD is gone for good."""
+
+    __match_args__ = ("node", "order", "dropped", "held", "durable")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def order(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def durable(self) -> bool: ...
+
+@final
 class DaemonGone:
     """The session ended: disconnect, or 3 s of silence."""
 
@@ -471,7 +520,7 @@ class DaemonGone:
     def node(self) -> NodeAddress: ...
 
 DaemonReport: TypeAlias = (
-    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone
+    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
 )
 
 @final
@@ -489,6 +538,8 @@ class ReportEndpoint:
         self, node: str, order: int, keys: _Bytes, parent: _Bytes, position: int, source: NodeAddress
     ) -> None: ...
     def order_moved(self, node: str, blocks: int, left: int) -> None: ...
+    def order_clear(self, node: str, order: int, namespace: int | None, tenant: int | None) -> None:
+        """The node forgets all blocks of one of them, on every medium; -> Cleared."""
     def close(self) -> None: ...
 
 # The transfer engine. `pyengine.transfer` says what all of this means, and is what users use.

@@ -221,6 +221,28 @@ class Pool:
         """As `remove`, for each."""
         return self._native.remove(keys)
 
+    # -- kept for a time ----------------------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[Key], ttl: float, by: str | None = None) -> list[bool]:
+        """Keeps objects in memory for `ttl` seconds (at most a day), whoever needs room. Per key: whether there is one.
+
+        They stay pinned when this process ends, and not when the daemon does: pin them again then. by: in whose name,
+        which `transferd pins` shows; None: this process. Pinning again in one name sets a new time. `remove` removes
+        a pinned object all the same.
+        Raises RetryError if there is no room for some, as at most half of the memory can be pinned; the others are.
+        """
+        outcomes = self._native.pin(keys, ttl, by or _me())
+        if full := outcomes.count("full"):
+            raise _native.RetryError(
+                f"{full} of {len(keys)} objects could not be pinned: at most half of the memory can be, and nothing "
+                "while a daemon drains; unpin some, or look at `transferd pins`"
+            )
+        return [outcome != "missing" for outcome in outcomes]
+
+    def unpin(self, keys: Sequence[Key], by: str | None = None) -> list[bool]:
+        """Ends pins of this name before their time. Per key: whether there was one."""
+        return self._native.unpin(keys, by or _me())
+
     # -- all -------------------------------------------------------------------------------------------------------
 
     def list(self, prefix: Key = b"", limit: int | None = None) -> Iterator[Entry]:
@@ -364,6 +386,14 @@ class AsyncPool:
         """As `Pool.batch_remove`."""
         return await asyncio.to_thread(self._pool.batch_remove, keys)
 
+    async def pin(self, keys: Sequence[Key], ttl: float, by: str | None = None) -> list[bool]:
+        """As `Pool.pin`."""
+        return await asyncio.to_thread(self._pool.pin, keys, ttl, by)
+
+    async def unpin(self, keys: Sequence[Key], by: str | None = None) -> list[bool]:
+        """As `Pool.unpin`."""
+        return await asyncio.to_thread(self._pool.unpin, keys, by)
+
     async def stats(self) -> PoolStats:
         """As `Pool.stats`."""
         return await asyncio.to_thread(self._pool.stats)
@@ -391,6 +421,11 @@ class AsyncPool:
 
 #: Names of one part of a list: the most that the daemon gives at once.
 _PAGE = 1024
+
+
+def _me() -> str:
+    """This process, as a keeper of objects."""
+    return f"process {os.getpid()}"
 
 
 def _keys(secret_file: str | Path | None) -> tuple[bytes, bytes]:

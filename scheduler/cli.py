@@ -1,4 +1,5 @@
-"""`conductor`: the scheduler's command line. `serve` runs the global scheduler alone."""
+"""`conductor`: the scheduler's command line. `serve` runs the global scheduler alone; `clear` has it make all
+nodes forget a tenant's or a namespace's blocks."""
 
 from __future__ import annotations
 
@@ -6,21 +7,27 @@ import json
 import logging
 import os
 import signal
+import string
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import cyclopts
+import msgspec
+import zmq
 
 from pyengine import _native, env
 from pyengine.config import ConfigError
 from pyengine.secret import read_secret, secret_file
 
 from .conductor import Conductor
-from .links import LinkError
+from .links import LinkError, dial
+from .messages import HEARTBEAT_EVERY, Clear, ClearOutcome, Codec, ConductorToGateway, GatewayAlive, GatewayHello
 from .policies import UnknownName
 from .service import Service
+from .types import tenant_number
 
 #: Exit status by which a process says that to start it again the same way would not help.
 IMPOSSIBLE = 2
@@ -89,6 +96,103 @@ def serve(
     finally:
         service.close()
     return 0
+
+
+@app.command
+def clear(
+    *,
+    conductor: str,
+    tenant: str | None = None,
+    namespace: str | None = None,
+    secret: Annotated[Path | None, cyclopts.Parameter(name="--secret-file")] = None,
+    state_dir: Path | None = None,
+    timeout: float = 150.0,
+    json_: Annotated[bool, cyclopts.Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Forgets all blocks of a tenant or of a namespace, in memory and on SSD, on all nodes that are there.
+
+    Names the nodes that were away: what these have comes back with them, so ask again then. Ends with 1 if there were
+    any, if blocks are in use and stay, or if an SSD could not make it durable.
+
+    Parameters
+    ----------
+    conductor
+        Its ZeroMQ endpoint: ipc://PATH or tcp://HOST:PORT.
+    tenant
+        The `cache_salt` of the tenant's requests.
+    namespace
+        16 hex digits, as `transferd keys --json` shows them: all of a model whose weights have changed.
+    secret
+        The cluster secret; by default the one in the state directory.
+    state_dir
+        Where the cluster's secret is kept.
+    timeout
+        Seconds to wait.
+    json_
+        JSON instead of text.
+    """
+    try:
+        if (tenant is None) == (namespace is None):
+            raise ValueError("give --tenant or --namespace, one of them")
+        if tenant == "":
+            raise ValueError("--tenant is empty: that would be all who name no tenant; clear their namespace instead")
+        digest = None if namespace is None else _digest(namespace)
+        path = secret or secret_file(state_dir or env.read().state_dir)
+        key = _native.derive_key(read_secret(path), "session")
+        message = Clear(number=1, namespace=digest, tenant=None if tenant is None else tenant_number(tenant))
+        outcome = ask(conductor, key, message, timeout)
+    except (ConfigError, LinkError, ValueError, OSError) as error:
+        print(f"conductor clear: error: {error}", file=sys.stderr)
+        return IMPOSSIBLE
+    except TimeoutError as error:
+        print(f"conductor clear: {error}", file=sys.stderr)
+        return 1
+    if outcome.refused:
+        print(f"conductor clear: {outcome.refused}", file=sys.stderr)
+        return 1
+    if json_:
+        print(msgspec.json.encode(outcome).decode())
+    else:
+        for node in outcome.nodes:
+            lasting = "" if node.durable else "; its SSD could not make that durable: after a crash some may be back"
+            print(f"{node.node}: {node.dropped} dropped, {node.held} held and kept{lasting}")
+        for name in outcome.away:
+            print(f"{name}: away, what it has on SSD is not cleared: ask again when it is back")
+        if not outcome.nodes and not outcome.away:
+            print("the conductor knows no node yet")
+    well = outcome.nodes and not outcome.away and all(node.durable and not node.held for node in outcome.nodes)
+    return 0 if well else 1
+
+
+def _digest(text: str) -> int:
+    if not 0 < len(text) <= 16 or not all(digit in string.hexdigits for digit in text):
+        raise ValueError(f"--namespace {text!r} is none: write at most 16 hex digits, as `transferd keys --json` does")
+    return int(text, 16)
+
+
+def ask(conductor: str, session_key: bytes, message: Clear, timeout: float) -> ClearOutcome:
+    """Asks a conductor, as a gateway would. Raises TimeoutError, LinkError."""
+    name = f"conductor clear {os.getpid()}"
+    codec = Codec(ConductorToGateway)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = dial(context.socket(zmq.DEALER), conductor, session_key)
+    try:
+        socket.send(codec.encode([GatewayHello(gateway=name, incarnation=time.time_ns()), message]))
+        until = time.monotonic() + timeout
+        # It takes a gateway that says nothing for dead.
+        while (left := until - time.monotonic()) > 0:
+            if socket.poll(int(min(left, HEARTBEAT_EVERY) * 1000)):
+                for answer in codec.decode(socket.recv()):
+                    if isinstance(answer, ClearOutcome) and answer.number == message.number:
+                        return answer
+            else:
+                socket.send(codec.encode([GatewayAlive(gateway=name)]))
+    except zmq.ZMQError as error:
+        raise LinkError(f"{conductor}: {error.strerror}") from error
+    finally:
+        socket.close(linger=0)
+        context.term()
+    raise TimeoutError(f"no answer from {conductor} within {timeout:g} s: is the conductor there, with this secret?")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .candidates import Refused, candidates
+from .clearing import Clearings
 from .cluster import Assigned, Cluster, Ints, View
 from .cost import F64, LINK_DELAY, LinkCost
 from .draining import Drains
@@ -21,9 +22,11 @@ from .events import (
     BlockDump,
     BlockRemoved,
     BlockStored,
+    Cleared,
     DaemonGone,
     DaemonHeartbeat,
     DaemonHello,
+    DaemonReport,
     Event,
     FromGateway,
     FromWorker,
@@ -40,6 +43,7 @@ from .events import (
 from .feed import Feed
 from .messages import (
     DEAD_AFTER,
+    Clear,
     ClusterState,
     GatewayAlive,
     GatewayHello,
@@ -101,6 +105,7 @@ class Conductor:
         self.links = LinkCost()
         self.replicator = Replicator(self.index)
         self.draining = Drains(self.index, self.replicator)
+        self.clearings = Clearings()
         self._random = random.Random(seed)
         self._gateways: dict[str, _Gateway] = {}
         self._routes: OrderedDict[tuple[str, int], _Route] = OrderedDict()
@@ -151,9 +156,12 @@ class Conductor:
                 return []
             case Route():
                 return self._on_route(name, message, now)
+            case Clear():
+                return self.clearings.begin(name, message, self.cluster.daemons, now)
 
     def _forget_gateway(self, name: str) -> None:
         self._gateways.pop(name, None)
+        self.clearings.forget(name)
         for gateway, request in [key for key in self._routes if key[0] == name]:
             self._end(gateway, request)
 
@@ -211,13 +219,14 @@ class Conductor:
         silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
         for name in silent:
             self._forget_gateway(name)
-        return self._state(now) if lost or now - self._state_sent >= STATE_EVERY else []
+        late = self.clearings.tick(now)
+        return late + (self._state(now) if lost or now - self._state_sent >= STATE_EVERY else [])
 
     # -- daemons ---------------------------------------------------------------------------------------------------
 
     def _on_daemon(
         self,
-        report: DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone,
+        report: DaemonReport,
         now: float,
     ) -> list[Action]:
         node = report.node.node
@@ -225,9 +234,11 @@ class Conductor:
         if isinstance(report, DaemonHello):
             if daemon is not None and daemon.node.incarnation != report.node.incarnation:
                 self.draining.end(node)
+            # It may not have got what was ordered on an earlier session.
+            late = self.clearings.on_gone(node)
             self.cluster.daemon(report.node)
-            members = self._members()
-            return [*members, OrderDump(node)] if self.feed.on_hello(report, now) else members
+            actions = [*late, *self._members()]
+            return [*actions, OrderDump(node)] if self.feed.on_hello(report, now) else actions
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
         order, actions = False, list[Action]()
@@ -242,6 +253,8 @@ class Conductor:
                 actions = self._drain(report, now)
             case Replicated():
                 actions = self._on_replicated(report, now)
+            case Cleared():
+                return self.clearings.on_cleared(report)
             case DaemonGone():
                 self.cluster.daemon_lost(node)
                 self.feed.on_gone(node)
@@ -249,7 +262,7 @@ class Conductor:
                 self.replicator.lost(node)
                 self.draining.end(node)
                 moved = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
-                actions = [*self._members(), *moved]
+                actions = [*self.clearings.on_gone(node), *self._members(), *moved]
         return [*actions, OrderDump(node)] if order else actions
 
     def _members(self) -> list[Action]:
@@ -279,8 +292,11 @@ class Conductor:
                 actions = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
             else:
                 self.draining.end(node)
-        if not report.draining or not self.feed.synced(node):
+        if not report.draining:
             return actions
+        if not self.feed.synced(node):
+            # What it holds is not known yet: it is to wait.
+            return [*actions, TellMoved(node, 0, 1)]
         self.draining.begin(node, self.cluster.daemons, now)
         return [*actions, *self._move_on(node, now)]
 

@@ -108,12 +108,21 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class Cleared:
+    node: Node
+    order: int
+    dropped: int
+    held: int
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonGone:
     node: Node
 
 
 DaemonReport: TypeAlias = (
-    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | DaemonGone
+    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
 )
 Event: TypeAlias = FromGateway | FromWorker | GatewayLost | WorkerLost | Tick | DaemonReport
 
@@ -164,4 +173,14 @@ class OrderMembers:
     members: tuple[Node, ...]
 
 
-Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderMembers | TellMoved
+@dataclass(frozen=True, slots=True)
+class OrderClear:
+    """The node's daemon is to forget all blocks of a namespace or of a tenant, one of them."""
+
+    node: str
+    order: int
+    namespace: int | None
+    tenant: int | None
+
+
+Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderClear | OrderMembers | TellMoved

@@ -62,6 +62,17 @@ class RouteEnded(Message, frozen=True):
     attempt: int
 
 
+class Clear(Message, frozen=True):
+    """Forget all blocks of a namespace or of a tenant (in 64 bits, as pools know them) on all nodes; -> ClearOutcome.
+
+    Whoever has said a GatewayHello may ask: a gateway, or `conductor clear`.
+    """
+
+    number: int
+    namespace: int | None = None
+    tenant: int | None = None
+
+
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
@@ -78,6 +89,29 @@ class ClusterState(Message, frozen=True):
 
     workers: tuple[WorkerInfo, ...]
     counters: dict[str, float]
+
+
+class ClearedNode(msgspec.Struct, frozen=True):
+    """What one node has done. held: blocks that somebody uses, which stay until he lets go. durable: what was on SSD is
+    gone for good.
+    """
+
+    node: str
+    dropped: int
+    held: int
+    durable: bool
+
+
+class ClearOutcome(Message, frozen=True):
+    """Answer to a Clear. away: nodes that were not there, or went, or did not answer: what they have is not cleared.
+
+    refused: why nothing was done; empty: it was.
+    """
+
+    number: int
+    nodes: tuple[ClearedNode, ...]
+    away: tuple[str, ...]
+    refused: str = ""
 
 
 # -- worker -> conductor -------------------------------------------------------------------------------------------
@@ -227,10 +261,10 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | WorkerLeaving
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
-ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState
+ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome
 GatewayToWorker: TypeAlias = Work | Abort | GatewayPing
 WorkerToGateway: TypeAlias = PrefillReport | Tokens | Failed | WorkerPing
 
@@ -273,4 +307,4 @@ class Codec:
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
-__all__ += ["Codec", "LoadSample", "Namespace", "Note", "ProtocolError", "StepSample"]
+__all__ += ["ClearedNode", "Codec", "LoadSample", "Namespace", "Note", "ProtocolError", "StepSample"]

@@ -22,6 +22,7 @@ from .events import (
     BlockDump,
     BlockRemoved,
     BlockStored,
+    Cleared,
     DaemonGone,
     DaemonHeartbeat,
     DaemonHello,
@@ -30,6 +31,7 @@ from .events import (
     FromGateway,
     FromWorker,
     GatewayLost,
+    OrderClear,
     OrderDump,
     OrderMembers,
     OrderReplicate,
@@ -41,6 +43,7 @@ from .events import (
 )
 from .links import bind
 from .messages import (
+    Clear,
     Codec,
     GatewayAlive,
     GatewayHello,
@@ -177,7 +180,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded():
+            case GatewayAlive() | Route() | RouteEnded() | Clear():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
@@ -204,6 +207,9 @@ class Service:
                     )
                 case TellMoved(node, blocks, left):
                     self._reports.order_moved(node, blocks, left)
+                case OrderClear(node, order, namespace, tenant):
+                    logger.info("asking %s to clear %s", node, _whose(namespace, tenant))
+                    self._reports.order_clear(node, order, namespace, tenant)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
@@ -241,6 +247,10 @@ def _address(node: Node) -> _native.NodeAddress:
     return _native.NodeAddress(node.node, node.address, node.incarnation)
 
 
+def _whose(namespace: int | None, tenant: int | None) -> str:
+    return f"tenant {tenant:016x}" if namespace is None else f"namespace {namespace:016x}"
+
+
 def _report(report: _native.DaemonReport) -> DaemonReport:
     """The same report as plain data."""
     node = Node(report.node.node, report.node.address, report.node.incarnation)
@@ -260,5 +270,7 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
             )
         case _native.Replicated():
             return Replicated(node, report.order, report.stored, report.missing)
+        case _native.Cleared():
+            return Cleared(node, report.order, report.dropped, report.held, report.durable)
         case _native.DaemonGone():
             return DaemonGone(node)

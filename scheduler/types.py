@@ -220,3 +220,8 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True):
 def cacheable_blocks(prompt_tokens: int, block_tokens: int) -> int:
     """Most blocks a hit may cover: at least one token is computed (design, life of a request, 1)."""
     return max(prompt_tokens - 1, 0) // block_tokens
+
+
+def tenant_number(tenant: str) -> int:
+    """A tenant as pools know it; 0 for nobody in particular."""
+    return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=8).digest(), "little") if tenant else 0

@@ -42,6 +42,7 @@ from pyengine._native import (
     Flushed,
     GiveUpError,
     Granted,
+    Kept,
     Located,
     NodeAddress,
     Opened,
@@ -329,6 +330,25 @@ def test_flush_says_whether_what_is_published_is_durable(tmp_path: Path, client:
             assert ok
     assert daemon.counters()['pyengine_pool_blocks{node="s",tier="ssd",state="stored"}'] == 2
     daemon.stop()
+
+
+def test_what_is_kept_has_an_account(daemon: Daemon, client: PoolClient) -> None:
+    inbox = Inbox(client)
+    fill(inbox, Tag(1, 0, 1), keys_of(2))
+    client.end(Tag(1, 0, 1))
+    client.keep(keys_of(3), 60.0, "a test")
+    assert inbox.expect(Kept).outcomes == ["done", "done", "missing"]
+    assert daemon.counters()['pyengine_pool_kept_blocks{node="a"}'] == 2
+    client.unkeep(keys_of(1), "another test")
+    assert inbox.expect(Kept).outcomes == ["missing"]
+    client.unkeep(keys_of(2), "a test")
+    match inbox.expect(Kept):
+        case Kept(outcomes):
+            assert outcomes == ["done", "done"]
+    assert daemon.counters()['pyengine_pool_kept_blocks{node="a"}'] == 0
+    for ttl, by in ((0.0, "x"), (1e6, "x"), (1.0, "")):
+        with pytest.raises(GiveUpError):
+            client.keep(keys_of(1), ttl, by)
 
 
 # -- two nodes -----------------------------------------------------------------------------------------------------

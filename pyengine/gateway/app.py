@@ -186,7 +186,9 @@ class Exchange:
         """Checks all before the first starts. Raises ApiError, RequestError."""
         settings = [openai.sampling(request, len(ids), model.max_positions, model.room) for ids in prompts]
         for index, (ids, sampling) in enumerate(zip(prompts, settings, strict=True)):
-            generation = self._service.generate(model, ids, sampling, tokenizer, self._ready.set)
+            generation = self._service.generate(
+                model, ids, sampling, tokenizer, self._ready.set, tenant=request.cache_salt or ""
+            )
             self._generations.append(generation)
             self._open[index] = generation
 

@@ -25,6 +25,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 MAX_PROMPTS = 256
+#: Longest salt, in bytes: a name or a digest, not a document.
+MAX_SALT = 256
 #: Token ids of one request: beyond any model's context, and few enough to be looked at in a blink.
 MAX_PROMPT_IDS = 1 << 20
 
@@ -111,6 +113,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     n: int | None = None
     return_token_ids: bool | None = None
+    #: vLLM's name: KV is shared only among requests of one salt. So it names the tenant, by which quotas are counted.
+    cache_salt: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -236,6 +240,9 @@ def _check(request: _Common) -> None:
     """What types cannot say."""
     if request.n is not None and request.n != 1:
         raise ApiError(400, f"n: only 1 is supported by this version, not {request.n}; send n requests", param="n")
+    salt = request.cache_salt
+    if salt is not None and not 0 < len(salt.encode()) <= MAX_SALT:
+        raise ApiError(400, f"cache_salt: send 1 to {MAX_SALT} bytes, or leave it out", param="cache_salt")
     _at_least("max_tokens", request.max_tokens, 1)
     _at_least("top_k", request.top_k, -1)
     for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):

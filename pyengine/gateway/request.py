@@ -12,7 +12,6 @@ by the shell after each call.
 from __future__ import annotations
 
 import enum
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ import msgspec
 import numpy as np
 
 from pyengine.scheduler import messages
-from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, WorkerRef, cacheable_blocks
+from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, WorkerRef, cacheable_blocks, tenant_number
 
 #: Failed attempts in a row, without one new token, after which the client gets the error. With the back-off below they
 #: take about 5 s, the promised bound.
@@ -379,8 +378,3 @@ class Request:
         self.plan = None
         self._early.clear()
         return actions
-
-
-def tenant_number(tenant: str) -> int:
-    """A tenant as pools know it; 0 for nobody in particular."""
-    return int.from_bytes(hashlib.blake2b(tenant.encode(), digest_size=8).digest(), "little") if tenant else 0

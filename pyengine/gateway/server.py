@@ -27,8 +27,8 @@ class ClusterKeys:
     def __init__(self, hash_key: bytes) -> None:
         self._hash_key = hash_key
 
-    def root(self, namespace: bytes) -> bytes:
-        return _native.root_key(namespace, b"", b"", self._hash_key)
+    def root(self, namespace: bytes, salt: bytes = b"") -> bytes:
+        return _native.root_key(namespace, b"", salt, self._hash_key)
 
     def blocks(self, tokens: bytes, block_tokens: int, root: bytes) -> bytes:
         return _native.block_keys(tokens, block_tokens, root, self._hash_key)

@@ -50,8 +50,8 @@ MAX_MODELS = 256
 class Keys(Protocol):
     """Block keys of one cluster (the hash key is inside)."""
 
-    def root(self, namespace: bytes) -> bytes:
-        """key[-1] for a namespace digest, with no adapter and no tenant salt."""
+    def root(self, namespace: bytes, salt: bytes = b"") -> bytes:
+        """key[-1] for a namespace digest and a tenant's salt, with no adapter."""
         ...
 
     def blocks(self, tokens: bytes, block_tokens: int, root: bytes) -> bytes:
@@ -251,12 +251,16 @@ class Service:
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         wake: Callable[[], None],
+        tenant: str = "",
     ) -> Generation:
-        """Starts one sequence. Raises RequestError (busy) beyond `max_requests`."""
+        """Starts one sequence. Raises RequestError (busy) beyond `max_requests`.
+
+        tenant: its KV is shared with this tenant's only; "": with that of all who name none.
+        """
         if len(self._generations) >= self.config.max_requests:
             raise RequestError(ErrorKind.BUSY, f"this gateway holds {self.config.max_requests} requests already", 1.0)
         now = time.monotonic()
-        root = self._keys.root(model.namespace)
+        root = self._keys.root(model.namespace, tenant.encode())
         request = Request(
             secrets.randbits(63),
             prompt,
@@ -268,6 +272,7 @@ class Service:
             key_of=lambda tokens: self._keys.blocks(tokens, model.block_tokens, root),
             patience=self.config.patience,
             deadline=now + self.config.request_timeout,
+            tenant=tenant,
             slo=Slo(self.config.slo_ttft or None, self.config.slo_tbt or None),
         )
         generation = Generation(self, request, tokenizer, sampling.stop, wake)

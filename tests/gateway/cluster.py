@@ -64,8 +64,8 @@ ANSWER = "The capital of France is Paris."
 class HashKeys:
     """Block keys good enough for the gateway, which never looks into them."""
 
-    def root(self, namespace: bytes) -> bytes:
-        return hashlib.blake2b(namespace, digest_size=16).digest()
+    def root(self, namespace: bytes, salt: bytes = b"") -> bytes:
+        return hashlib.blake2b(namespace + salt, digest_size=16).digest()
 
     def blocks(self, tokens: bytes, block_tokens: int, root: bytes) -> bytes:
         keys = b""

@@ -19,7 +19,7 @@ import pytest
 from pyengine.gateway import links as gateway_links
 from pyengine.gateway.app import create_app
 from pyengine.scheduler.messages import Route, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Rejection, Role
+from pyengine.scheduler.types import FinishReason, Rejection, Role, tenant_number
 from tests.gateway.cluster import (
     ANSWER,
     Cluster,
@@ -103,6 +103,16 @@ async def test_whole_answer_and_usage(folder: Path, http: aiohttp.ClientSession)
         assert prefill.sampling.seed is not None
         assert prefill.sampling == decode.sampling
         await asyncio.wait_for(at.conductor.ended_one.wait(), PATIENCE)
+
+
+async def test_a_salt_is_a_tenant_with_keys_of_its_own(folder: Path, http: aiohttp.ClientSession) -> None:
+    async with cluster(folder, Role.BOTH) as at:
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}):
+            await read_stream(http, at, {**CHAT, "max_tokens": 2, **salt})
+        keys = [(route.tenant, route.keys) for route in at.conductor.routes]
+        assert [tenant for tenant, _ in keys] == ["", "a", "b", "a"]
+        assert len(set(keys)) == len({key for _, key in keys}) == 3
+        assert [work.tenant for work in at.workers["both-0"].work] == [tenant_number(name) for name, _ in keys]
 
 
 async def test_role_both_gets_one_work(folder: Path, http: aiohttp.ClientSession) -> None:

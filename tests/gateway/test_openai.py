@@ -65,6 +65,9 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         ({"min_p": 0.1}, "min_p"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "ü" * 129}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
         ({"stop": ["a"] * 99}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": 5}, "stop"),
@@ -121,7 +124,19 @@ def test_no_body_breaks_the_parser(body: bytes) -> None:
         max_leaves=5,
     ),
     st.sampled_from(
-        ["messages", "prompt", "stop", "seed", "max_tokens", "temperature", "stop_token_ids", "n", "tools", "top_k"]
+        [
+            "messages",
+            "prompt",
+            "stop",
+            "seed",
+            "max_tokens",
+            "temperature",
+            "stop_token_ids",
+            "n",
+            "tools",
+            "top_k",
+            "cache_salt",
+        ]
     ),
 )
 def test_no_value_breaks_the_parser(value: object, field: str) -> None:

@@ -19,10 +19,19 @@ from pyengine.gateway.request import (
     State,
     ToConductor,
     ToWorker,
-    tenant_number,
 )
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Rejected, Route, RouteEnded, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Medium, Node, Plan, Rejection, SamplingParams, Source, WorkerRef
+from pyengine.scheduler.types import (
+    FinishReason,
+    Medium,
+    Node,
+    Plan,
+    Rejection,
+    SamplingParams,
+    Source,
+    WorkerRef,
+    tenant_number,
+)
 
 NODE = Node("node-0", "127.0.0.1:1", 1)
 PROMPT = list(range(40))

@@ -202,6 +202,20 @@ def test_a_node_that_refuses_or_dies_is_replaced_and_a_hole_ends_its_chain() -> 
     assert finish(world, [second]) == (3 * PIECE, 0)
 
 
+def test_a_drain_begins_when_all_is_known_that_the_node_holds() -> None:
+    world = cluster(2)
+    keys = chain(*range(4))
+    world.store("node-0", keys)
+    use(world, keys)
+    pool = world.pools["node-0"]
+    # An event was lost: a dump is under way.
+    pool.store(chain(9)[0], bytes(16), 0)
+    assert told(drain(world, "node-0")) == (0, 1)
+    (dump,) = pool.dump()
+    assert not world.on(dump)
+    assert finish(world, drain(world, "node-0")) == (4, 0)
+
+
 def test_nodes_that_stop_together_do_not_wait_for_each_other() -> None:
     world = cluster(2)
     keys = chain(*range(4))

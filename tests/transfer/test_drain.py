@@ -129,10 +129,7 @@ def test_a_drained_node_has_handed_on_what_is_used(cluster: Cluster) -> None:
     plan = cluster.plan(0)
     assert plan.prefill.worker == "both-b" and plan.cached_blocks == LENGTH and not plan.sources
     again = cluster.daemons["a"].command("drain")
-    assert (
-        again.stdout
-        == f"a is drained: {4 * LENGTH} blocks and 0 objects moved, nothing is held, nothing new is taken on\n"
-    )
+    assert again.stdout == f"a is drained: {4 * LENGTH} blocks moved, nothing is held, nothing new is taken on\n"
     assert cluster.daemons["a"].command("drain", "--cancel").returncode == 0
     # Used once more, and taken in again.
     assert len(cluster.clients["a"].take(7)) == LENGTH

@@ -250,6 +250,29 @@ def test_a_full_pool_says_so(pool: Pool) -> None:
     assert pool.exists("large") and len(found(pool.get("large"))) == 8 * MIB
 
 
+def test_what_is_pinned_outlives_who_needs_room(home: Pool, pool: Pool) -> None:
+    big = os.urandom(3 * MIB)
+    assert pool.batch_put(["a", "big"], [b"x" * 1000, big]) == [True, True]
+    assert pool.pin(["a", "none", "big"], 3600.0) == [True, False, True]
+    assert home.pin(["a"], 3600.0, by="somebody else") == [True]
+    for number in range(64):
+        home.put(f"filler {number}", bytes(MIB))
+    assert bytes(found(pool.get("big"))) == big and pool.exists("a")
+    for number in range(14):
+        home.put(f"more {number}", bytes(MIB))
+    with pytest.raises(RetryError, match="at most half"):
+        pool.pin([f"more {number}" for number in range(14)], 1.0)
+    assert pool.unpin(["big", "a", "none"]) == [True, True, False]
+    pool.unpin([f"more {number}" for number in range(14)])
+    for number in range(64):
+        home.put(f"again {number}", bytes(MIB))
+    assert not pool.exists("big") and pool.exists("a"), "somebody else pins that one"
+    assert home.remove("a") and pool.unpin(["a"], by="somebody else") == [False]
+    for ttl, by in ((0.0, None), (-1.0, None), (86401.0, None), (float("nan"), None), (1.0, "x" * 65)):
+        with pytest.raises((GiveUpError, BugError)):
+            pool.pin(["a"], ttl, by)
+
+
 def test_a_daemon_that_cannot_be_reached(tmp_path: Path) -> None:
     with pytest.raises(RetryError, match="no daemon answers"):
         Pool.connect(tmp_path / "nowhere.sock", timeout=0.0)

@@ -30,12 +30,13 @@ mod _native {
     use super::objects::{ObjectPool, View};
     #[pymodule_export]
     use super::pool::{
-        Arrived, Complete, Counters, Disconnected, Fetched, Flushed, Granted, Located, Opened, PoolClient, Pushed,
-        Refused,
+        Arrived, Complete, Counters, Disconnected, Fetched, Flushed, Granted, Kept, Located, Opened, PoolClient,
+        Pushed, Refused,
     };
     #[pymodule_export]
     use super::report::{
-        BlockDump, BlockRemoved, BlockStored, DaemonGone, DaemonHeartbeat, DaemonHello, Replicated, ReportEndpoint,
+        BlockDump, BlockRemoved, BlockStored, Cleared, DaemonGone, DaemonHeartbeat, DaemonHello, Replicated,
+        ReportEndpoint,
     };
     #[pymodule_export]
     use super::transfer::{Copies, Endpoint, Notification, Peer, Region, RemoteRegion, Transfer, Watcher};
@@ -51,9 +52,10 @@ mod _native {
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;
         module.add("NOTIFICATION_LIMIT", ::transfer::messages::NOTIFICATION_LIMIT)?;
         module.add("EVICTION_POLICIES", pyo3::types::PyTuple::new(module.py(), super::model::policies())?)?;
-        let events = "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Flushed Disconnected";
+        let events =
+            "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Flushed Kept Disconnected";
         module.add("PoolEvent", union(module, events)?)?;
-        let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated DaemonGone";
+        let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated Cleared DaemonGone";
         module.add("DaemonReport", union(module, reports)?)?;
         // The stub is the list of names; a second one would have to be kept like it.
         module.delattr("__all__")

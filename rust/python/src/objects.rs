@@ -5,10 +5,11 @@ use std::os::raw::c_int;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pyo3::exceptions::PyBufferError;
+use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use transfer::config::{open_key, session_key};
+use transfer::engine::Keeping;
 use transfer::error::Error;
 use transfer::objects::messages::{Cursor, ObjectStats};
 use transfer::objects::{self, Value};
@@ -16,6 +17,7 @@ use transfer::types::{BlockKey, Medium};
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
+use crate::pool::{keep_time, keeping};
 use crate::values::{Living, forks, seconds};
 
 /// A key as its user gives it: text, which counts as UTF-8, or bytes.
@@ -25,13 +27,49 @@ impl<'py> FromPyObject<'_, 'py> for Name {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(text) = object.cast::<PyString>() {
-            return Ok(Self(text.to_str()?.as_bytes().to_vec()));
+        Ok(Self(name_bytes(&object)?.to_vec()))
+    }
+}
+
+fn name_bytes<'a>(object: &'a Bound<'_, PyAny>) -> PyResult<&'a [u8]> {
+    if let Ok(text) = object.cast::<PyString>() {
+        return Ok(text.to_str()?.as_bytes());
+    }
+    match object.cast::<PyBytes>() {
+        Ok(bytes) => Ok(bytes.as_bytes()),
+        Err(_) => Err(bug(format!("a key is str or bytes, not {}", object.get_type().name()?))),
+    }
+}
+
+/// Several of them, in one piece of memory.
+pub struct Names {
+    bytes: Vec<u8>,
+    ends: Vec<usize>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Names {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if object.is_instance_of::<PyString>() || object.is_instance_of::<PyBytes>() {
+            return Err(PyTypeError::new_err("one key, where a list of keys is wanted"));
         }
-        match object.cast::<PyBytes>() {
-            Ok(bytes) => Ok(Self(bytes.as_bytes().to_vec())),
-            Err(_) => Err(bug(format!("a key is str or bytes, not {}", object.get_type().name()?))),
+        let count = object.len()?;
+        let (mut bytes, mut ends) = (Vec::with_capacity(32 * count), Vec::with_capacity(count));
+        for object in object.try_iter()? {
+            let object = object?;
+            bytes.extend_from_slice(name_bytes(&object)?);
+            ends.push(bytes.len());
         }
+        Ok(Self { bytes, ends })
+    }
+}
+
+impl Names {
+    fn all(&self) -> Vec<&[u8]> {
+        let mut begin = 0;
+        let name = |end: &usize| &self.bytes[std::mem::replace(&mut begin, *end)..*end];
+        self.ends.iter().map(name).collect()
     }
 }
 
@@ -73,35 +111,36 @@ impl ObjectPool {
     }
 
     #[pyo3(signature = (keys, values, copies = 1))]
-    fn put(&self, py: Python<'_>, keys: Vec<Name>, values: Vec<Readable>, copies: u32) -> PyResult<Vec<bool>> {
-        same(keys.len(), values.len())?;
-        let items: Vec<_> = keys.iter().zip(&values).map(|(key, value)| (&key.0[..], value.bytes())).collect();
+    fn put(&self, py: Python<'_>, keys: Names, values: Vec<Readable>, copies: u32) -> PyResult<Vec<bool>> {
+        let names = keys.all();
+        same(names.len(), values.len())?;
+        let items: Vec<_> = names.into_iter().zip(&values).map(|(name, value)| (name, value.bytes())).collect();
         let outcomes = self.with(py, |pool| pool.put_copies(&items, copies))?;
         outcomes.into_iter().collect::<Result<_, _>>().map_err(exception)
     }
 
-    fn get(&self, py: Python<'_>, keys: Vec<Name>) -> PyResult<Vec<Option<View>>> {
-        let names = names(&keys);
+    fn get(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<Option<View>>> {
+        let names = keys.all();
         let values = self.with(py, |pool| pool.get(&names))?;
         Ok(values.into_iter().map(|value| value.map(View::new)).collect())
     }
 
-    fn get_into(&self, py: Python<'_>, keys: Vec<Name>, mut buffers: Vec<Writable>) -> PyResult<Vec<Option<usize>>> {
-        same(keys.len(), buffers.len())?;
-        let names = keys.iter().map(|key| &key.0[..]);
-        let mut items: Vec<_> = names.zip(buffers.iter_mut().map(Writable::bytes)).collect();
+    fn get_into(&self, py: Python<'_>, keys: Names, mut buffers: Vec<Writable>) -> PyResult<Vec<Option<usize>>> {
+        let names = keys.all();
+        same(names.len(), buffers.len())?;
+        let mut items: Vec<_> = names.into_iter().zip(buffers.iter_mut().map(Writable::bytes)).collect();
         apart(&items)?;
         self.with(py, |pool| pool.get_into(&mut items))
     }
 
-    fn exists(&self, py: Python<'_>, keys: Vec<Name>) -> PyResult<Vec<bool>> {
-        let names = names(&keys);
+    fn exists(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<bool>> {
+        let names = keys.all();
         self.with(py, |pool| pool.exists(&names))
     }
 
     /// Per key: "dram", "ssd" or None.
-    fn media(&self, py: Python<'_>, keys: Vec<Name>) -> PyResult<Vec<Option<&'static str>>> {
-        let names = names(&keys);
+    fn media(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<Option<&'static str>>> {
+        let names = keys.all();
         let media = self.with(py, |pool| pool.media(&names))?;
         Ok(media.into_iter().map(|medium| medium.map(Medium::name)).collect())
     }
@@ -111,14 +150,25 @@ impl ObjectPool {
         self.with(py, objects::Pool::flush)
     }
 
-    fn remove(&self, py: Python<'_>, keys: Vec<Name>) -> PyResult<Vec<bool>> {
-        let names = names(&keys);
+    fn remove(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<bool>> {
+        let names = keys.all();
         self.with(py, |pool| pool.remove(&names))
     }
 
-    fn replicate(&self, py: Python<'_>, keys: Vec<Name>, copies: u32) -> PyResult<Vec<u32>> {
-        let names = names(&keys);
+    fn replicate(&self, py: Python<'_>, keys: Names, copies: u32) -> PyResult<Vec<u32>> {
+        let names = keys.all();
         self.with(py, |pool| pool.replicate(&names, copies))
+    }
+
+    fn pin(&self, py: Python<'_>, keys: Names, ttl: f64, by: String) -> PyResult<Vec<&'static str>> {
+        let (names, ttl_ms) = (keys.all(), keep_time(ttl, &by)?);
+        Ok(self.with(py, |pool| pool.keep(&names, ttl_ms, &by))?.into_iter().map(keeping).collect())
+    }
+
+    fn unpin(&self, py: Python<'_>, keys: Names, by: String) -> PyResult<Vec<bool>> {
+        let names = keys.all();
+        let outcomes = self.with(py, |pool| pool.unkeep(&names, &by))?;
+        Ok(outcomes.into_iter().map(|outcome| outcome == Keeping::Done).collect())
     }
 
     /// Some (key, bytes), and where the list goes on.
@@ -162,10 +212,6 @@ impl ObjectPool {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.0.close(py)
     }
-}
-
-fn names(keys: &[Name]) -> Vec<&[u8]> {
-    keys.iter().map(|key| &key.0[..]).collect()
 }
 
 fn same(keys: usize, others: usize) -> PyResult<()> {

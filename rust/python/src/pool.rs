@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use transfer::client::{self, ClientEvent};
 use transfer::config::{open_key, session_key};
+use transfer::engine::{Keeping, keep};
 use transfer::messages::{Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest};
 use transfer::types::{BlockKey, Layout, Medium, SlotRef};
 
@@ -79,6 +80,10 @@ event!(
 event!(
     /// Answer to `flush`.
     Flushed { ok: bool }
+);
+event!(
+    /// Answer to `keep` and `unkeep`: per key "done", "coming", "missing" or "full".
+    Kept { outcomes: Vec<&'static str> }
 );
 event!(
     /// The daemon is gone.
@@ -244,6 +249,15 @@ impl PoolClient {
         self.request(py, LocalRequest::Flush { ticket: 0 })
     }
 
+    fn keep(&self, py: Python<'_>, keys: Readable, ttl: f64, by: String) -> PyResult<()> {
+        let (keys, ttl_ms) = (keys.keys()?, keep_time(ttl, &by)?);
+        self.request(py, LocalRequest::Keep { ticket: 0, keys, ttl_ms, by })
+    }
+
+    fn unkeep(&self, py: Python<'_>, keys: Readable, by: String) -> PyResult<()> {
+        self.request(py, LocalRequest::Unkeep { ticket: 0, keys: keys.keys()?, by })
+    }
+
     #[pyo3(signature = (slot, generation, source, first_strip = 0))]
     fn store(&self, py: Python<'_>, slot: u32, generation: u32, source: Readable, first_strip: u32) -> PyResult<()> {
         let bytes = source.bytes();
@@ -260,6 +274,20 @@ impl PoolClient {
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.living.close(py)
+    }
+}
+
+/// For how long blocks are kept, in milliseconds, and the name that is said is one.
+pub fn keep_time(ttl: f64, by: &str) -> PyResult<u64> {
+    keep::time(seconds(ttl)?, by).map_err(exception)
+}
+
+pub fn keeping(outcome: Keeping) -> &'static str {
+    match outcome {
+        Keeping::Done => "done",
+        Keeping::Coming => "coming",
+        Keeping::Missing => "missing",
+        Keeping::Full => "full",
     }
 }
 
@@ -323,6 +351,10 @@ fn convert<'py>(py: Python<'py>, event: ClientEvent) -> PyResult<Option<Bound<'p
             }
             LocalEvent::Counters { values, .. } => {
                 Bound::new(py, Counters { values: counters(py, values)?.unbind() })?.into_any()
+            }
+            LocalEvent::Kept { outcomes, .. } => {
+                let outcomes = outcomes.into_iter().map(keeping).collect();
+                Bound::new(py, Kept { outcomes })?.into_any()
             }
             LocalEvent::Flushed { ok, .. } => Bound::new(py, Flushed { ok })?.into_any(),
         },

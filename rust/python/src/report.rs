@@ -7,11 +7,12 @@ use pyo3::types::{PyBytes, PyDict, PyList};
 use transfer::config::session_key;
 use transfer::incarnation::new_incarnation;
 use transfer::messages::{DaemonOrder, DaemonReport};
+use transfer::pool::tier::Whose;
 use transfer::report::{self, EndpointEvent};
 use transfer::types::BlockKey;
 
 use crate::buffers::Readable;
-use crate::errors::exception;
+use crate::errors::{bug, exception};
 use crate::pool::event;
 use crate::values::{Living, NodeAddress, counters};
 
@@ -45,6 +46,10 @@ event!(
 event!(
     /// How an ordered replication went.
     Replicated { node: NodeAddress, order: u64, stored: u32, missing: u32 }
+);
+event!(
+    /// An ordered clearing is done.
+    Cleared { node: NodeAddress, order: u64, dropped: u64, held: u64, durable: bool }
 );
 event!(
     /// The session ended.
@@ -115,6 +120,23 @@ impl ReportEndpoint {
         self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
     }
 
+    fn order_clear(
+        &self,
+        py: Python<'_>,
+        node: String,
+        order: u64,
+        namespace: Option<u64>,
+        tenant: Option<u64>,
+    ) -> PyResult<()> {
+        let whose = match (namespace, tenant) {
+            (Some(namespace), None) => Whose::Namespace(namespace),
+            (None, Some(tenant)) => Whose::Tenant(tenant),
+            _ => return Err(bug("say which namespace or which tenant is to be cleared, one of them")),
+        };
+        let order = DaemonOrder::Clear { order, whose };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.living.close(py)
     }
@@ -153,6 +175,9 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                 }
                 DaemonReport::Replicated { order, stored, missing } => {
                     Bound::new(py, Replicated { node: from, order, stored, missing })?.into_any()
+                }
+                DaemonReport::Cleared { order, dropped, held, durable } => {
+                    Bound::new(py, Cleared { node: from, order, dropped, held, durable })?.into_any()
                 }
             }
         }

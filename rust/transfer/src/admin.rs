@@ -11,6 +11,7 @@ mod client;
 
 use serde::{Deserialize, Serialize};
 
+use crate::engine::{Keeping, Kept};
 use crate::error::Error;
 use crate::pool::tier::Whose;
 use crate::types::{BlockKey, Incarnation, Medium, Owner};
@@ -35,6 +36,14 @@ pub enum AdminRequest {
     Evict { keys: Vec<BlockKey> },
     /// Drops the next stretch of blocks that nobody holds; of one owner, or of all.
     EvictAll { from: Cursor, whose: Option<Whose> },
+    /// Keeps these blocks in memory for so long, in somebody's name.
+    Keep { keys: Vec<BlockKey>, ttl_ms: u64, by: String },
+    /// Keeps them no more in this name, or in any.
+    Unkeep { keys: Vec<BlockKey>, by: Option<String> },
+    /// Who keeps what?
+    Pins,
+    /// What do owners have, and what may they have?
+    Accounts,
     /// Takes on nothing new (or again), and answers when nothing is held, at the latest after so long.
     Drain { on: bool, within_ms: u64 },
 }
@@ -59,6 +68,12 @@ pub enum AdminReply {
         evicted: Evicted,
         next: Option<Cursor>,
     },
+    /// By key.
+    Kept {
+        outcomes: Vec<Keeping>,
+    },
+    Pins(Kept),
+    Accounts(Vec<AccountStatus>),
     Drain {
         draining: bool,
         held: Held,
@@ -197,6 +212,19 @@ pub struct PeerStatus {
     pub connected: bool,
     /// Copies to it that are under way or wait.
     pub copies: u64,
+}
+
+/// What owners have, and may have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AccountStatus {
+    /// None in either: of all; in both: of all whom nothing else names.
+    pub namespace: Option<u64>,
+    pub tenant: Option<u64>,
+    pub share: u32,
+    pub dram_bytes: u64,
+    pub dram_limit: Option<u64>,
+    pub ssd_bytes: u64,
+    pub ssd_limit: Option<u64>,
 }
 
 /// What is held, awaited or under way.

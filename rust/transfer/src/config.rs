@@ -9,6 +9,7 @@ use crate::error::Error;
 use crate::keys::{Key, derive_key};
 use crate::memory::available_memory;
 use crate::mover::Via;
+use crate::pool::account::{Quota, check_quotas};
 use crate::types::Kind;
 
 /// Longest path of a unix socket: `sun_path` less its final zero.
@@ -64,6 +65,8 @@ pub struct Config {
     pub ssd_bytes: u64,
     /// How long a stop on a signal waits until nothing is held.
     pub drain_seconds: u64,
+    /// What owners may have. None: they are not told apart.
+    pub quotas: Vec<Quota>,
 }
 
 impl fmt::Debug for Config {
@@ -84,6 +87,7 @@ impl fmt::Debug for Config {
             ssd_dirs,
             ssd_bytes,
             drain_seconds,
+            quotas,
         } = self;
         f.debug_struct("Config")
             .field("node", node)
@@ -100,6 +104,7 @@ impl fmt::Debug for Config {
             .field("ssd_dirs", ssd_dirs)
             .field("ssd_bytes", ssd_bytes)
             .field("drain_seconds", drain_seconds)
+            .field("quotas", quotas)
             .finish()
     }
 }
@@ -122,6 +127,7 @@ impl Config {
             ssd_dirs: Vec::new(),
             ssd_bytes: 0,
             drain_seconds: DRAIN_SECONDS,
+            quotas: Vec::new(),
         }
     }
 
@@ -190,6 +196,13 @@ impl Config {
             return Err(Error::give_up(format!(
                 "drain_seconds is {}, and at most a day ({DRAIN_LIMIT}) can be waited: lower it",
                 self.drain_seconds
+            )));
+        }
+        check_quotas(&self.quotas)?;
+        if let Some(quota) = self.quotas.iter().find(|quota| quota.ssd_bytes.is_some() && self.ssd_dirs.is_empty()) {
+            return Err(Error::give_up(format!(
+                "a quota gives {} bytes of SSD, and ssd_dirs is empty: leave its ssd_bytes out, or name directories",
+                quota.ssd_bytes.unwrap_or(0)
             )));
         }
         self.check_ssd()

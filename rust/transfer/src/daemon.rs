@@ -194,7 +194,8 @@ impl Daemon {
             Via::Auto => kinds.to_vec(),
             Via::Only(kind) => vec![kind],
         };
-        let settings = Settings { transports: transports_shown, ..Settings::new(config.dram_bytes) };
+        let quotas = config.quotas.clone();
+        let settings = Settings { transports: transports_shown, quotas, ..Settings::new(config.dram_bytes) };
         let rung = Arc::new(AtomicBool::new(false));
         let engine = match open_ssd(config, &rung, &happenings)? {
             Some(ssd) => Engine::with_tier(me.clone(), settings, Box::new(ssd)),

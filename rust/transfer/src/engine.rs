@@ -19,12 +19,14 @@
 
 mod admin;
 mod behind;
+mod clear;
 mod cluster;
 mod copies;
 mod copying;
 mod drain;
 mod fetch;
 mod grants;
+pub mod keep;
 mod objects;
 mod pace;
 mod push;
@@ -43,6 +45,7 @@ use crate::error::Error;
 use crate::memory::Arena;
 use crate::messages::{DaemonOrder, DaemonReport, LocalEvent, LocalRequest, PeerMessage, Refusal, Ticket};
 use crate::objects::classes::Class;
+use crate::pool::account::{Accounts, Quota};
 use crate::pool::policy::{self, Policy};
 use crate::pool::tier::Tier;
 use crate::pool::{Change, Holder, Remembered, Wish};
@@ -52,14 +55,17 @@ use crate::types::{BlockKey, ClientId, Kind, Layout, Medium, Nanos, NodeAddress,
 
 pub use admin::Stretch;
 pub use copies::Copied;
+pub use keep::{Keeping, Kept, Pins};
 pub use objects::NAMESPACE as OBJECTS;
 
 use behind::Behind;
+use clear::Clearings;
 use cluster::Cluster;
 use copies::Job;
 use drain::Drain;
 use fetch::{Aim, Fetch, Flight};
 use grants::{Opener, Visit};
+use keep::Keeps;
 use objects::Objects;
 use pace::Pace;
 use push::{Open, Opened};
@@ -149,6 +155,8 @@ pub struct Settings {
     pub dram_bytes: u64,
     /// Which block makes room for others.
     pub eviction: &'static Policy,
+    /// What owners may have. None: they are not told apart.
+    pub quotas: Vec<Quota>,
     /// Transports that may carry copies to peers: what counters show from the start.
     pub transports: Vec<Kind>,
     /// Grants that may wait for room; beyond: `Full`.
@@ -175,6 +183,7 @@ impl Settings {
         Self {
             dram_bytes,
             eviction: policy::DEFAULT,
+            quotas: Vec::new(),
             transports: vec![Kind::Tcp],
             waiting_grants: 4096,
             opens: 4096,
@@ -241,6 +250,8 @@ pub struct Engine {
     hints: VecDeque<Hint>,
     behind: Option<Behind>,
     scrubs: Scrubs,
+    keeps: Keeps,
+    clearings: Clearings,
     serving: BTreeMap<(NodeId, Ticket), Serving>,
     /// By order; each holds slots, or waits for a fetch.
     replications: BTreeMap<u64, Replication>,
@@ -250,6 +261,8 @@ pub struct Engine {
     /// Of the next stored or removed event.
     next_sequence: u64,
     next_heartbeat: Nanos,
+    /// When time passed last.
+    ticked: Nanos,
     dumping: Option<Dump>,
     stats: Stats,
     /// Takes on nothing new.
@@ -260,7 +273,9 @@ impl Engine {
     /// An engine with no arena yet: clients' layouts make them.
     pub fn new(node: NodeAddress, settings: Settings) -> Self {
         let ended_opens = Remembered::new(settings.ended_tags);
-        let stores = Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
+        let mut stores =
+            Stores::new(settings.dram_bytes, settings.waiting_grants, settings.ended_tags, settings.eviction);
+        stores.tell_apart(Accounts::new(&settings.quotas));
         let objects = Objects::new(settings.dram_bytes);
         let cluster = Cluster::new(node.node.clone(), settings.dram_bytes);
         Self {
@@ -283,12 +298,15 @@ impl Engine {
             hints: VecDeque::new(),
             behind: None,
             scrubs: Scrubs::default(),
+            keeps: Keeps::default(),
+            clearings: Clearings::default(),
             serving: BTreeMap::new(),
             replications: BTreeMap::new(),
             copies: BTreeMap::new(),
             next_number: 1,
             next_sequence: 0,
             next_heartbeat: 0,
+            ticked: 0,
             dumping: None,
             stats: Stats::default(),
             draining: None,
@@ -341,6 +359,7 @@ impl Engine {
             Input::Order(DaemonOrder::Moved { blocks, left }) => self.moved_elsewhere(blocks, left),
             Input::Order(DaemonOrder::Members { members }) => self.order_members(members),
             Input::Members { known, strangers } => self.list_members(known, strangers),
+            Input::Order(DaemonOrder::Clear { order, whose }) => self.clear(order, whose),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),
@@ -378,6 +397,8 @@ impl Engine {
     pub fn counters(&self) -> Vec<(String, u64)> {
         let occupancy = self.stores.occupancy();
         let mut snapshot = Snapshot { stats: self.stats, occupancy, tier: self.tier_capacity(), ..Snapshot::default() };
+        (snapshot.kept, snapshot.keep_limit) = (self.kept(), self.keep_limit());
+        snapshot.blocked = self.stores.iter().map(|store| store.pool.blocked()).sum();
         for store in self.stores.iter() {
             let (tally, grants) = (store.pool.tally(), store.pool.grants());
             snapshot.tally.hits += tally.hits;
@@ -404,6 +425,10 @@ impl Engine {
                 return self.tell(client, LocalEvent::Counters { ticket, values });
             }
             LocalRequest::Flush { ticket } => return self.flush(client, ticket),
+            LocalRequest::Keep { ticket, keys, ttl_ms, by } => {
+                return self.keep_for(client, ticket, &keys, ttl_ms, &by);
+            }
+            LocalRequest::Unkeep { ticket, keys, by } => return self.unkeep_for(client, ticket, &keys, &by),
             LocalRequest::End { tag } => {
                 if let Some(known) = self.clients.get_mut(&client) {
                     known.tags.remove(&tag);
@@ -455,6 +480,8 @@ impl Engine {
             | LocalRequest::Counters { .. }
             | LocalRequest::Objects(_)
             | LocalRequest::Flush { .. }
+            | LocalRequest::Keep { .. }
+            | LocalRequest::Unkeep { .. }
             | LocalRequest::Prefetch { .. } => {}
         }
     }
@@ -642,6 +669,9 @@ impl Engine {
         self.quests_late();
         self.copying_tick();
         self.objects_tick();
+        self.ticked = self.now;
+        self.keeps_end();
+        self.clear_on();
         self.tier();
         if self.now >= self.next_heartbeat {
             self.next_heartbeat = self.now + SECOND;
@@ -740,6 +770,9 @@ impl Engine {
                 },
                 Change::Removed(key) => DaemonReport::Removed { sequence, key, medium: Medium::Dram },
             }));
+            if let Change::Removed(key) = change {
+                self.kept_is_gone(&key);
+            }
         }
     }
 
@@ -805,6 +838,7 @@ impl Engine {
         self.check_servings(jobs.iter().copied());
         self.check_fetches();
         self.check_tier();
+        self.check_keeps();
         self.stores.check();
         self.check_objects();
         self.check_cluster();

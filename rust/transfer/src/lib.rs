@@ -23,6 +23,7 @@ pub mod messages;
 pub mod metrics;
 pub mod mover;
 pub mod objects;
+pub mod packed;
 pub mod paths;
 pub mod pool;
 pub mod random;

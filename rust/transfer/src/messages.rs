@@ -9,8 +9,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::engine::Keeping;
 use crate::objects::messages::{ObjectEvent, ObjectRequest};
 use crate::objects::talk::Talk;
+use crate::pool::tier::Whose;
 use crate::types::{BlockKey, Incarnation, Kind, Layout, Medium, NodeAddress, Owner, RegionId, SlotRef, Tag};
 
 /// Chosen by the sender of a request; the answer repeats it.
@@ -112,6 +114,11 @@ pub enum LocalRequest {
     Counters { ticket: Ticket },
     /// From a client of objects, which need not have attached.
     Objects(ObjectRequest),
+    /// Keeps these blocks in this node's memory for so long, in somebody's name; an object's head stands for all of it. They
+    /// stay when the client has gone, and not when the daemon has. See [`crate::engine::Keeping`].
+    Keep { ticket: Ticket, keys: Vec<BlockKey>, ttl_ms: u64, by: String },
+    /// Keeps them no more in this name.
+    Unkeep { ticket: Ticket, keys: Vec<BlockKey>, by: String },
     /// Wants what is published now to outlive the daemon's process: writes to SSD what is in DRAM only, and makes it
     /// durable.
     Flush { ticket: Ticket },
@@ -145,6 +152,8 @@ pub enum LocalEvent {
     Counters { ticket: Ticket, values: Vec<(String, u64)> },
     /// To a client of objects.
     Objects(ObjectEvent),
+    /// Answer to `Keep` and `Unkeep`, by key.
+    Kept { ticket: Ticket, outcomes: Vec<Keeping> },
     /// Answer to `Flush`. `ok`: all blocks that were published then and have not been evicted since are durable. Otherwise
     /// some may be in DRAM only: there is no SSD, it fails, or the daemon is about to stop.
     Flushed { ticket: Ticket, ok: bool },
@@ -198,6 +207,9 @@ pub enum DaemonReport {
     Heartbeat { next_sequence: u64, count: u64, xor: BlockKey, counters: Vec<(String, u64)>, draining: bool },
     /// How an ordered replication went.
     Replicated { order: u64, stored: u32, missing: u32 },
+    /// An ordered clearing is done. `held`: blocks that somebody uses, which stay until he lets go. `durable`: what was on SSD
+    /// is gone for good, whatever happens to the daemon.
+    Cleared { order: u64, dropped: u64, held: u64, durable: bool },
 }
 
 /// From the conductor to a daemon.
@@ -213,6 +225,8 @@ pub enum DaemonOrder {
     /// Who shares objects with this node, which may be among them: all that were told before and are not named are no
     /// members any more.
     Members { members: Vec<NodeAddress> },
+    /// Forget all blocks of an owner, on every medium; `Cleared` follows.
+    Clear { order: u64, whose: Whose },
 }
 
 /// Says in a session's first message what the dialling side wants to be.

@@ -3,12 +3,22 @@
 use std::fmt::Write;
 
 /// What each family of samples says. One that is not listed is shown without.
-const HELP: [(&str, &str); 28] = [
+const HELP: [(&str, &str); 32] = [
     ("pyengine_transfer_bytes_total", "Bytes of whole blocks that crossed between nodes, verified at the destination"),
     ("pyengine_transfer_blocks_total", "Whole blocks that crossed between nodes, or were handed over within the arena"),
     ("pyengine_transfer_retries_total", "Copies that were sent again"),
     ("pyengine_pool_blocks", "Slots of the pool by tier and state; the states of a tier add up to its size"),
-    ("pyengine_pool_grants", "Grants that are held, and that wait for room"),
+    (
+        "pyengine_pool_grants",
+        "Grants that are held, that wait, and of these those that wait within their owner's quota",
+    ),
+    ("pyengine_pool_kept_blocks", "Blocks that somebody has pinned for a time"),
+    ("pyengine_pool_kept_bytes", "Bytes of blocks that somebody has pinned for a time"),
+    ("pyengine_pool_kept_limit_bytes", "Bytes that may be pinned for a time, all together"),
+    (
+        "pyengine_tier_over_quota_total",
+        "Times that a block was not written to a medium, as its owner has his quota there",
+    ),
     ("pyengine_pool_evictions_total", "Blocks that were removed to make room"),
     ("pyengine_pool_hits_total", "Keys that grants, lookups and fetches have found"),
     ("pyengine_pool_misses_total", "Keys that grants and lookups have not found"),

@@ -48,6 +48,8 @@ pub struct Stats {
     pub tier_refused: u64,
     /// Fetches that a peer did not answer in time.
     pub fetches_late: u64,
+    /// Blocks that were not written, as their owner has all he may there.
+    pub tier_over_quota: u64,
     /// Wants that waited for a block that was on its way for somebody else.
     pub single_flights: u64,
 }
@@ -67,12 +69,18 @@ pub struct Snapshot {
     pub fenced: u64,
     /// The tier's numbers, if there is one.
     pub tier: Option<Capacity>,
+    /// What is kept (blocks, bytes), and most bytes that may be.
+    pub kept: (u64, u64),
+    /// See there.
+    pub keep_limit: u64,
+    /// Grants that wait for slots of their own accounts.
+    pub blocked: usize,
 }
 
 impl Snapshot {
     /// Samples as (name with labels, value); the given transports show even if nothing has gone over them yet.
     pub fn samples(&self, node: &str, transports: &[Kind]) -> Vec<(String, u64)> {
-        let Self { stats, occupancy, tally, grants, fenced, tier } = self;
+        let Self { stats, occupancy, tally, grants, fenced, tier, kept, keep_limit, blocked } = self;
         let bytes = "pyengine_transfer_bytes_total";
         let blocks = "pyengine_transfer_blocks_total";
         let pool = |state: &str| format!(r#"pyengine_pool_blocks{{node="{node}",tier="dram",state="{state}"}}"#);
@@ -103,6 +111,10 @@ impl Snapshot {
             (pool("quarantine"), occupancy.quarantine.into()),
             (label("pyengine_pool_grants", "state", "held"), grants.0 as u64),
             (label("pyengine_pool_grants", "state", "waiting"), grants.1 as u64),
+            (label("pyengine_pool_grants", "state", "over_quota"), *blocked as u64),
+            (plain("pyengine_pool_kept_blocks"), kept.0),
+            (plain("pyengine_pool_kept_bytes"), kept.1),
+            (plain("pyengine_pool_kept_limit_bytes"), *keep_limit),
             (label("pyengine_checksum_failures_total", "where", "wire"), stats.corrupt_wire),
             (label("pyengine_checksum_failures_total", "where", "arena"), stats.corrupt_arena),
             (plain("pyengine_fenced_writes_total"), *fenced),
@@ -125,6 +137,7 @@ impl Snapshot {
                 (plain("pyengine_pool_promoted_bytes_total"), stats.promotions.bytes),
                 (label("pyengine_checksum_failures_total", "where", "ssd"), stats.corrupt_tier),
                 (tiered("pyengine_tier_refused_writes_total"), stats.tier_refused),
+                (tiered("pyengine_tier_over_quota_total"), stats.tier_over_quota),
                 (tiered("pyengine_tier_limit_bytes"), *limit),
                 (tiered("pyengine_tier_used_bytes"), *used),
                 (tiered("pyengine_tier_waiting_bytes"), *waiting),

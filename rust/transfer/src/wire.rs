@@ -205,6 +205,8 @@ mod tests {
                                      note in proptest::option::of(proptest::collection::vec(any::<u8>(), 0..100))) {
             for request in [
                 LocalRequest::Grant { tag, keys: keys.clone(), private: 1, parent, position, mode: GrantMode::Wait, tenant: 7 },
+                LocalRequest::Keep { ticket: 1, keys: keys.clone(), ttl_ms: u64::MAX, by: "somebody".into() },
+                LocalRequest::Unkeep { ticket: 2, keys: keys.clone(), by: String::new() },
                 LocalRequest::Lookup { tag, keys },
                 LocalRequest::Open { tag, to, within_ms: 7 },
                 LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, note },

@@ -713,6 +713,47 @@ fn a_drain_lets_what_is_held_end_and_takes_on_nothing_new() {
     becomes(&daemon, "/health/ready", 200);
 }
 
+// Goal: the conductor learns of a drain at once, its word ends the wait, and so does its silence. Method: an engine by hand.
+#[test]
+fn a_drain_waits_for_the_conductors_word_while_it_speaks() {
+    let mut world = World::new();
+    let second = 1_000_000_000;
+    let says = |outputs: Vec<Output>| {
+        outputs.into_iter().find_map(|output| match output {
+            Output::Report(DaemonReport::Heartbeat { draining, .. }) => Some(draining),
+            _ => None,
+        })
+    };
+    assert_eq!(says(world.outputs(Input::Tick)), Some(false));
+    assert_eq!(says(world.outputs(Input::Tick)), None, "one a second");
+    for silent in [false, true] {
+        world.engine.drain(true);
+        assert_eq!(says(world.outputs(Input::Tick)), Some(true), "not a second later");
+        assert!(!world.engine.moving().over, "it has not spoken yet");
+        let moved = |blocks, left| Input::Order(DaemonOrder::Moved { blocks, left });
+        world.outputs(moved(3, 7));
+        assert_eq!(world.engine.moving(), Moving { blocks: 3, objects: 0, left: 7, over: false });
+        world.now += 2 * second;
+        world.outputs(moved(5, 5));
+        world.now += 2 * second;
+        world.outputs(Input::Tick);
+        assert!(!world.engine.moving().over, "it speaks each second or so");
+        if silent {
+            world.now += 2 * second;
+            world.outputs(Input::Tick);
+            assert_eq!(world.engine.moving(), Moving { blocks: 5, objects: 0, left: 5, over: true });
+        } else {
+            world.outputs(moved(10, 0));
+            assert_eq!(world.engine.moving(), Moving { blocks: 10, objects: 0, left: 0, over: true });
+        }
+        world.engine.drain(false);
+        assert_eq!(says(world.outputs(Input::Tick)), Some(false));
+        // What comes late is of a drain that is over.
+        world.outputs(moved(1, 1));
+        assert_eq!(world.engine.moving(), Moving { over: true, ..Moving::default() });
+    }
+}
+
 fn get(daemon: &Daemon, path: &str) -> String {
     let mut stream = TcpStream::connect(daemon.http().expect("it has one")).expect("listens");
     stream.set_read_timeout(Some(PATIENCE)).expect("a socket");

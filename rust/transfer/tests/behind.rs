@@ -270,13 +270,19 @@ fn a_lookup_tells_what_is_on_the_disk_behind() {
         found
     };
     assert_eq!(located(&mut stage, &[1, 2, 3]), (3, 0), "all is in the arena");
+    stage.store(A, 7..=8);
+    assert_eq!(
+        located(&mut stage, &[1, 2, 3, 4, 5, 6, 7, 8]),
+        (7, 0),
+        "a slot that may not be pinned is not read either"
+    );
     stage.world.stop("a");
     stage.start("a", 1 << 20);
     stage.attach(A);
     // A stop has written all. Some come back into the arena.
     assert_eq!(stage.fetch_one(A, 1, &[]), Ok((false, Medium::Ssd)));
     assert_eq!(stage.fetch_one(A, 4, &[]), Ok((false, Medium::Ssd)));
-    assert_eq!(located(&mut stage, &[1, 2, 3, 4, 5, 6]), (1, 5));
+    assert_eq!(located(&mut stage, &[1, 2, 3, 4, 5, 6, 99, 7]), (1, 5));
     assert_eq!(located(&mut stage, &[1, 2, 99, 3]), (1, 1), "up to the first that is nowhere");
     assert_eq!(located(&mut stage, &[2, 1]), (0, 2));
     assert_eq!(located(&mut stage, &[99, 1]), (0, 0));

@@ -1,13 +1,15 @@
 //! What the books over a cached block take in memory, beside its strips' checksums.
 //!
 //! Goal: a node with small blocks does not spend its memory on books, and an arena that could hold many blocks costs nothing
-//! before it does: 136 bytes with the policy `cost`, of which it takes 20. Method: an allocator that counts; a pool over an arena, filled with prefixes as a store fills it.
+//! before it does: 128 bytes at most with the policy `cost`, and a dozen more where owners are told apart. Method: an
+//! allocator that counts; a pool over an arena, filled with prefixes as a store fills it.
 
 use std::alloc::{GlobalAlloc, Layout as Bytes, System};
 use std::sync::atomic::{AtomicIsize, Ordering};
 
 use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::GrantMode;
+use pyengine_transfer::pool::account::{Accounts, Quota};
 use pyengine_transfer::pool::policy::{DEFAULT, cost::Costs};
 use pyengine_transfer::pool::{Granting, Holder, Pool, Wish};
 use pyengine_transfer::types::{BlockKey, Layout, Owner, Tag};
@@ -39,11 +41,20 @@ const PREFIX: u64 = 128;
 
 #[test]
 fn books_over_a_block_are_small() {
+    for (quotas, limit) in [(vec![], 128), (vec![Quota::default()], 140)] {
+        let each = books(&quotas);
+        println!("{each} bytes for the books over a block, policy {}, quotas {}", DEFAULT.name, quotas.len());
+        assert!(each <= limit, "{each} bytes for the books over a block");
+    }
+}
+
+fn books(quotas: &[Quota]) -> isize {
     let layout = Layout { strips: 70, strip_bytes: 64 };
     let before = TAKEN.load(Ordering::Relaxed);
     // Room for 16 million blocks: no memory but a pointer per 1024 of them.
     let arena = Arena::sparse(128 << 30, layout).expect("it is sparse");
     let mut pool = Pool::new(arena.clone(), 0, 4, 16, DEFAULT.make(&Costs::default()));
+    pool.tell_apart(Accounts::new(quotas), 8192, || DEFAULT.make(&Costs::default()));
     let empty = TAKEN.load(Ordering::Relaxed) - before;
     assert!(arena.slots() > 15_000_000);
     assert!(empty < 1 << 20, "an empty arena of {} slots takes {empty} bytes", arena.slots());
@@ -76,8 +87,8 @@ fn books_over_a_block_are_small() {
         pool.take_changes();
         pool.end(holder.tag);
     }
-    let Some(each) = (TAKEN.load(Ordering::Relaxed) - before - empty).checked_div(blocks as isize) else { return };
+    let each = (TAKEN.load(Ordering::Relaxed) - before - empty) / blocks as isize;
     pool.check();
-    println!("{each} bytes for the books over a block, policy {}", DEFAULT.name);
-    assert!(pool.occupancy().cached == blocks && each <= 140, "{each} bytes for the books over a block");
+    assert_eq!(pool.occupancy().cached, blocks);
+    each
 }

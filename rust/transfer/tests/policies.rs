@@ -44,6 +44,8 @@ trait Naive {
     fn hit(&mut self, slot: u32);
     fn rest(&mut self, slot: u32);
     fn remove(&mut self, slot: u32, gone: Gone);
+    /// This slot is called otherwise.
+    fn renumber(&mut self, from: u32, to: u32);
     /// The slots that may go, first victim first.
     fn order(&self, may: &BTreeSet<u32>) -> Vec<u32>;
     /// The first of them was chosen.
@@ -65,6 +67,9 @@ impl Naive for NaiveLru {
     }
     fn remove(&mut self, slot: u32, _: Gone) {
         self.0.retain(|&other| other != slot);
+    }
+    fn renumber(&mut self, from: u32, to: u32) {
+        self.0.iter_mut().filter(|slot| **slot == from).for_each(|slot| *slot = to);
     }
     fn order(&self, may: &BTreeSet<u32>) -> Vec<u32> {
         self.0.iter().copied().filter(|slot| may.contains(slot)).collect()
@@ -129,6 +134,10 @@ impl Naive for NaiveS3Fifo {
         let beyond = self.ghosts.len().saturating_sub(self.small.len() + self.main.len());
         self.ghosts.drain(..beyond);
     }
+    fn renumber(&mut self, from: u32, to: u32) {
+        let all = self.small.iter_mut().chain(&mut self.main);
+        all.filter(|(slot, _, _)| *slot == from).for_each(|(slot, _, _)| *slot = to);
+    }
     fn order(&self, may: &BTreeSet<u32>) -> Vec<u32> {
         let (mut queues, mut may) = (self.clone(), may.clone());
         let mut order = Vec::new();
@@ -159,11 +168,13 @@ struct Play {
     /// Blocks that are here. True: in use.
     here: BTreeMap<u32, (BlockKey, bool)>,
     may: BTreeSet<u32>,
+    /// Whether slots are numbered anew when a block goes.
+    dense: bool,
 }
 
 impl Play {
-    fn new(policy: &Policy) -> Self {
-        Self { policy: make(policy), naive: naive(policy), here: BTreeMap::new(), may: BTreeSet::new() }
+    fn new(policy: &Policy, dense: bool) -> Self {
+        Self { policy: make(policy), naive: naive(policy), here: BTreeMap::new(), may: BTreeSet::new(), dense }
     }
 
     fn naive(&mut self, tell: impl FnOnce(&mut dyn Naive)) {
@@ -231,6 +242,18 @@ impl Play {
         self.policy.remove(slot, gone);
         self.naive(|naive| naive.remove(slot, gone));
         self.here.remove(&slot);
+        if self.dense {
+            // The last takes the place that is free now.
+            let last = self.here.keys().copied().max().unwrap_or(0).max(slot);
+            self.policy.renumber(last, slot);
+            if let Some(block) = self.here.remove(&last) {
+                self.naive(|naive| naive.renumber(last, slot));
+                self.here.insert(slot, block);
+                if self.may.remove(&last) {
+                    self.may.insert(slot);
+                }
+            }
+        }
     }
 
     fn check(&self) {
@@ -257,12 +280,15 @@ proptest! {
     #[test]
     fn calls(
         policy in 0..POLICIES.len(),
+        dense in any::<bool>(),
         calls in prop::collection::vec((0..14u8, 0..SLOTS, 0..3 * SLOTS), 1..400),
     ) {
-        let mut play = Play::new(&POLICIES[policy]);
+        let mut play = Play::new(&POLICIES[policy], dense);
         for (kind, slot, number) in calls {
             play.call(kind, slot, number);
         }
+        // Numbers stay as they are while these are compared.
+        play.dense = false;
         let order = play.policy.coldest(usize::MAX);
         let popped: Vec<u32> = std::iter::from_fn(|| play.pop()).collect();
         prop_assert_eq!(order, popped, "coldest is not what pop names");

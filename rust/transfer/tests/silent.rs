@@ -4,10 +4,10 @@
 //! and once more when that is over; what it writes late harms nobody. Method: three nodes in virtual time, of which one is
 //! deaf; the engines' `check` runs after every input.
 
-use pyengine_transfer::engine::Settings;
+use pyengine_transfer::engine::{Engine, Input, Output, Settings};
 use pyengine_transfer::memory::slot_bytes;
 use pyengine_transfer::messages::{
-    DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal,
+    DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, PeerMessage, Refusal,
 };
 use pyengine_transfer::transport::sim::{Faults, World};
 use pyengine_transfer::types::{BlockKey, ClientId, Layout, NodeAddress, SlotRef, Tag};
@@ -241,4 +241,37 @@ fn a_replication_from_a_silent_peer_ends_too() {
     let done =
         reports.iter().any(|(_, report)| *report == DaemonReport::Replicated { order: 3, stored: 0, missing: 2 });
     assert!(done, "{reports:?}");
+}
+
+// Goal: a node that was itself stopped takes nobody for silent. Method: an engine by hand, whose time jumps.
+#[test]
+fn time_in_which_nobody_ticked_is_nobodys_silence() {
+    let address = |node: &str| NodeAddress { node: node.into(), address: format!("{node}:1"), incarnation: 1 };
+    let mut engine = Engine::new(address("a"), Settings::new(4096 + 16 * slot_bytes(LAYOUT).expect("possible")));
+    let mut feed = |input: Input, now: u64| {
+        let mut out = Vec::new();
+        engine.handle(input, now, &mut out);
+        engine.check();
+        out
+    };
+    let cancels = |out: &[Output]| {
+        out.iter().any(|output| matches!(output, Output::Peer { message: PeerMessage::FetchCancel { .. }, .. }))
+    };
+    let mut now = 50 * SECOND;
+    feed(Input::PeerUp { peer: address("b") }, now);
+    feed(Input::Local { client: 1, request: LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: 1 } }, now);
+    let (keys, mode) = (vec![key(1)], GrantMode::Now);
+    let grant = LocalRequest::Grant { tag: tag(1), keys, private: 0, parent: ROOT, position: 0, mode, tenant: 0 };
+    feed(Input::Local { client: 1, request: grant }, now);
+    let fetch = LocalRequest::Fetch { tag: tag(1), indices: vec![0], from: vec![address("b")] };
+    feed(Input::Local { client: 1, request: fetch }, now);
+    for _ in 0..3 {
+        now += 20 * SECOND;
+        assert!(!cancels(&feed(Input::Tick, now)), "the answer may be the next input");
+    }
+    let mut ticks = 0;
+    while !cancels(&feed(Input::Tick, now)) {
+        (ticks, now) = (ticks + 1, now + SECOND / 10);
+    }
+    assert!((40..=60).contains(&ticks), "given up after {ticks} ticks");
 }

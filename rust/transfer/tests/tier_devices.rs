@@ -20,7 +20,7 @@ use pyengine_transfer::pool::null::Null;
 use pyengine_transfer::pool::tier::{Fate, Health, Record, Tier, TierEvent};
 use pyengine_transfer::types::Layout;
 
-use scratch::Scratch;
+use scratch::{Mount, Scratch};
 use shelves::{Desk, PATIENCE, bell, content, key, record};
 
 const LIMIT: u64 = (16 << 16) + OVERHEAD;
@@ -142,30 +142,10 @@ fn alien_files_are_left_alone() {
     assert_eq!(std::fs::read(segments.join("0007.seg")).expect("there"), kept);
 }
 
-/// Mounts a tmpfs of so many bytes there; `None` where that is not allowed.
-struct Mount(Scratch);
-
-impl Mount {
-    fn new(size: &str) -> Option<Self> {
-        let scratch = scratch();
-        std::fs::create_dir_all(&scratch.0).expect("a directory");
-        let options = format!("size={size},mode=0700");
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(&scratch.0).output();
-        mounted.is_ok_and(|output| output.status.success()).then_some(Self(scratch))
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        // The test is over; what stays mounted shows in the next line.
-        let _ = Command::new("umount").arg(&self.0.0).status();
-    }
-}
-
 // Goal: a file system with less room than the limit says so and serves on. Method: a tmpfs half as large.
 #[test]
 fn a_full_file_system_degrades() {
-    let Some(mount) = Mount::new("512k") else {
+    let Some(mount) = Mount::new("tmpfs", "size=512k") else {
         eprintln!("skipped: only root can mount a small tmpfs");
         return;
     };
@@ -186,7 +166,7 @@ fn a_full_file_system_degrades() {
 // Goal: a read-only file system is refused, naming it. Method: a tmpfs, mounted again read-only.
 #[test]
 fn a_read_only_directory_is_refused() {
-    let Some(mount) = Mount::new("4m") else {
+    let Some(mount) = Mount::new("tmpfs", "size=4m") else {
         eprintln!("skipped: only root can mount a small tmpfs");
         return;
     };

@@ -17,8 +17,13 @@ use transfer::error::Error;
 use transfer::pool::tier::Whose;
 use transfer::types::{BlockKey, Medium};
 
+mod keeping;
+
 use crate::engine::{seconds, size_name};
 use crate::settings::way_in;
+
+/// In whose name this command keeps blocks.
+const BY: &str = "transferd pin";
 
 /// How often a drain says what is still held.
 const PROGRESS: Duration = Duration::from_secs(1);
@@ -82,6 +87,42 @@ pub enum Command {
         #[arg(long, value_name = "HEX", group = "whose", value_parser = digest)]
         tenant: Option<u64>,
     },
+    /// Keeps blocks in a running daemon's memory for a time, reading them from its SSD if need be; ends with 1 if some are not
+    /// there, or do not fit
+    Pin {
+        #[command(flatten)]
+        daemon: Way,
+        /// Keys of 32 hex digits
+        #[arg(value_name = "KEY", required = true, value_parser = key)]
+        keys: Vec<BlockKey>,
+        /// For how long, in seconds: at most a day
+        #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+        ttl: Duration,
+        /// Who wants it, for `transferd pins`
+        #[arg(long, value_name = "NAME", default_value = BY)]
+        by: String,
+    },
+    /// Keeps blocks no more; ends with 1 if some were not kept
+    Unpin {
+        #[command(flatten)]
+        daemon: Way,
+        /// Keys of 32 hex digits
+        #[arg(value_name = "KEY", required = true, value_parser = key)]
+        keys: Vec<BlockKey>,
+        /// Only in this name; without it, in all names
+        #[arg(long, value_name = "NAME")]
+        by: Option<String>,
+    },
+    /// Says who keeps how much in a running daemon's memory, and for how long
+    Pins {
+        #[command(flatten)]
+        daemon: Way,
+    },
+    /// Says what owners have in a running daemon, and what their quotas are
+    Quotas {
+        #[command(flatten)]
+        daemon: Way,
+    },
     /// Lets a running daemon take on nothing new, and waits until nothing is held and what only it has is on other nodes, as
     /// far as that is in use: then it can be stopped
     Drain {
@@ -142,7 +183,7 @@ fn key(text: &str) -> Result<BlockKey, String> {
     whole.ok_or_else(|| format!("a key has 32 hex digits, not {}", text.len()))
 }
 
-fn digest(text: &str) -> Result<u64, String> {
+pub fn digest(text: &str) -> Result<u64, String> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     let number = digits.then(|| u64::from_str_radix(text, 16).ok()).flatten();
     number.ok_or_else(|| format!("{text:?} is no owner: write at most 16 hex digits, as `keys --json` shows them"))
@@ -160,6 +201,10 @@ pub fn run(command: &Command) -> Result<(), Error> {
         Command::Clear { daemon, namespace, tenant } => {
             evict_all(daemon, namespace.map(Whose::Namespace).or(tenant.map(Whose::Tenant)))
         }
+        Command::Pin { daemon, keys, ttl, by } => keeping::pin(daemon, keys, *ttl, by),
+        Command::Unpin { daemon, keys, by } => keeping::unpin(daemon, keys, by.as_deref()),
+        Command::Pins { daemon } => keeping::pins(daemon),
+        Command::Quotas { daemon } => keeping::quotas(daemon),
         Command::Drain { daemon, cancel: true, .. } => cancel(daemon),
         Command::Drain { daemon, within, .. } => drain(daemon, *within),
     }
@@ -511,9 +556,8 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
         let line = DrainLine { draining, held, moving };
         let node = &client.node().node;
         if held.is_nothing() && moving.over {
-            let moved = moved_text(&moving);
-            return way
-                .print(&line, || format!("{node} is drained: {moved}, nothing is held, nothing new is taken on\n"));
+            let text = drain_text(&held, &moving);
+            return way.print(&line, || format!("{node} is drained: {text}, nothing new is taken on\n"));
         }
         let text = drain_text(&held, &moving);
         if left.is_zero() {
@@ -529,14 +573,19 @@ fn drain(way: &Way, within: Duration) -> Result<(), Error> {
     }
 }
 
+/// What a drain has done and waits for, as far as there is anything.
 fn drain_text(held: &Held, moving: &Moving) -> String {
-    format!("{}, {} held", moved_text(moving), held_text(held))
-}
-
-fn moved_text(moving: &Moving) -> String {
-    let Moving { blocks, objects, left, over } = moving;
-    let moved = format!("{blocks} blocks and {objects} objects moved");
-    if *over { moved } else { format!("{moved}, {left} blocks to go") }
+    let Moving { blocks, objects, left, over } = *moving;
+    let mut text = match (blocks, over) {
+        (0, true) => String::new(),
+        (_, true) => format!("{blocks} blocks moved, "),
+        (_, false) => format!("{blocks} blocks moved, {left} to go, "),
+    };
+    if objects > 0 {
+        text += &format!("{objects} objects moved, ");
+    }
+    text += &held_text(held);
+    text + if held.is_nothing() { " is held" } else { " held" }
 }
 
 fn cancel(way: &Way) -> Result<(), Error> {
@@ -565,12 +614,13 @@ mod tests {
         assert_eq!(table(["x"], std::iter::empty()), "");
         assert_eq!(held_text(&Held { tags: 1, copies: 2, ..Held::default() }), "1 tag, 2 copies");
         assert_eq!(held_text(&Held::default()), "nothing");
-        let moving = Moving { blocks: 3, objects: 1, left: 2, over: false };
-        assert_eq!(drain_text(&Held::default(), &moving), "3 blocks and 1 objects moved, 2 blocks to go, nothing held");
-        assert_eq!(
-            drain_text(&Held::default(), &Moving { over: true, ..moving }),
-            "3 blocks and 1 objects moved, nothing held"
-        );
+        let moving = Moving { blocks: 3, objects: 5, left: 2, over: false };
+        let text = "3 blocks moved, 2 to go, 5 objects moved, nothing is held";
+        assert_eq!(drain_text(&Held::default(), &moving), text);
+        let held = Held { tags: 1, ..Held::default() };
+        let moving = Moving { objects: 0, over: true, ..moving };
+        assert_eq!(drain_text(&held, &moving), "3 blocks moved, 1 tag held");
+        assert_eq!(drain_text(&held, &Moving { over: true, ..Moving::default() }), "1 tag held");
     }
 
     #[test]

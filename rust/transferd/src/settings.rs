@@ -1,7 +1,7 @@
 //! The daemon's settings: a file, and flags that win over it.
 //!
-//! Every key of the file is a field of [`Config`] (the secret by the file that holds it), and every one is a flag too. The
-//! documented list is `examples/transferd.toml`; a test keeps the two alike.
+//! Every key of the file is a field of [`Config`] (the secret by the file that holds it), and every one but the quotas is a
+//! flag too. The documented list is `examples/transferd.toml`; a test keeps the two alike.
 
 use std::path::{Path, PathBuf};
 
@@ -9,9 +9,10 @@ use serde::Deserialize;
 use transfer::config::{Config, parse_bytes, read_session_key};
 use transfer::error::Error;
 use transfer::keys::Key;
+use transfer::pool::account::Quota;
 
 /// All keys of the file.
-const KEYS: [&str; 14] = [
+const KEYS: [&str; 15] = [
     "node",
     "dram_bytes",
     "listen",
@@ -26,6 +27,7 @@ const KEYS: [&str; 14] = [
     "ssd_dirs",
     "ssd_bytes",
     "drain_seconds",
+    "quota",
 ];
 
 /// Longest file that is read: a hundred times what all keys take.
@@ -101,6 +103,43 @@ struct File {
     ssd_dirs: Vec<PathBuf>,
     ssd_bytes: Option<Size>,
     drain_seconds: Option<u64>,
+    #[serde(default)]
+    quota: Vec<Table>,
+}
+
+/// One `[[quota]]`.
+#[derive(Deserialize, Debug, Default)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    namespace: Option<Digest>,
+    tenant: Option<Digest>,
+    dram_bytes: Option<Size>,
+    ssd_bytes: Option<Size>,
+    share: Option<u32>,
+}
+
+impl Table {
+    fn quota(&self) -> Result<Quota, Error> {
+        let bytes = |size: &Option<Size>| size.as_ref().map(Size::bytes).transpose();
+        Ok(Quota {
+            namespace: self.namespace.as_ref().map(|digest| digest.0),
+            tenant: self.tenant.as_ref().map(|digest| digest.0),
+            dram_bytes: bytes(&self.dram_bytes)?,
+            ssd_bytes: bytes(&self.ssd_bytes)?,
+            share: self.share.unwrap_or(Quota::default().share),
+        })
+    }
+}
+
+/// A namespace or a tenant, as `transferd keys --json` shows them.
+#[derive(Debug)]
+struct Digest(u64);
+
+impl<'de> Deserialize<'de> for Digest {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        crate::admin::digest(&text).map(Self).map_err(serde::de::Error::custom)
+    }
 }
 
 #[derive(Deserialize, Debug)]
@@ -152,6 +191,7 @@ impl Flags {
             ssd_dirs: if self.ssd_dirs.is_empty() { file.ssd_dirs } else { self.ssd_dirs.clone() },
             ssd_bytes: size(&self.ssd_bytes, &file.ssd_bytes)?.unwrap_or(default.ssd_bytes),
             drain_seconds: self.drain_seconds.or(file.drain_seconds).unwrap_or(default.drain_seconds),
+            quotas: file.quota.iter().map(Table::quota).collect::<Result<_, _>>()?,
             ..default
         };
         if config.listen.is_none() && config.socket.is_none() {
@@ -276,9 +316,19 @@ mod tests {
             ssd_dirs = ["/one", "/two"]
             ssd_bytes = 5
             drain_seconds = 7
+            [[quota]]
+            tenant = "00000000000000ff"
+            dram_bytes = "1GiB"
+            ssd_bytes = 77
+            share = 3
+            [[quota]]
+            namespace = "1"
         "#;
         let file = Scratch::new("flags", all);
         let config = flags(&["--config", file.text()]).configure().expect("good");
+        let first =
+            Quota { tenant: Some(255), dram_bytes: Some(1 << 30), ssd_bytes: Some(77), share: 3, namespace: None };
+        let quotas = vec![first, Quota { namespace: Some(1), ..Quota::default() }];
         let expected = Config {
             listen: Some("127.0.0.1:0".into()),
             advertise: Some("one:1".into()),
@@ -291,6 +341,7 @@ mod tests {
             ssd_dirs: vec!["/one".into(), "/two".into()],
             ssd_bytes: 5,
             drain_seconds: 7,
+            quotas: quotas.clone(),
             ..Config::new("n1", 2 << 30)
         };
         assert_eq!(format!("{config:?}"), format!("{expected:?}"));
@@ -311,6 +362,7 @@ mod tests {
             ssd_dirs: vec!["/three".into()],
             ssd_bytes: 1 << 30,
             drain_seconds: 0,
+            quotas,
             ..Config::new("n2", 1 << 20)
         };
         assert_eq!(format!("{config:?}"), format!("{expected:?}"));
@@ -327,6 +379,11 @@ mod tests {
         let error = refusal("dram_bytes = \"2GiB\"\nnode = 5\n");
         assert!(error.contains("node = 5") && error.contains("string"), "where it stands: {error}");
         assert!(refusal("dram_bytes = -1").contains("2GiB"));
+        let error = refusal("[[quota]]\nbytes = 5\n");
+        assert!(error.contains("bytes") && error.contains("dram_bytes"), "{error}");
+        assert!(refusal("[[quota]]\ntenant = \"somebody\"\n").contains("16 hex digits"));
+        assert!(refusal("[[quota]]\ntenant = 5\n").contains("string"));
+        assert!(refusal("[quota]\ntenant = \"5\"\n").contains("sequence"));
         assert!(refusal("node = ").contains("node"));
 
         let error = flags(&["--node", "n", "--dram-bytes", "much"]).configure().expect_err("no size").message;
@@ -356,9 +413,11 @@ mod tests {
     /// The example's text with each `#key = value` of it in force.
     fn in_force(text: &str) -> String {
         let uncommented = |line: &str| {
-            let bare =
-                line.strip_prefix('#').filter(|rest| KEYS.iter().any(|key| rest.starts_with(&format!("{key} = "))));
-            bare.unwrap_or(line).to_owned()
+            let known = |rest: &&str| {
+                let key = |key: &&str| rest.starts_with(&format!("{key} = "));
+                *rest == "[[quota]]" || KEYS.iter().chain(&["namespace", "tenant", "share"]).any(key)
+            };
+            line.strip_prefix('#').filter(known).unwrap_or(line).to_owned()
         };
         text.lines().map(uncommented).collect::<Vec<_>>().join("\n")
     }
@@ -383,13 +442,17 @@ mod tests {
         // Every key is explained: a comment stands before it.
         for key in KEYS {
             let at = text.lines().position(|line| line.trim_start_matches('#').starts_with(&format!("{key} = ")));
-            let before = text.lines().nth(at.expect("named") - 1).expect("a line before");
+            let Some(at) = at else {
+                assert_eq!(key, "quota", "a table");
+                continue;
+            };
+            let before = text.lines().nth(at - 1).expect("a line before");
             assert!(before.starts_with("# "), "{key} is not explained");
         }
         // Every key is a flag, and every default that the help tells is the default.
         let mut command = <Line as clap::CommandFactory>::command();
         let help = command.render_long_help().to_string();
-        for key in KEYS {
+        for key in KEYS.into_iter().filter(|key| *key != "quota") {
             let flag = if key == "ssd_dirs" { "--ssd-dir".into() } else { format!("--{}", key.replace('_', "-")) };
             assert!(help.contains(&format!("{flag} ")) || help.contains(&format!("{flag}\n")), "{flag}: {help}");
         }

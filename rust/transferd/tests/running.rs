@@ -468,11 +468,27 @@ fn mistakes_are_answered_with_what_to_do() {
     refused(2, &["clear", "--tenant", "1", "--namespace", "2", "--config", &file], &["--namespace"]);
     refused(2, &["keys", "--prefix", "xyz", "--config", &file], &["hex"]);
     refused(2, &["keys", "--medium", "tape", "--config", &file], &["dram", "ssd"]);
+    let whole = "0a".repeat(16);
+    refused(2, &["pin", "--ttl", "5", "--config", &file], &["KEY"]);
+    refused(2, &["pin", &whole, "--config", &file], &["--ttl"]);
+    refused(2, &["pin", &whole, "--ttl", "0", "--config", &file], &["more than 0", "86400"]);
+    refused(2, &["pin", &whole, "--ttl", "1e9", "--config", &file], &["86400"]);
+    refused(2, &["pin", &whole, "--ttl", "5", "--by", "", "--config", &file], &["no name"]);
+    refused(2, &["unpin", "0a", "--config", &file], &["32 hex digits"]);
     refused(2, &["drain", "--within=-5", "--config", &file], &["--within"]);
     refused(2, &["stats", "--config", "/nowhere/d.toml"], &["/nowhere/d.toml"]);
     // A file with mistakes, and a second daemon.
     let broken = Place::new("mistakes-broken", "sd_dirs = []");
     refused(2, &["--config", &broken.path("d.toml")], &["Did you mean \"ssd_dirs\"?"]);
+    for (name, quota, hint) in [
+        ("share", "[[quota]]\nshare = 0", "share of 0"),
+        ("twice", "[[quota]]\ntenant = \"1\"\n[[quota]]\ntenant = \"01\"", "same owners"),
+        ("ssd", "[[quota]]\nssd_bytes = 5", "ssd_dirs is empty"),
+        ("key", "[[quota]]\nbytes = 5", "dram_bytes"),
+    ] {
+        let bad = Place::new(&format!("mistakes-quota-{name}"), quota);
+        refused(2, &["--config", &bad.path("d.toml"), "--log", "off"], &[hint]);
+    }
     let half = Place::new("mistakes-half", "ssd_bytes = \"1GiB\"");
     refused(2, &["--config", &half.path("d.toml"), "--log", "off"], &["which directories"]);
     refused(2, &["--config", &file, "--log", "off"], &["another daemon listens"]);
@@ -623,4 +639,49 @@ fn the_unit_is_one_that_systemd_takes() {
             assert!(!why.contains("transferd.service"), "{why}");
         }
     }
+}
+
+#[test]
+fn blocks_are_kept_and_owners_have_quotas() {
+    let place = Place::new("keeps", "[[quota]]\ntenant = \"0\"\ndram_bytes = \"64KiB\"\nshare = 2\n");
+    let daemon = Running::start(&place);
+    let client = daemon.attach(1);
+    publish(&client, 1, &[0x11, 0x12]);
+    client.request(LocalRequest::End { tag: tag(1) }).expect("sent");
+    let [first, second, absent] = [0x11, 0x12, 0x13].map(|number: u8| format!("{number:02x}").repeat(16));
+    assert_eq!(told(&daemon.obey(&["pins"])).1, "0 blocks kept, 0 bytes of at most 512KiB\n");
+    let (code, text, why) = told(&daemon.obey(&["pin", &first, &second, &absent, "--ttl", "3600", "--by", "me"]));
+    let expected = "2 kept, 0 being read from SSD, 1 not there, 0 without room\n";
+    assert_eq!((code, text.as_str()), (Some(1), expected), "{why}");
+    assert!(why.contains("1 of 3 are not there"), "{why}");
+    assert_eq!(told(&daemon.obey(&["pin", &first, "--ttl", "60"])).0, Some(0));
+    // He who has pinned them has gone.
+    drop(client);
+    assert_eq!(daemon.json(&["evict", "--all"])["held"], 2);
+    let pins = daemon.json(&["pins"]);
+    assert_eq!(
+        (&pins["blocks"], &pins["pins"][0]["by"], &pins["pins"][0]["blocks"]),
+        (&2.into(), &"me".into(), &2.into())
+    );
+    assert_eq!(pins["pins"][1]["by"], "transferd pin");
+    let text = told(&daemon.obey(&["pins"])).1;
+    assert!(text.contains("first may go in") && text.contains("59 min"), "{text}");
+    assert!(daemon.get("/metrics").1.contains("pyengine_pool_kept_blocks{node=\"n1\"} 2"));
+    // Small blocks take a page each.
+    let quotas = daemon.json(&["quotas"]);
+    assert_eq!(
+        (&quotas[0]["tenant"], &quotas[0]["share"], &quotas[0]["dram_limit"]),
+        (&0.into(), &2.into(), &65536.into())
+    );
+    assert!(quotas[0]["dram_bytes"].as_u64().is_some_and(|bytes| bytes >= 2 * 4096), "{quotas}");
+    let text = told(&daemon.obey(&["quotas"])).1;
+    assert!(text.starts_with("namespace") && text.contains("64KiB"), "{text}");
+
+    let (code, text, why) = told(&daemon.obey(&["unpin", &first, &second, "--by", "transferd pin"]));
+    assert_eq!((code, text.as_str()), (Some(1), "1 let go, 1 not kept\n"), "{why}");
+    assert_eq!(told(&daemon.obey(&["unpin", &first, &second])).1, "2 let go, 0 not kept\n");
+    assert_eq!(daemon.json(&["evict", "--all"])["dropped"], 2);
+    let none = Place::new("keeps-none", "");
+    let daemon = Running::start(&none);
+    assert!(told(&daemon.obey(&["quotas"])).1.contains("no [[quota]]"));
 }

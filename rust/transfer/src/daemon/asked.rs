@@ -201,6 +201,23 @@ fn answer(shared: &Shared, link: &Link, request: AdminRequest) -> Result<AdminRe
             }
             AdminReply::Evicted { evicted, next }
         }
+        AdminRequest::Keep { keys, .. } | AdminRequest::Unkeep { keys, .. } if keys.len() > KEYS_LIMIT => {
+            return Err(Error::bug(format!("{} keys in one request, at most {KEYS_LIMIT} are possible", keys.len())));
+        }
+        AdminRequest::Keep { keys, ttl_ms, by } => {
+            let keep = move |actor: &mut Actor| {
+                actor.with_engine(|engine, now, out| engine.keep(&keys, ttl_ms, &by, now, out))
+            };
+            AdminReply::Kept { outcomes: shared.ask(PATIENCE, keep)? }
+        }
+        AdminRequest::Unkeep { keys, by } => {
+            let unkeep = move |actor: &mut Actor| {
+                actor.with_engine(|engine, now, out| engine.unkeep(&keys, by.as_deref(), now, out))
+            };
+            AdminReply::Kept { outcomes: shared.ask(PATIENCE, unkeep)? }
+        }
+        AdminRequest::Pins => AdminReply::Pins(shared.ask(PATIENCE, |actor| actor.engine.pins())?),
+        AdminRequest::Accounts => AdminReply::Accounts(shared.ask(PATIENCE, |actor| actor.engine.accounts())?),
         AdminRequest::Drain { on, within_ms } => {
             let quiet = shared.drain(on)?;
             if on {

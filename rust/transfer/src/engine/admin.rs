@@ -5,8 +5,11 @@
 
 use std::sync::Arc;
 
-use crate::admin::{ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus};
+use crate::admin::{
+    AccountStatus, ClientStatus, Cursor, Evicted, Held, LayoutStatus, Listed, PeerStatus, Prefix, Status, TierStatus,
+};
 use crate::memory::{Arena, slot_bytes};
+use crate::pool::account::Standing;
 use crate::pool::tier::{Capacity, Health, Whose};
 use crate::pool::{Dropped, Place};
 use crate::types::{BlockKey, Medium, Nanos, Owner, SlotRef};
@@ -134,6 +137,29 @@ impl Engine {
         })
     }
 
+    /// What owners have, and may have: those that have something. Nothing, if they are not told apart.
+    pub fn accounts(&self) -> Vec<AccountStatus> {
+        let accounts = self.stores.accounts();
+        if !accounts.apart() {
+            return Vec::new();
+        }
+        let usage = self.tier_usage();
+        let status = |standing: Standing| {
+            let Standing { quota, used, .. } = standing;
+            let theirs = usage.iter().filter(|(whose, ..)| accounts.is_of(&standing, *whose));
+            AccountStatus {
+                namespace: quota.namespace,
+                tenant: quota.tenant,
+                share: quota.share,
+                dram_bytes: used,
+                dram_limit: quota.dram_bytes,
+                ssd_bytes: theirs.map(|(_, layout, blocks)| blocks * layout.block_bytes() as u64).sum(),
+                ssd_limit: quota.ssd_bytes,
+            }
+        };
+        accounts.standings().into_iter().map(status).collect()
+    }
+
     /// The published blocks of the next stretch whose keys begin so, and where the stretch after it begins.
     pub fn keys(&self, from: Cursor, prefix: &Prefix, medium: Option<Medium>) -> (Vec<Listed>, Option<Cursor>) {
         let Some(store) = self.stores.get(from.store as usize) else { return self.tier_keys(from, prefix, medium) };
@@ -250,6 +276,9 @@ impl Engine {
         now: Nanos,
         out: &mut Vec<Output>,
     ) -> (Evicted, Option<Cursor>) {
+        if whose.is_some() && from == Cursor::default() {
+            self.change(now, out, |engine| engine.drop_all_kept(whose));
+        }
         if let Some(from) = self.on_tier(from) {
             return self.evict_tier(from, whose, now, out);
         }

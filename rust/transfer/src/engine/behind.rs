@@ -175,6 +175,16 @@ impl Engine {
         if on_tier { count } else { 0 }
     }
 
+    /// What is known of a block on the tier, whatever its layout.
+    pub(super) fn behind_record(&self, key: &BlockKey) -> Option<Record> {
+        self.behind.as_ref()?.tier.find(key)
+    }
+
+    /// How many blocks of the tier each owner has, by layout.
+    pub(super) fn tier_usage(&self) -> Vec<(Owner, Layout, u64)> {
+        self.behind.as_ref().map_or_else(Vec::new, |behind| behind.tier.usage())
+    }
+
     /// The layout of a block on the tier.
     pub(super) fn tier_layout(&self, key: &BlockKey) -> Option<Layout> {
         Some(self.behind.as_ref()?.tier.find(key)?.layout)
@@ -485,6 +495,12 @@ impl Engine {
             self.stores.iter_mut().for_each(|store| store.pool.set_clean(&key, true));
             return true;
         }
+        if self.is_over_quota(owner, layout) {
+            self.stats.tier_over_quota += 1;
+            // Who waits for it to be durable is told that it is not.
+            self.behind.iter_mut().for_each(|behind| behind.flushing.write_failed());
+            return true;
+        }
         let Some(block) = store.arena.begin_read(slot) else { return true };
         let op = self.number();
         let Some(behind) = &mut self.behind else { return false };
@@ -493,6 +509,17 @@ impl Engine {
         behind.writing.insert(key);
         behind.tier.write(op, record, block);
         true
+    }
+
+    /// True if one block more on the tier would be more than its owner may have there.
+    fn is_over_quota(&self, owner: Owner, layout: Layout) -> bool {
+        let Some((limit, shares)) = self.stores.accounts().ssd_limit(owner) else { return false };
+        let Some(behind) = &self.behind else { return false };
+        let bytes = |layout: Layout| layout.block_bytes() as u64;
+        let there = behind.tier.usage().into_iter().filter(|(owner, ..)| shares(*owner));
+        let there: u64 = there.map(|(_, layout, blocks)| blocks * bytes(layout)).sum();
+        let coming = behind.writes.values().map(|write| write.record).filter(|record| shares(record.owner));
+        there + coming.map(|record| bytes(record.layout)).sum::<u64>() + bytes(layout) > limit
     }
 
     /// What is in the arena only, the most wanted last.

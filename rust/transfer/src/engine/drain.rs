@@ -44,8 +44,9 @@ impl Engine {
             self.begin_to_leave();
         }
         if on {
-            // Nobody is owed what was only hinted at; a stop would wait for it.
+            // Nobody is owed what was only hinted at; a stop would wait for it, and for what is kept.
             self.hints.clear();
+            self.drop_all_kept(None);
         }
     }
 

@@ -13,20 +13,20 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::messages::{Found, GrantMode, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
+use crate::messages::{Found, GrantedSlot, LocalEvent, PeerMessage, Refusal, Ticket};
 use crate::pool::tier::OpId;
 use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Kind, Medium, Nanos, NodeAddress, NodeId, Owner, RegionId, SlotRef, Tag};
 
 use super::copying::ENGINE;
 use super::stores::Store;
-use super::{Engine, Link};
+use super::{Engine, Link, SECOND};
 
 /// A block in a store: what a flight brings. One flight has it at a time.
 pub(super) type Aim = (usize, BlockKey);
 
 /// Tags of the engine's own slots have this attempt; orders of the conductor have 0.
-const OWN: u32 = u32::MAX;
+pub(super) const OWN: u32 = u32::MAX;
 
 /// For whom a block is brought here.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -210,7 +210,7 @@ impl Engine {
                 let holder = self.own(number);
                 let Place { key, parent, position } = place;
                 let wish = Wish { keys: vec![key], private: false, parent, position, owner: Owner::default() };
-                let granting = self.stores.grant(aim.0, holder, wish, GrantMode::Now);
+                let granting = self.stores.grant_own(aim.0, holder, wish);
                 let Some(flight) = self.flights.get_mut(&aim) else { return true };
                 if !matches!(granting, Granting::Held(_)) {
                     flight.want.refusal = Refusal::Full;
@@ -489,6 +489,7 @@ impl Engine {
                 self.check_complete(holder.tag);
             }
             None if Self::is_bring(holder) => self.brought(holder, Ok(slot)),
+            None if Self::is_kept(holder) => {}
             None => self.replication_went_on(holder),
         }
     }
@@ -500,6 +501,7 @@ impl Engine {
                 self.tell(client, LocalEvent::Fetched { tag: holder.tag, index, found: Err(refusal) });
             }
             None if Self::is_bring(holder) => self.brought(holder, Err(refusal)),
+            None if Self::is_kept(holder) => self.kept_lost(holder),
             None => self.replication_went_on(holder),
         }
     }
@@ -589,6 +591,11 @@ impl Engine {
 
     /// Peers that do not answer: what they owe is asked of others.
     pub(super) fn fetches_late(&mut self) {
+        // Whoever was stopped himself has answers waiting, maybe: that time is nobody's silence.
+        let missed = self.now - self.ticked;
+        if missed > SECOND {
+            self.fetches.values_mut().for_each(|fetch| (fetch.asked, fetch.until) = (self.now, fetch.until + missed));
+        }
         let mut late = Vec::new();
         for (ticket, fetch) in self.fetches.iter().filter(|(_, fetch)| !fetch.cancelled) {
             let Some(Link { up: true, pace, .. }) = self.links.get(&fetch.from.node) else { continue };

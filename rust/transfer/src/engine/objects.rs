@@ -175,6 +175,12 @@ impl Engine {
                 keys.truncate(BATCH_LIMIT);
                 return self.object_exists(client, ticket, &keys);
             }
+            ObjectRequest::Keep { ticket, keys, ttl_ms, by } => {
+                ObjectEvent::Kept { ticket, outcomes: self.keep_all(&keys, ttl_ms, &by) }
+            }
+            ObjectRequest::Unkeep { ticket, keys, by } => {
+                ObjectEvent::Kept { ticket, outcomes: self.unkeep_all(&keys, Some(&by)) }
+            }
             ObjectRequest::Damaged { blocks } => {
                 return blocks.into_iter().for_each(|block| self.damaged(block));
             }
@@ -423,6 +429,7 @@ impl Engine {
                 self.unpublish(block);
             }
             for key in gone {
+                self.kept_is_gone(&key);
                 if let Some((client, put)) = self.objects.parts.remove(&key) {
                     let puts = self.objects.puts.get_mut(&client);
                     puts.and_then(|puts| puts.get_mut(&put)).into_iter().for_each(|put| put.broken = true);
@@ -453,6 +460,11 @@ impl Engine {
     fn unpublish(&mut self, (region, slot): At) -> bool {
         let mut stores = self.stores.iter_mut();
         stores.find(|store| store.region == region).is_some_and(|store| store.pool.unpublish(slot))
+    }
+
+    /// The blocks of an object behind its head.
+    pub(super) fn object_chunks(&self, head: &BlockKey) -> &[BlockKey] {
+        self.objects.chunks.get(head).map_or(&[], Vec::as_slice)
     }
 
     /// Where the blocks of an object lie. For tests.

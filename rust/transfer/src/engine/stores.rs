@@ -14,6 +14,7 @@
 //! Who waits for room is served in the order of arrival, over all stores: while somebody waits, those who came later get
 //! nothing but what their own store has, and what becomes free goes to him.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -21,6 +22,7 @@ use crate::error::Error;
 use crate::memory::{ARENA_BYTES, Arena, slot_bytes};
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
 use crate::objects::classes::Class;
+use crate::pool::account::Accounts;
 use crate::pool::policy::{Policy, cost::Costs};
 use crate::pool::{Granting, Holder, Lack, More, Occupancy, Pool, Wish};
 use crate::types::{BlockKey, ClientId, Layout, Nanos, RegionId, SlotRef, Tag};
@@ -76,6 +78,7 @@ pub(super) struct Stores {
     waiting_limit: usize,
     ended_limit: usize,
     eviction: &'static Policy,
+    accounts: Arc<Accounts>,
 }
 
 impl Stores {
@@ -83,7 +86,19 @@ impl Stores {
     pub fn new(dram_bytes: u64, waiting_limit: usize, ended_limit: usize, eviction: &'static Policy) -> Self {
         let budget =
             Budget { limit: dram_bytes.saturating_sub(ARENA_BYTES), granted: 0, turn: 0, released: Vec::new() };
-        Self { all: Vec::new(), budget, waiting_limit, ended_limit, eviction }
+        let accounts = Accounts::new(&[]);
+        Self { all: Vec::new(), budget, waiting_limit, ended_limit, eviction, accounts }
+    }
+
+    /// Owners have these accounts, in all stores that come.
+    pub fn tell_apart(&mut self, accounts: Arc<Accounts>) {
+        assert!(self.all.is_empty(), "accounts are there before the first block");
+        self.accounts = accounts;
+    }
+
+    /// What owners have, and may have.
+    pub fn accounts(&self) -> &Accounts {
+        &self.accounts
     }
 
     /// The store of a layout; makes it if it is new. Returns also who waited elsewhere for more than there can be now.
@@ -117,6 +132,8 @@ impl Stores {
         let region = RegionId(at as u32);
         let policy = self.eviction.make(&Costs::default());
         let mut pool = Pool::new(arena.clone(), 0, self.waiting_limit, self.ended_limit, policy);
+        let eviction = self.eviction;
+        pool.tell_apart(self.accounts.clone(), slot_bytes, move || eviction.make(&Costs::default()));
         pool.turn(self.budget.turn, now);
         let objects = Class::of(layout).is_some();
         self.all.push(Store { arena, pool, region, objects, slot_bytes });
@@ -177,6 +194,11 @@ impl Stores {
         self.with_more(at, |pool, more| pool.grant_with(holder, wish, mode, more))
     }
 
+    /// A slot for what the node itself does, see [`Pool::grant_own`].
+    pub fn grant_own(&mut self, at: usize, holder: Holder, wish: Wish) -> Granting {
+        self.with_more(at, |pool, more| pool.grant_own(holder, wish, more))
+    }
+
     pub fn lookup(&mut self, at: usize, holder: Holder, keys: &[BlockKey]) -> Vec<SlotRef> {
         self.with_more(at, |pool, more| pool.lookup_with(holder, keys, more))
     }
@@ -200,7 +222,7 @@ impl Stores {
         for at in 0..self.all.len() {
             let wanted = MINIMUM.saturating_sub(self.all[at].pool.size()) as usize;
             if wanted > 0 {
-                self.with_more(at, |pool, more| more(pool, Lack { wanted, needed: 1, since: 0 }));
+                self.with_more(at, |pool, more| more(pool, Lack { wanted, needed: 1, since: 0, over: None }));
             }
         }
     }
@@ -274,6 +296,11 @@ impl Stores {
     /// # Panics
     /// If one does not hold.
     pub fn check(&self) {
+        let mut charged = std::collections::HashMap::new();
+        for (account, bytes) in self.all.iter().flat_map(|store| store.pool.charged()) {
+            *charged.entry(account).or_default() += bytes;
+        }
+        self.accounts.check(&charged);
         let Budget { limit, granted, .. } = self.budget;
         assert_eq!(granted, self.all.iter().map(Store::bytes).sum::<u64>(), "bytes of all stores");
         assert!(granted <= limit, "stores have {granted} bytes of {limit}");
@@ -296,8 +323,16 @@ impl Budget {
         slot_bytes: u64,
         most: u32,
         others: &mut [&mut Store],
-        Lack { mut wanted, mut needed, since }: Lack,
+        Lack { mut wanted, mut needed, since, over }: Lack,
     ) {
+        if let Some((account, mut bytes)) = over {
+            for store in others.iter_mut() {
+                while bytes > 0 && store.pool.evict_of(account) {
+                    bytes = bytes.saturating_sub(store.slot_bytes);
+                }
+            }
+            return;
+        }
         let owes = |store: &&mut Store| store.pool.size() < MINIMUM;
         let waits = |store: &&mut Store| store.pool.waits_since().is_some_and(|other| other < since);
         if since > 0 && others.iter().any(|store| owes(store) || waits(store)) {
@@ -321,10 +356,11 @@ impl Budget {
         let mut busy = vec![false; others.len()];
         while wanted > 0 && pool.size() < most {
             let giving = others.iter().enumerate().filter(|(from, store)| store.givable() > 0 && !busy[*from]);
-            // An empty slot costs nothing, so it is the coldest of all.
-            let cold = |store: &Store| (store.pool.empty() == 0, store.pool.coldest_use());
+            // An empty slot costs nothing, so it is the coldest of all. Who has too much for his share gives before others.
+            let cold =
+                |store: &Store| (store.pool.empty() == 0, Reverse(store.pool.weight()), store.pool.coldest_use());
             let Some((coldest, from)) = giving.map(|(from, store)| (cold(store), from)).min() else { break };
-            if needed == 0 && (true, pool.coldest_use()) <= coldest {
+            if needed == 0 && (true, Reverse(pool.weight()), pool.coldest_use()) <= coldest {
                 break;
             }
             match others[from].pool.give_up() {

@@ -10,7 +10,7 @@
 //! | `homes`, `hints`, `book` | across nodes: whose word on a name counts, and what does it know? |
 //! | `talk` | what do daemons say? |
 //! | `engine/cluster`, `quests`, `copying` | what follows |
-//! | `pool`, `visit`, `copies`, `road` | the client |
+//! | `pool`, `visit`, `copies`, `road`, `unused` | the client |
 //!
 //! `pool`, `visit` and `road` are shells, beside `client`; the engine uses the others.
 
@@ -25,6 +25,7 @@ pub mod pool;
 pub mod reader;
 pub mod road;
 pub mod talk;
+mod unused;
 mod visit;
 
 pub use pool::{Pool, Value};

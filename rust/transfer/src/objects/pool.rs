@@ -17,9 +17,11 @@ use super::messages::{
     BATCH_LIMIT, Cursor, LIST_LIMIT, Listed, ObjectEvent, ObjectRequest, ObjectStats, Reserved, Wanted, chain, lone,
 };
 use super::road::{Inside, Pinned, Road, Socket};
+use super::unused::LINGER;
 use super::visit::{Lack, Part, WINDOW};
 use crate::client::ClientEvent;
 use crate::daemon::Happening;
+use crate::engine::Keeping;
 use crate::error::Error;
 use crate::keys::{Key, chunk_keys, object_key};
 use crate::link::random;
@@ -182,7 +184,7 @@ impl Pool {
             let item = Item { at, put, key, class: Class::fitting(value.len() as u64, name.len()), name, value };
             if value.len() as u64 <= CHUNK { small.push_back(item) } else { large.push(item) }
         }
-        let mut waited = 0;
+        let (mut waited, mut lingered) = (0, false);
         while !small.is_empty() {
             let round = next_round(&mut small);
             let outcome = self.put_round(&round, copies, &mut outcomes);
@@ -190,22 +192,31 @@ impl Pool {
                 self.road.tell(ObjectRequest::Abandon { puts: round.iter().map(|item| item.put).collect() });
             }
             // What found no room because of the others of its round may find it now: they may be evicted. So may what was
-            // alone, when something has been written to the SSD.
+            // alone, when something has been written to the SSD, or when others have told that they view it no more.
             let stored = outcome?;
             waited = if stored > 0 { 0 } else { waited + 1 };
             let full = round.iter().any(|item| is_full(&outcomes[item.at]));
-            let again = stored > 0 || full && waited <= TRIES && self.await_room()?;
+            let again = stored > 0
+                || full && waited <= TRIES && self.await_room()?
+                || full && !std::mem::replace(&mut lingered, true) && linger();
             for mut item in round.into_iter().rev().filter(|item| again && is_full(&outcomes[item.at])) {
                 item.put = self.next_put.fetch_add(1, Relaxed);
                 small.push_front(item);
             }
         }
-        for item in large {
-            let outcome = self.put_large(&item);
-            if !matches!(outcome, Ok(true)) {
-                self.road.tell(ObjectRequest::Abandon { puts: vec![item.put] });
+        for mut item in large {
+            loop {
+                let outcome = self.put_large(&item);
+                if !matches!(outcome, Ok(true)) {
+                    self.road.tell(ObjectRequest::Abandon { puts: vec![item.put] });
+                }
+                outcomes[item.at] = outcome;
+                if lingered || !is_full(&outcomes[item.at]) {
+                    break;
+                }
+                item.put = self.next_put.fetch_add(1, Relaxed);
+                lingered = linger();
             }
-            outcomes[item.at] = outcome;
         }
         Ok(outcomes)
     }
@@ -364,6 +375,37 @@ impl Pool {
                         missing.join(", ")
                     )));
                 }
+                event => return Err(unexpected(&event)),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Keeps values where they are for so long, whoever else needs room, in somebody's name (`engine/keep.rs`).
+    ///
+    /// # Errors
+    /// As `remove`.
+    pub fn keep(&self, names: &[&[u8]], ttl_ms: u64, by: &str) -> Result<Vec<Keeping>, Error> {
+        self.keeping(names, |ticket, keys| ObjectRequest::Keep { ticket, keys, ttl_ms, by: by.to_owned() })
+    }
+
+    /// Keeps them no more in this name.
+    ///
+    /// # Errors
+    /// As `remove`.
+    pub fn unkeep(&self, names: &[&[u8]], by: &str) -> Result<Vec<Keeping>, Error> {
+        self.keeping(names, |ticket, keys| ObjectRequest::Unkeep { ticket, keys, by: by.to_owned() })
+    }
+
+    fn keeping(
+        &self,
+        names: &[&[u8]],
+        request: impl Fn(u64, Vec<BlockKey>) -> ObjectRequest,
+    ) -> Result<Vec<Keeping>, Error> {
+        let mut all = Vec::with_capacity(names.len());
+        for keys in self.keys(names)?.chunks(BATCH_LIMIT) {
+            match self.road.ask(|ticket| request(ticket, keys.to_vec()))? {
+                ObjectEvent::Kept { outcomes, .. } => all.extend(outcomes),
                 event => return Err(unexpected(&event)),
             }
         }
@@ -565,6 +607,12 @@ fn next_round<'a>(items: &mut VecDeque<Item<'a>>) -> Vec<Item<'a>> {
         round.push(item);
     }
     round
+}
+
+/// Waits for as long as others may take to tell that they have let go of views.
+fn linger() -> bool {
+    std::thread::sleep(2 * LINGER);
+    true
 }
 
 fn is_full(outcome: &Result<bool, Error>) -> bool {

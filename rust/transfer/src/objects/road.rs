@@ -8,7 +8,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -17,6 +17,7 @@ use rustc_hash::FxHashMap;
 
 use super::catalog::{Catalog, Hold};
 use super::messages::{At, ObjectEvent, ObjectRequest, Sighting};
+use super::unused::Unused;
 use crate::client::ClientEvent;
 use crate::daemon::Happening;
 use crate::error::Error;
@@ -151,9 +152,7 @@ pub struct Socket {
     /// Why it can be used no more.
     ended: Mutex<Option<String>>,
     /// Pins that are used no more, and of which the daemon is not told yet.
-    unused: Mutex<Vec<u64>>,
-    /// It should be told soon: nobody uses any of a batch.
-    urgent: AtomicBool,
+    unused: Unused,
     arenas: RwLock<FxHashMap<RegionId, Arc<Arena>>>,
     next: AtomicU64,
 }
@@ -164,27 +163,25 @@ impl std::fmt::Debug for Socket {
     }
 }
 
-/// One pin of a batch that was pinned together.
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.unused.wake();
+    }
+}
+
+/// A pin.
 #[derive(Debug)]
 pub struct Pin {
     socket: Arc<Socket>,
     number: u64,
-    /// How many of its batch are used.
-    batch: Arc<AtomicUsize>,
     region: RegionId,
     slot: SlotRef,
     arena: Arc<Arena>,
 }
 
 impl Drop for Pin {
-    /// Many views of a batch end together: the daemon is told of all of them in one message, by the last one. Of single
-    /// ones it is told when the next thing is said.
     fn drop(&mut self) {
-        lock(&self.socket.unused).push(self.number);
-        if self.batch.fetch_sub(1, SeqCst) == 1 {
-            self.socket.urgent.store(true, SeqCst);
-            self.socket.release();
-        }
+        self.socket.unused.add(self.number);
     }
 }
 
@@ -215,21 +212,19 @@ impl Socket {
             Event::Established(_) => line.unwatch(),
             _ => return Err(Error::give_up(format!("what listens at {} is no daemon", socket.display()))),
         }
-        Ok(Arc::new(Self {
+        let socket = Arc::new(Self {
             line: Mutex::new(line),
             ended: Mutex::default(),
-            unused: Mutex::default(),
-            urgent: AtomicBool::new(false),
+            unused: Unused::default(),
             arenas: RwLock::default(),
             next: AtomicU64::new(1),
-        }))
+        });
+        Unused::watch(&socket, |socket| &socket.unused, Self::release)?;
+        Ok(socket)
     }
 
     fn ask(&self, patience: Duration, make: impl FnOnce(u64) -> ObjectRequest) -> Result<ObjectEvent, Error> {
-        let answer = self.ask_on(&mut lock(&self.line), patience, make);
-        // Whoever found the line taken has left his word here.
-        self.release();
-        answer
+        self.ask_on(&mut lock(&self.line), patience, make)
     }
 
     fn ask_on(
@@ -278,26 +273,23 @@ impl Socket {
         }
     }
 
-    /// Tells the daemon which pins are not used any more, unless somebody is talking to it: he does it then.
+    /// Tells the daemon which pins are not used any more, unless somebody is talking to it: the next one does it then.
     fn release(&self) {
-        while self.urgent.load(SeqCst) {
-            let mut line = match self.line.try_lock() {
-                Ok(line) => line,
-                Err(std::sync::TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(std::sync::TryLockError::WouldBlock) => return,
-            };
-            if let Some(payload) = self.take_unused()
-                && lock(&self.ended).is_none()
-                && let Err(ended) = line.tell(&payload)
-            {
-                self.end(ended.to_string());
-            }
+        let mut line = match self.line.try_lock() {
+            Ok(line) => line,
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(std::sync::TryLockError::WouldBlock) => return,
+        };
+        if let Some(payload) = self.take_unused()
+            && lock(&self.ended).is_none()
+            && let Err(ended) = line.tell(&payload)
+        {
+            self.end(ended.to_string());
         }
     }
 
     fn take_unused(&self) -> Option<Vec<u8>> {
-        self.urgent.store(false, SeqCst);
-        let pins = std::mem::take(&mut *lock(&self.unused));
+        let pins = self.unused.take();
         (!pins.is_empty()).then(|| encode(ObjectRequest::Release { pins }))
     }
 
@@ -310,7 +302,6 @@ impl Socket {
             }
             event => return Err(unexpected(&event)),
         };
-        let batch = Arc::new(AtomicUsize::new(found.iter().filter_map(Sighting::here).count()));
         let mut failed = None;
         let pinned = (first..).zip(found).map(|(number, seen)| {
             let (region, slot) = match seen {
@@ -323,13 +314,12 @@ impl Socket {
                 Ok(arena) => arena,
                 Err(error) => {
                     failed = Some(error);
-                    lock(&self.unused).push(number);
-                    batch.fetch_sub(1, SeqCst);
+                    self.unused.add(number);
                     return Sighting::Missing;
                 }
             };
-            let (socket, batch) = (self.clone(), batch.clone());
-            Sighting::Here(Pinned::Socket(Pin { socket, number, batch, region, slot, arena }))
+            let socket = self.clone();
+            Sighting::Here(Pinned::Socket(Pin { socket, number, region, slot, arena }))
         });
         let pinned = pinned.collect();
         failed.map_or(Ok(pinned), Err)

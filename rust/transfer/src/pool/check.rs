@@ -28,21 +28,21 @@ impl<M: Lives> Pool<M> {
         assert_eq!(self.granted.len(), known, "a tag is known without a grant");
         let mut writers = vec![0u16; self.slots.len()];
         self.writers.values().flatten().for_each(|&slot| writers[slot as usize] += 1);
-        let free: HashSet<u32> = self.free.iter().copied().collect();
+        let free: HashSet<u32> = self.free.iter(&self.slots).collect();
         assert_eq!(free.len(), self.free.len(), "a slot is free twice");
         let mut absent: HashSet<u32> = self.absent.iter().copied().collect();
         assert_eq!(absent.len(), self.absent.len(), "a slot was given up twice");
         let mut published = 0;
         let mut xor = [0; 16];
         for (number, slot) in (0..).zip(&self.slots) {
-            assert_eq!(slot.pins, pins[number as usize], "pins of slot {number}: {slot:?}");
+            assert_eq!(slot.pins(), pins[number as usize], "pins of slot {number}: {slot:?}");
             assert_eq!(slot.writers, writers[number as usize], "writers of slot {number}: {slot:?}");
             assert_eq!(slot.state == State::Free, free.contains(&number), "free list and slot {number}: {slot:?}");
             let quarantined = self.quarantine.contains(&number);
             assert_eq!(slot.state == State::Quarantine, quarantined, "quarantine and slot {number}: {slot:?}");
             let viewed = self.viewed.contains(&number);
             assert!(!viewed || matches!(slot.state, State::Committed { .. }), "slot {number} is viewed and {slot:?}");
-            let referenced = slot.pins > 0 || slot.reads > 0 || viewed;
+            let referenced = slot.pins() > 0 || slot.reads > 0 || viewed;
             match slot.state {
                 State::Free => {
                     assert!(!referenced && slot.writers == 0 && self.memory.quiet(number), "slot {number} is not free");
@@ -55,7 +55,7 @@ impl<M: Lives> Pool<M> {
                     );
                     assert!(absent.remove(&number), "slot {number} was not given up");
                 }
-                State::Reserved => assert!(slot.pins == 1 && slot.reads == 0, "slot {number} is reserved once"),
+                State::Reserved => assert!(slot.pins() == 1 && slot.reads == 0, "slot {number} is reserved once"),
                 State::Committed { published: true } => {
                     let place = slot.place().expect("a published block has a place");
                     assert_eq!(self.at(&place.key), Some(number), "the index does not lead to slot {number}");
@@ -72,6 +72,8 @@ impl<M: Lives> Pool<M> {
         assert_eq!(self.xor, xor, "the XOR of the keys has drifted");
         self.owners.check(self.slots.iter());
         self.check_room();
+        let has_grant = |holder: &Holder| self.held.get(holder).is_some_and(|held| held.grant.is_some());
+        assert!(self.own.iter().all(has_grant), "slots of the node's own that nobody holds");
         assert!(self.waiting.len() <= self.waiting_limit, "too many grants wait");
         let staging = self.waiting.iter().map(|waiting| waiting.mode == GrantMode::Staging);
         assert!(staging.is_sorted_by(|before, after| before >= after), "a staging grant waits behind another kind");

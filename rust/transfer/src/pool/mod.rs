@@ -15,13 +15,16 @@
 //! client that was told of it as a writer has let go. No bytes are touched here; the memory behind the numbers is the
 //! [`Lives`] seam.
 
+pub mod account;
 mod check;
+mod classes;
 pub mod disk;
 mod ended;
 mod index;
 pub mod model;
 pub mod null;
 pub mod policy;
+mod quota;
 mod room;
 mod share;
 mod slot;
@@ -37,11 +40,13 @@ use crate::memory::Arena;
 use crate::messages::{GrantMode, GrantedSlot, Refusal};
 use crate::types::{BlockKey, ClientId, Owner, SlotRef, Tag};
 
+use account::{Account, Accounts, Name};
 pub use ended::Remembered;
 use index::Index;
 use policy::{Evict, Gone};
+use quota::Short;
 use room::Room;
-use slot::{Owners, Slot, State};
+use slot::{FreeList, Owners, Slot, State};
 
 /// What the pool needs of the memory behind its slot numbers.
 pub trait Lives {
@@ -199,6 +204,8 @@ struct Waiting {
     mode: GrantMode,
     /// When it began to, in turns: orders it among those of other pools.
     since: u64,
+    /// It waits for slots of its own account, so that nobody else need wait for it: since that was stirred last.
+    blocked: Option<u64>,
 }
 
 /// What a pool lacks to serve somebody.
@@ -210,6 +217,8 @@ pub struct Lack {
     pub needed: usize,
     /// Since when it waits, in turns.
     pub since: u64,
+    /// Or so many bytes less of other pools, in blocks of an account that has all it may.
+    pub over: Option<(Account, u64)>,
 }
 
 /// Gives a pool slots that others can do without, by [`Pool::grow`]; as many as are to be had, and needed ones all or none.
@@ -237,7 +246,7 @@ fn spare(mode: GrantMode) -> usize {
 pub struct Pool<M: Lives> {
     memory: M,
     slots: Vec<Slot>,
-    free: Vec<u32>,
+    free: FreeList,
     /// Given up, to be had again first.
     absent: Vec<u32>,
     /// Most slots it can ever have.
@@ -258,6 +267,10 @@ pub struct Pool<M: Lives> {
     waiting_limit: usize,
     /// Slots that a local client may write though another one holds them.
     writers: HashMap<Holder, HashSet<u32>>,
+    /// Those of the holders who have taken slots for the node itself.
+    own: FxHashSet<Holder>,
+    /// Accounts that may have got more than they may.
+    overdrawn: BTreeSet<Account>,
     ended: Remembered<Tag>,
     changes: Vec<Change>,
     /// Slots that a grant took lately, see `demand`.
@@ -272,15 +285,18 @@ impl<M: Lives> Pool<M> {
     /// A pool of `slots` free slots. At most `waiting_limit` grants wait; `ended_limit` ended tags are remembered;
     /// `policy` says what goes first when room is needed.
     pub fn new(memory: M, slots: u32, waiting_limit: usize, ended_limit: usize, policy: Box<dyn Evict>) -> Self {
+        let mut all = vec![Slot::new(); slots as usize];
+        let mut free = FreeList::new();
+        (0..slots).rev().for_each(|slot| free.push(&mut all, slot));
         Self {
             memory,
-            slots: vec![Slot::new(); slots as usize],
-            free: (0..slots).rev().collect(),
+            slots: all,
+            free,
             absent: Vec::new(),
             limit: slots,
             turn: (0, 0),
             index: Index::default(),
-            owners: Owners::default(),
+            owners: Owners::new(Accounts::new(&[]), 0),
             room: Room::new(policy),
             quarantine: BTreeSet::new(),
             demand: 0,
@@ -290,6 +306,8 @@ impl<M: Lives> Pool<M> {
             waiting: VecDeque::new(),
             waiting_limit,
             writers: HashMap::new(),
+            own: FxHashSet::default(),
+            overdrawn: BTreeSet::new(),
             ended: Remembered::new(ended_limit),
             changes: Vec::new(),
             hits: None,
@@ -317,19 +335,17 @@ impl<M: Lives> Pool<M> {
         if taken || granted || distinct.len() != wish.keys.len() || overflow {
             return Granting::Refused(Refusal::Protocol);
         }
-        if wish.slots() + spare(mode) > self.limit as usize {
+        if wish.slots() + spare(mode) > self.largest(wish.owner) {
             return Granting::Refused(Refusal::TooLarge);
         }
         // Nobody overtakes the head of the queue, but a wish that takes no room is in nobody's way.
         let present = wish.keys.iter().filter(|key| self.at(key).is_some()).count();
-        let next = match mode {
-            GrantMode::Staging => self.waiting.front().is_none_or(|first| first.mode != GrantMode::Staging),
-            GrantMode::Wait | GrantMode::Now => self.waiting.is_empty(),
-        };
-        if (next || present == wish.slots())
-            && let Some(slots) = self.try_grant(holder, &wish, mode, self.turn.0, more)
-        {
-            return Granting::Held(slots);
+        let mut blocked = self.waits_with_its_own(wish.owner).then_some(0);
+        if self.is_next(wish.owner, mode) || present == wish.slots() {
+            match self.try_grant(holder, &wish, mode, self.turn.0, more) {
+                Ok(slots) => return Granting::Held(slots),
+                Err(short) => blocked = self.blocked_by(short, wish.owner),
+            }
         }
         if mode == GrantMode::Now || self.waiting.len() >= self.waiting_limit {
             return Granting::Refused(Refusal::Full);
@@ -341,8 +357,31 @@ impl<M: Lives> Pool<M> {
             GrantMode::Staging => self.staging(),
             GrantMode::Wait | GrantMode::Now => self.waiting.len(),
         };
-        self.waiting.insert(place, Waiting { holder, wish, mode, since: self.turn.0 });
+        self.waiting.insert(place, Waiting { holder, wish, mode, since: self.turn.0, blocked });
         Granting::Waiting
+    }
+
+    /// As `grant_with`, one slot at once or not at all, for what the node itself does for others. So that it goes on while
+    /// somebody waits for room, it may overtake him with a few slots, unless he could never be served beside them.
+    pub fn grant_own(&mut self, holder: Holder, wish: Wish, more: More<'_, M>) -> Granting {
+        let few = (self.limit / OWN_SHARE).clamp(1, OWN_LIMIT) as usize;
+        let beside = |first: &Waiting| first.wish.slots() + spare(first.mode) + few <= self.limit as usize;
+        let overtakes = wish.slots() == 1 && self.own.len() < few && self.first_unblocked().is_some_and(beside);
+        let granting = if overtakes && self.granted(holder).is_none() {
+            let slots = self.try_grant(holder, &wish, GrantMode::Now, self.turn.0, more);
+            slots.map_or(Granting::Refused(Refusal::Full), Granting::Held)
+        } else {
+            self.grant_with(holder, wish, GrantMode::Now, more)
+        };
+        if matches!(granting, Granting::Held(_)) {
+            self.own.insert(holder);
+        }
+        granting
+    }
+
+    /// Who of those that wait for room is the first.
+    fn first_unblocked(&self) -> Option<&Waiting> {
+        self.waiting.iter().find(|waiting| waiting.blocked.is_none())
     }
 
     /// How many staging grants wait: they are first.
@@ -358,19 +397,42 @@ impl<M: Lives> Pool<M> {
     /// As `advance`; asks for more slots where it has too few.
     pub fn advance_with(&mut self, more: More<'_, M>) -> Vec<(Holder, Vec<GrantedSlot>)> {
         self.sweep();
+        self.trim();
         let mut granted = Vec::new();
-        while let Some(first) = self.waiting.pop_front() {
-            match self.try_grant(first.holder, &first.wish, first.mode, first.since, more) {
-                Some(slots) => granted.push((first.holder, slots)),
-                None => {
-                    self.waiting.push_front(first);
-                    break;
+        // Who waits for slots of his own account lets others pass, but those of this account.
+        let mut blocked: FxHashSet<Option<Name>> = FxHashSet::default();
+        let mut at = 0;
+        while let Some(next) = self.waiting.get_mut(at) {
+            let name = self.owners.accounts.of(next.wish.owner);
+            if blocked.contains(&name) {
+                next.blocked = Some(0);
+                at += 1;
+                continue;
+            }
+            if next.blocked.is_some() && next.blocked == self.owners.accounts.stirred(next.wish.owner) {
+                blocked.insert(name);
+                at += 1;
+                continue;
+            }
+            let Some(mut next) = self.waiting.remove(at) else { break };
+            match self.try_grant(next.holder, &next.wish, next.mode, next.since, more) {
+                Ok(slots) => granted.push((next.holder, slots)),
+                Err(short) => {
+                    next.blocked = self.blocked_by(short, next.wish.owner);
+                    let goes_on = next.blocked.is_some();
+                    self.waiting.insert(at, next);
+                    if !goes_on {
+                        break;
+                    }
+                    blocked.insert(name);
+                    at += 1;
                 }
             }
         }
         granted
     }
 
+    /// All slots of a wish, or what it lacks.
     fn try_grant(
         &mut self,
         holder: Holder,
@@ -378,27 +440,64 @@ impl<M: Lives> Pool<M> {
         mode: GrantMode,
         since: u64,
         more: More<'_, M>,
-    ) -> Option<Vec<GrantedSlot>> {
+    ) -> Result<Vec<GrantedSlot>, Short> {
+        if !self.apart() {
+            return self.try_grant_to(account::EVERYBODY, holder, wish, mode, since, more);
+        }
+        let accounts = self.owners.accounts.clone();
+        let account = accounts.enter(wish.owner);
+        let outcome = self.try_grant_to(account, holder, wish, mode, since, more);
+        accounts.leave(account);
+        outcome
+    }
+
+    fn try_grant_to(
+        &mut self,
+        account: Account,
+        holder: Holder,
+        wish: &Wish,
+        mode: GrantMode,
+        since: u64,
+        more: More<'_, M>,
+    ) -> Result<Vec<GrantedSlot>, Short> {
         let present: Vec<Option<u32>> = wish.keys.iter().map(|key| self.at(key)).collect();
         let hits = present.iter().flatten().count();
         let need = wish.slots() - hits;
-        let kept = present.iter().flatten().filter(|&&slot| self.slots[slot as usize].idle).count();
+        let keeps = || present.iter().flatten().filter(|&&slot| self.slots[slot as usize].idle);
+        let (kept, own) = (keeps().count(), keeps().filter(|&&slot| self.account(slot) == account).count());
         // What takes no room may be had even when there is none.
         let takes_room = need + kept > 0;
+        if takes_room && !self.may_have(account, need + spare(mode), own, since, more) {
+            return Err(Short::Limit);
+        }
+        // Charged already, so that room is made as if he had what he wants: who has the most then gives it.
+        let bytes = need as u64 * self.owners.slot_bytes();
+        let accounts = self.owners.accounts.clone();
+        accounts.charge(account, bytes);
         let enough = |pool: &Self| !takes_room || need + spare(mode) <= pool.free.len() + pool.room.idle() - kept;
         if takes_room && (need > self.free.len() || !enough(self)) {
             let needed = (need + spare(mode)).saturating_sub(self.free.len() + self.room.idle() - kept);
             let wanted = need.saturating_sub(self.free.len()).max(needed);
-            more(self, Lack { wanted, needed, since });
+            more(self, Lack { wanted, needed, since, over: None });
         }
-        if !enough(self) {
-            return None;
+        let mut short = (!enough(self)).then_some(Short::Room);
+        if short.is_none() {
+            // Pinned first, so that making room cannot take what is already here.
+            present.iter().flatten().for_each(|&slot| self.pin(slot));
+            short = if !self.make_own_room(account) {
+                Some(Short::Limit)
+            } else if !self.make_room(need) {
+                Some(Short::Room)
+            } else {
+                None
+            };
+            if short.is_some() {
+                present.iter().rev().flatten().for_each(|&slot| self.unpin(slot));
+            }
         }
-        // Pinned first, so that making room cannot take what is already here.
-        present.iter().flatten().for_each(|&slot| self.pin(slot));
-        if !self.make_room(need) {
-            present.iter().rev().flatten().for_each(|&slot| self.unpin(slot));
-            return None;
+        accounts.discharge(account, bytes);
+        if let Some(short) = short {
+            return Err(short);
         }
         if need > 0 {
             self.demand = need.max(self.demand - self.demand / DEMAND_SHARE);
@@ -408,7 +507,7 @@ impl<M: Lives> Pool<M> {
             let slot = match present.get(index) {
                 Some(&Some(slot)) => slot,
                 _ => {
-                    let slot = self.free.pop().expect("make_room has freed enough");
+                    let slot = self.free.pop(&self.slots).expect("make_room has freed enough");
                     let life = self.memory.issue(slot);
                     let place = (index < wish.keys.len()).then(|| wish.place(index));
                     let owner = wish.owner;
@@ -427,7 +526,7 @@ impl<M: Lives> Pool<M> {
         if let Some(client) = holder.client {
             self.granted.insert(holder.tag, client);
         }
-        Some(answer)
+        Ok(answer)
     }
 
     /// Evicts until `need` slots are free. False if victims turned out not to be quiet: they wait in quarantine. No more
@@ -438,13 +537,17 @@ impl<M: Lives> Pool<M> {
             if self.quarantine.len() >= most {
                 return false;
             }
-            let Some(victim) = self.victim() else { return false };
-            self.tally.evictions += 1;
-            self.tally.dropped += u64::from(!self.slots[victim as usize].clean);
-            self.unpublish_slot(victim, Gone::Evicted);
-            self.discard(victim);
+            let Some(victim) = self.victim(None) else { return false };
+            self.evict(victim);
         }
         true
+    }
+
+    fn evict(&mut self, victim: u32) {
+        self.tally.evictions += 1;
+        self.tally.dropped += u64::from(!self.slots[victim as usize].clean);
+        self.unpublish_slot(victim, Gone::Evicted);
+        self.discard(victim);
     }
 
     /// Pins the longest leading run of keys that is published, but never the last slot that could be had for staging.
@@ -454,34 +557,41 @@ impl<M: Lives> Pool<M> {
 
     /// As `lookup`; asks for more slots rather than find less.
     pub fn lookup_with(&mut self, holder: Holder, keys: &[BlockKey], more: More<'_, M>) -> Vec<SlotRef> {
-        let published = keys.iter().map_while(|key| self.at(key));
-        let takes: FxHashSet<u32> = published.filter(|&slot| self.slots[slot as usize].idle).collect();
-        let wanted = (takes.len() + 1).saturating_sub(self.free.len() + self.room.idle());
-        if !takes.is_empty() && wanted > 0 {
-            more(self, Lack { wanted, needed: 1, since: self.turn.0 });
+        // All at once first, and nothing else: so the processor waits for many of them at a time.
+        let published: Vec<u32> = keys.iter().map_while(|key| self.at(key)).collect();
+        let takes = published.iter().filter(|&&slot| self.slots[slot as usize].idle).count();
+        let wanted = (takes + 1).saturating_sub(self.free.len() + self.room.idle());
+        if takes > 0 && wanted > 0 {
+            more(self, Lack { wanted, needed: 1, since: self.turn.0, over: None });
         }
         let mut available = self.free.len() + self.room.idle();
-        // Pinning once more what is pinned takes no room.
-        let may_pin = |slot: &u32| {
-            let takes = usize::from(self.slots[*slot as usize].idle);
-            let may = takes == 0 || available > 1;
-            available -= if may { takes } else { 0 };
-            may
-        };
-        let published = keys.iter().map_while(|key| self.at(key));
-        let found: Vec<u32> = published.take_while(may_pin).collect();
+        let mut held = self.held.remove(&holder).unwrap_or_default();
+        // What it looked up before: of those that somebody uses.
+        let mut known: Option<FxHashSet<u32>> = None;
+        let mut found = published;
+        for at in 0..found.len() {
+            let slot = found[at];
+            let idle = self.slots[slot as usize].idle;
+            if idle && (available <= 1 || !self.leaves_one(slot)) {
+                found.truncate(at);
+                break;
+            }
+            // Pinning once more what is pinned takes no room.
+            available -= usize::from(idle);
+            let known = if idle {
+                known.as_mut()
+            } else {
+                Some(known.get_or_insert_with(|| held.looked.iter().copied().collect()))
+            };
+            if known.is_none_or(|known| known.insert(slot)) {
+                held.looked.push(slot);
+                self.pin(slot);
+                self.hit(slot);
+            }
+        }
         self.tally.hits += found.len() as u64;
         self.tally.misses += (keys.len() - found.len()) as u64;
-        if !found.is_empty() {
-            let mut held = self.held.remove(&holder).unwrap_or_default();
-            let mut known: FxHashSet<u32> = held.looked.iter().copied().collect();
-            for &slot in &found {
-                if known.insert(slot) {
-                    held.looked.push(slot);
-                    self.pin(slot);
-                    self.hit(slot);
-                }
-            }
+        if held.grant.is_some() || !held.looked.is_empty() {
             self.held.insert(holder, held);
         }
         found.iter().map(|&slot| self.life(slot)).collect()
@@ -629,11 +739,10 @@ impl<M: Lives> Pool<M> {
         self.waiting.retain(|waiting| waiting.holder != holder);
         let mut granted = self.waiting.len() != before;
         let held = self.held.remove(&holder).unwrap_or_default();
+        self.own.remove(&holder);
         // From tail to head, so that the head of a prefix counts as used last.
-        for slots in [held.looked, held.grant.clone().unwrap_or_default()] {
-            for &slot in slots.iter().rev() {
-                self.unpin(slot);
-            }
+        for &slot in held.looked.iter().rev().chain(held.grant.iter().flatten().rev()) {
+            self.unpin(slot);
         }
         granted |= held.grant.is_some();
         if granted && holder.client.is_some() {
@@ -675,39 +784,37 @@ impl<M: Lives> Pool<M> {
         for slot in self.quarantine.iter().copied().filter(quiet).collect::<Vec<_>>() {
             self.quarantine.remove(&slot);
             self.slots[slot as usize].state = State::Free;
-            self.free.push(slot);
+            self.free.push(&mut self.slots, slot);
         }
     }
 
     fn hit(&mut self, slot: u32) {
-        self.room.hit(slot);
+        let account = self.account(slot);
+        self.room.classes.hit(account, slot);
         if let Some(hits) = &mut self.hits {
             hits.push(slot);
         }
     }
 
     fn pin(&mut self, slot: u32) {
-        self.slots[slot as usize].pins += 1;
         self.wake(slot);
+        self.slots[slot as usize].pin(true);
     }
 
     fn unpin(&mut self, slot: u32) {
-        self.slots[slot as usize].pins -= 1;
+        self.slots[slot as usize].pin(false);
         self.settle(slot);
     }
 
     /// Decides what becomes of a slot after somebody has let go of it.
     fn settle(&mut self, slot: u32) {
         let record = &self.slots[slot as usize];
-        if record.pins > 0 || record.reads > 0 || self.viewed.contains(&slot) {
+        if record.pins() > 0 || record.reads > 0 || self.viewed.contains(&slot) {
             return;
         }
         match record.state {
             State::Reserved | State::Committed { published: false } => self.discard(slot),
-            State::Committed { published: true } if record.writers == 0 => {
-                self.slots[slot as usize].used = self.turn.1;
-                self.rest(slot);
-            }
+            State::Committed { published: true } if record.writers == 0 => self.rest(slot),
             State::Committed { published: true } | State::Quarantine | State::Free | State::Absent => {}
         }
     }
@@ -719,7 +826,7 @@ impl<M: Lives> Pool<M> {
         self.owners.remove(std::mem::replace(&mut record.owner, Owners::NOBODY));
         if record.writers == 0 && self.memory.quiet(slot) {
             record.state = State::Free;
-            self.free.push(slot);
+            self.free.push(&mut self.slots, slot);
         } else {
             record.state = State::Quarantine;
             self.quarantine.insert(slot);
@@ -810,6 +917,8 @@ impl<M: Lives> Pool<M> {
         }
         let owner = self.owners.add(owner);
         self.owners.remove(std::mem::replace(&mut self.slots[slot as usize].owner, owner));
+        // It came for the node itself; he may have no room for it, and then has one block less of another.
+        self.overdrawn.insert(self.owners.account(owner));
     }
 
     /// One slot that a lookup has pinned.
@@ -900,5 +1009,11 @@ impl<M: Lives> Pool<M> {
         self.slots[slot as usize].state == state
     }
 }
+
+/// Of so many slots of a pool one may be taken for the node itself while somebody waits for room...
+const OWN_SHARE: u32 = 16;
+/// ... but no more than these: a peer that reads from the SSD behind keeps so many reads under way.
+const OWN_LIMIT: u32 = 32;
+
 /// One in so many slots of the demand is forgotten with each smaller grant: large ones are remembered for some dozens.
 const DEMAND_SHARE: usize = 8;

@@ -13,16 +13,15 @@
 //! any order. Only a block one position further counts as a child, so that made-up keys cannot form a circle, in which
 //! nobody would go first.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rustc_hash::FxHashMap;
 
+use super::account::Account;
+use super::classes::Classes;
 use super::policy::{Evict, Gone};
 use super::{Lives, Place, Pool};
 use crate::types::BlockKey;
-
-/// How far a victim is looked for that nobody reads: usually the next few; at most twice as many as are written at once.
-const LOOKS: [usize; 3] = [8, 64, 512];
 
 /// Of a block's children, how many there are, and how many of those are idle.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,17 +43,26 @@ pub(super) enum Role {
 /// What is noted of a published block's family.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Kin {
-    /// Its parent's slot at the last look: it may be another's by now.
+    /// Its parent's slot at the last look: it may be another's by now. In an empty slot: the next empty one.
     parent: u32,
     children: Children,
+}
+
+impl Kin {
+    pub(super) fn next(self) -> u32 {
+        self.parent
+    }
+
+    pub(super) fn set_next(&mut self, slot: u32) {
+        self.parent = slot;
+    }
 }
 
 /// The blocks that may go.
 #[derive(Debug)]
 pub(super) struct Room {
-    policy: Box<dyn Evict>,
-    /// In the order in which they are taken; few, as each has a child in use.
-    stems: BTreeSet<u32>,
+    /// Candidates and stems; of these there are few, as each has a child in use.
+    pub classes: Classes,
     /// Children of blocks that are not here, by the parent's key and the children's position.
     orphans: FxHashMap<(BlockKey, u32), Children>,
     /// Slots of idle blocks: what could be had.
@@ -65,7 +73,7 @@ pub(super) struct Room {
 
 impl Room {
     pub(super) fn new(policy: Box<dyn Evict>) -> Self {
-        Self { policy, stems: BTreeSet::new(), orphans: FxHashMap::default(), idle: 0, keeps_dirty: false }
+        Self { classes: Classes::new(policy), orphans: FxHashMap::default(), idle: 0, keeps_dirty: false }
     }
 
     /// How many blocks could go.
@@ -77,17 +85,14 @@ impl Room {
     pub(super) fn keep_dirty(&mut self, keep: bool) {
         self.keeps_dirty = keep;
     }
-
-    /// A holder has found the block.
-    pub(super) fn hit(&mut self, slot: u32) {
-        self.policy.hit(slot);
-    }
 }
 
 impl<M: Lives> Pool<M> {
     /// The slot's block, which is in use, is published now.
     pub(super) fn join(&mut self, slot: u32, place: Place) {
-        self.room.policy.publish(slot, &place);
+        let account = self.account(slot);
+        self.room.classes.publish(account, slot, &place);
+        self.owners.accounts.stir(account);
         let children = place.position.checked_add(1).and_then(|next| self.room.orphans.remove(&(place.key, next)));
         self.slots[slot as usize].kin = Kin { children: children.unwrap_or_default(), ..Kin::default() };
         self.tell_parent(slot, |children| children.all += 1);
@@ -96,7 +101,7 @@ impl<M: Lives> Pool<M> {
     /// The slot's block, which was published, is not any more.
     pub(super) fn leave(&mut self, slot: u32, place: Place, gone: Gone) {
         self.wake(slot);
-        self.room.policy.remove(slot, gone);
+        self.room.classes.remove(self.account(slot), slot, gone);
         let children = std::mem::take(&mut self.slots[slot as usize].kin.children);
         if children.all > 0 {
             self.room.orphans.insert((place.key, place.position + 1), children);
@@ -106,10 +111,11 @@ impl<M: Lives> Pool<M> {
 
     /// Somebody refers to the slot's block now. True if it was idle.
     pub(super) fn wake(&mut self, slot: u32) -> bool {
-        if !std::mem::replace(&mut self.slots[slot as usize].idle, false) {
+        if !self.slots[slot as usize].wake() {
             return false;
         }
         self.room.idle -= 1;
+        self.room.classes.wake(self.account(slot), slot);
         self.review(slot);
         self.tell_parent(slot, |children| children.idle -= 1);
         true
@@ -117,45 +123,30 @@ impl<M: Lives> Pool<M> {
 
     /// Nobody refers to the slot's published block any more.
     pub(super) fn rest(&mut self, slot: u32) {
-        if std::mem::replace(&mut self.slots[slot as usize].idle, true) {
+        let before = self.slots[slot as usize].idle;
+        self.slots[slot as usize].rest(self.turn.1);
+        if before {
             return;
         }
         self.room.idle += 1;
-        self.room.policy.rest(slot);
+        let account = self.account(slot);
+        self.room.classes.rest(account, slot);
+        self.owners.accounts.stir(account);
         self.review(slot);
         self.tell_parent(slot, |children| children.idle += 1);
     }
 
-    /// The idle block that goes next; it is a candidate no more. One that is being read, to be written elsewhere first of
-    /// all, would free nothing yet: it goes only if there is no other.
-    pub(super) fn victim(&mut self) -> Option<u32> {
-        let may = |slot: &u32| !self.room.keeps_dirty || self.slots[*slot as usize].clean;
-        let goes = |slot: &u32| self.memory.quiet(*slot) && may(slot);
-        let first = self.room.policy.coldest(1).first().copied();
-        let other = first.filter(|first| !goes(first)).and_then(|_| {
-            let further = |limit: usize| self.room.policy.coldest(limit).into_iter().skip(1).find(goes);
-            LOOKS.into_iter().find_map(further)
-        });
-        let slot = match (other, first) {
-            (Some(slot), _) => {
-                self.room.policy.forbid(slot);
-                slot
-            }
-            (None, Some(first)) if may(&first) => self.room.policy.pop()?,
-            (None, Some(_)) => return None,
-            (None, None) => {
-                let stem = self.room.stems.iter().copied().find(may)?;
-                self.room.stems.remove(&stem);
-                stem
-            }
-        };
+    /// The idle block that goes next, of one account or of all; it is a candidate no more.
+    pub(super) fn victim(&mut self, of: Option<Account>) -> Option<u32> {
+        let may = |slot: u32| !self.room.keeps_dirty || self.slots[slot as usize].clean;
+        let slot = self.room.classes.victim(of, |slot| self.memory.quiet(slot), may)?;
         self.slots[slot as usize].role = Role::Stays;
         Some(slot)
     }
 
     /// Up to `limit` of the blocks that go next, as things are: a parent joins when its last child has gone.
     pub fn coldest(&self, limit: usize) -> Vec<u32> {
-        self.room.policy.coldest(limit)
+        self.room.classes.coldest(limit)
     }
 
     fn tell_parent(&mut self, slot: u32, change: impl Fn(&mut Children)) {
@@ -203,14 +194,16 @@ impl<M: Lives> Pool<M> {
         if before == role {
             return;
         }
+        let account = self.account(slot);
+        let classes = &mut self.room.classes;
         match before {
-            Role::Candidate => self.room.policy.forbid(slot),
-            Role::Stem => drop(self.room.stems.remove(&slot)),
+            Role::Candidate => classes.forbid(account, slot),
+            Role::Stem => classes.set_stem(account, slot, false),
             Role::Stays => {}
         }
         match role {
-            Role::Candidate => self.room.policy.allow(slot),
-            Role::Stem => drop(self.room.stems.insert(slot)),
+            Role::Candidate => classes.allow(account, slot),
+            Role::Stem => classes.set_stem(account, slot, true),
             Role::Stays => {}
         }
     }
@@ -226,10 +219,11 @@ impl<M: Lives> Pool<M> {
             }
         }
         let (mut idle, mut candidates, mut stems) = (0, 0, 0);
+        let mut accounts: BTreeMap<Account, (usize, usize)> = BTreeMap::new();
         for (number, slot) in (0..).zip(&self.slots) {
             let published = slot.is_published();
             let unused =
-                published && slot.pins == 0 && slot.reads == 0 && slot.writers == 0 && !self.viewed.contains(&number);
+                published && slot.pins() == 0 && slot.reads == 0 && slot.writers == 0 && !self.viewed.contains(&number);
             assert_eq!(slot.idle, unused, "idle and slot {number}: {slot:?}");
             let next =
                 slot.place().filter(|_| published).and_then(|place| Some((place.key, place.position.checked_add(1)?)));
@@ -239,19 +233,28 @@ impl<M: Lives> Pool<M> {
             }
             let candidate = unused && children.all == 0;
             let stem = unused && children.all > 0 && children.idle == 0;
-            assert_eq!(self.room.policy.contains(number), candidate, "the policy and slot {number}: {slot:?}");
-            assert_eq!(self.room.stems.contains(&number), stem, "the stems and slot {number}: {slot:?}");
+            let account = self.account(number);
+            let classes = &self.room.classes;
+            assert_eq!(classes.may_go(account, number), candidate, "the policy and slot {number}: {slot:?}");
+            assert_eq!(classes.is_stem(account, number), stem, "the stems and slot {number}: {slot:?}");
+            if published {
+                let (blocks, resting) = accounts.entry(account).or_default();
+                *blocks += 1;
+                *resting += usize::from(unused);
+            }
             idle += usize::from(unused);
             candidates += usize::from(candidate);
             stems += usize::from(stem);
         }
         assert_eq!(self.room.idle, idle, "the number of idle blocks has drifted");
-        assert_eq!(self.room.policy.len(), candidates, "the policy has slots that are not there");
-        assert_eq!(self.room.stems.len(), stems, "there are stems that are not there");
+        self.room.classes.check(&accounts);
+        assert_eq!(self.room.classes.len(), candidates, "the policy has slots that are not there");
+        assert_eq!(self.room.classes.stems(), stems, "there are stems that are not there");
         assert_eq!(self.room.orphans, families, "children of absent parents");
-        let order = self.room.policy.coldest(usize::MAX);
+        let order = self.room.classes.coldest(usize::MAX);
         let distinct: BTreeSet<u32> = order.iter().copied().collect();
         assert!(distinct.len() == candidates && order.len() == candidates, "the order is not one of the candidates");
-        assert!(order.iter().all(|&slot| self.room.policy.contains(slot)), "the order has more than the candidates");
+        let may_go = |&slot: &u32| self.room.classes.may_go(self.account(slot), slot);
+        assert!(order.iter().all(may_go), "the order has more than the candidates");
     }
 }

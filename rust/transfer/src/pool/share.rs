@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use super::slot::{Slot, State};
 use super::{Holder, Lives, Place, Pool, Waiting, spare};
+use crate::messages::GrantMode;
 use crate::types::{BlockKey, Nanos, Owner, SlotRef};
 
 impl<M: Lives> Pool<M> {
@@ -40,7 +41,7 @@ impl<M: Lives> Pool<M> {
         // Just so many: what may never be used is not kept ready.
         self.slots.reserve_exact(new.len());
         self.slots.extend(new.clone().map(|_| Slot::new()));
-        self.free.extend(new.rev().chain(back));
+        new.rev().chain(back).for_each(|slot| self.free.push(&mut self.slots, slot));
     }
 
     /// How many slots it could give up now: one that may be had stays, for staging.
@@ -55,22 +56,25 @@ impl<M: Lives> Pool<M> {
 
     /// When the block that it would evict next was last used; for ever, if that is not known.
     pub fn coldest_use(&self) -> u64 {
-        self.coldest(1).first().map_or(u64::MAX, |&slot| self.slots[slot as usize].used.into())
+        self.coldest(1).first().and_then(|&slot| self.slots[slot as usize].used()).map_or(u64::MAX, u64::from)
     }
 
-    /// Since when the first of those who wait do, in turns.
+    /// Since when the first of those who wait for room do, in turns.
     pub fn waits_since(&self) -> Option<u64> {
-        let firsts = [self.waiting.front(), self.waiting.get(self.staging())];
-        firsts.into_iter().flatten().map(|waiting| waiting.since).min()
+        let of = |staging: bool| {
+            let mut kind = self.waiting.iter().filter(move |waiting| (waiting.mode == GrantMode::Staging) == staging);
+            kind.find(|waiting| waiting.blocked.is_none())
+        };
+        [of(true), of(false)].into_iter().flatten().map(|waiting| waiting.since).min()
     }
 
     /// Gives up an empty slot, or that of the block that it would evict next. `None`: it has neither, or somebody
     /// still touches the victim, which waits in quarantine.
     pub fn give_up(&mut self) -> Option<u32> {
-        if self.free.is_empty() {
+        if self.free.len() == 0 {
             self.make_room(1);
         }
-        let slot = self.free.pop()?;
+        let slot = self.free.pop(&self.slots)?;
         self.slots[slot as usize].state = State::Absent;
         self.absent.push(slot);
         Some(slot)
@@ -142,7 +146,7 @@ impl<M: Lives> Pool<M> {
     pub fn dirty(&self) -> Vec<(u32, SlotRef)> {
         let dirty = (0..self.slots()).filter(|&slot| self.is_dirty(slot));
         // What somebody holds is in use now.
-        let used = |record: &Slot| if record.idle { record.used } else { u32::MAX };
+        let used = |record: &Slot| record.used().unwrap_or(u32::MAX);
         dirty.map(|slot| (used(&self.slots[slot as usize]), self.life(slot))).collect()
     }
 

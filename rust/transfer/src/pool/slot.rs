@@ -1,8 +1,10 @@
 //! What a pool keeps of one slot, and of whom its blocks are: a few bytes each, as a node may have millions.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use super::Place;
+use super::account::{Account, Accounts, EVERYBODY};
 use super::room::{Kin, Role};
 use crate::types::{BlockKey, Owner, SlotRef};
 
@@ -22,7 +24,7 @@ pub(super) enum State {
 /// Where a private block stands.
 const NOWHERE: u32 = u32::MAX;
 
-/// One slot: 72 bytes.
+/// One slot: 68 bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Slot {
     key: BlockKey,
@@ -30,10 +32,9 @@ pub(super) struct Slot {
     position: u32,
     /// Of its life, or of the last one.
     pub generation: u32,
-    /// References of holders.
-    pub pins: u32,
-    /// When it was last let go of, on the clock of [`super::Pool::turn`].
-    pub used: u32,
+    /// References of holders. While the slot is idle, of which there are none: when it was last let go of, on the clock of
+    /// [`super::Pool::turn`].
+    pins_or_used: u32,
     /// Number of whose block it is, see [`Owners`].
     pub owner: u32,
     pub kin: Kin,
@@ -58,8 +59,7 @@ impl Slot {
             parent: nothing,
             position: NOWHERE,
             generation: 0,
-            pins: 0,
-            used: 0,
+            pins_or_used: 0,
             owner: Owners::NOBODY,
             kin: Kin::default(),
             reads: 0,
@@ -73,7 +73,8 @@ impl Slot {
 
     /// A new life of it, held once.
     pub fn reserved(life: SlotRef, place: Option<Place>, owner: u32) -> Self {
-        let mut slot = Self { generation: life.generation, state: State::Reserved, pins: 1, owner, ..Self::new() };
+        let mut slot =
+            Self { generation: life.generation, state: State::Reserved, pins_or_used: 1, owner, ..Self::new() };
         slot.set_place(place);
         slot
     }
@@ -94,57 +95,164 @@ impl Slot {
         }
     }
 
+    /// References of holders.
+    pub fn pins(&self) -> u32 {
+        if self.idle { 0 } else { self.pins_or_used }
+    }
+
+    /// One reference more, or one less, of a slot that is not idle.
+    pub fn pin(&mut self, more: bool) {
+        self.pins_or_used = if more { self.pins_or_used + 1 } else { self.pins_or_used - 1 };
+    }
+
+    /// When it was last let go of; `None` while it is in use.
+    pub fn used(&self) -> Option<u32> {
+        self.idle.then_some(self.pins_or_used)
+    }
+
+    /// Nobody refers to it, from this time on.
+    pub fn rest(&mut self, now: u32) {
+        (self.idle, self.pins_or_used) = (true, now);
+    }
+
+    /// Somebody does, or will. True if it was idle.
+    pub fn wake(&mut self) -> bool {
+        if self.idle {
+            (self.idle, self.pins_or_used) = (false, 0);
+            return true;
+        }
+        false
+    }
+
     pub fn is_published(&self) -> bool {
         self.state == State::Committed { published: true }
     }
 }
 
+/// The empty slots, the one that was emptied last first: joined through the slots, which have nothing else to say.
+#[derive(Debug)]
+pub(super) struct FreeList {
+    first: u32,
+    count: usize,
+}
+
+impl FreeList {
+    const END: u32 = u32::MAX;
+
+    pub fn new() -> Self {
+        Self { first: Self::END, count: 0 }
+    }
+
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    pub fn push(&mut self, slots: &mut [Slot], slot: u32) {
+        slots[slot as usize].kin.set_next(std::mem::replace(&mut self.first, slot));
+        self.count += 1;
+    }
+
+    pub fn pop(&mut self, slots: &[Slot]) -> Option<u32> {
+        let slot = (self.first != Self::END).then_some(self.first)?;
+        self.first = slots[slot as usize].kin.next();
+        self.count -= 1;
+        Some(slot)
+    }
+
+    /// All of them; one more than there are if they are not as many as were counted.
+    pub fn iter<'a>(&self, slots: &'a [Slot]) -> impl Iterator<Item = u32> + 'a {
+        let first = (self.first != Self::END).then_some(self.first);
+        let next = |&slot: &u32| Some(slots[slot as usize].kin.next()).filter(|&next| next != Self::END);
+        std::iter::successors(first, next).take(self.count + 1)
+    }
+}
+
 /// Whose blocks there are: an owner has a number while any slot is his.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Owners {
-    /// By number, with how many slots are his.
-    known: Vec<(Owner, u32)>,
+    /// By number.
+    known: Vec<Known>,
     numbers: HashMap<Owner, u32>,
     free: Vec<u32>,
+    pub accounts: Arc<Accounts>,
+    /// Of a slot, as accounts are charged.
+    slot_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    owner: Owner,
+    slots: u32,
+    account: Account,
 }
 
 impl Owners {
     /// The owner of a slot with no block.
     pub const NOBODY: u32 = u32::MAX;
 
+    /// None yet.
+    pub fn new(accounts: Arc<Accounts>, slot_bytes: u64) -> Self {
+        Self { known: Vec::new(), numbers: HashMap::new(), free: Vec::new(), accounts, slot_bytes }
+    }
+
     /// One more slot is his.
     pub fn add(&mut self, owner: Owner) -> u32 {
         let number = *self.numbers.entry(owner).or_insert_with(|| {
-            self.free.pop().unwrap_or_else(|| {
-                self.known.push((owner, 0));
-                self.known.len() as u32 - 1
-            })
+            let known = Known { owner, slots: 0, account: self.accounts.enter(owner) };
+            match self.free.pop() {
+                Some(number) => {
+                    self.known[number as usize] = known;
+                    number
+                }
+                None => {
+                    self.known.push(known);
+                    self.known.len() as u32 - 1
+                }
+            }
         });
-        let (his, slots) = &mut self.known[number as usize];
-        (*his, *slots) = (owner, *slots + 1);
+        let known = &mut self.known[number as usize];
+        known.slots += 1;
+        self.accounts.charge(known.account, self.slot_bytes);
         number
     }
 
     /// One slot less is.
     pub fn remove(&mut self, number: u32) {
-        if let Some((owner, slots)) = self.known.get_mut(number as usize) {
-            *slots -= 1;
-            if *slots == 0 {
-                self.numbers.remove(owner);
+        if let Some(known) = self.known.get_mut(number as usize) {
+            known.slots -= 1;
+            self.accounts.discharge(known.account, self.slot_bytes);
+            if known.slots == 0 {
+                self.accounts.leave(known.account);
+                self.numbers.remove(&known.owner);
                 self.free.push(number);
             }
         }
     }
 
     pub fn get(&self, number: u32) -> Owner {
-        self.known.get(number as usize).map_or(Owner::default(), |(owner, _)| *owner)
+        self.known.get(number as usize).map_or(Owner::default(), |known| known.owner)
+    }
+
+    /// The account of an owner who has slots.
+    pub fn account(&self, number: u32) -> Account {
+        self.known.get(number as usize).map_or(EVERYBODY, |known| known.account)
+    }
+
+    /// Bytes of a slot.
+    pub fn slot_bytes(&self) -> u64 {
+        self.slot_bytes
+    }
+
+    /// Bytes that are charged, by account.
+    pub fn charged(&self) -> impl Iterator<Item = (Account, u64)> {
+        self.known.iter().map(|known| (known.account, u64::from(known.slots) * self.slot_bytes))
     }
 
     /// Asserts that it counts right.
     pub fn check<'a>(&self, slots: impl Iterator<Item = &'a Slot>) {
         let mut counts = vec![0; self.known.len()];
         slots.filter(|slot| slot.owner != Self::NOBODY).for_each(|slot| counts[slot.owner as usize] += 1);
-        assert!(counts.iter().zip(&self.known).all(|(count, (_, slots))| count == slots), "slots by owner");
+        assert!(counts.iter().zip(&self.known).all(|(count, known)| *count == known.slots), "slots by owner");
         assert_eq!(self.numbers.len(), counts.iter().filter(|count| **count > 0).count(), "owners");
     }
 }

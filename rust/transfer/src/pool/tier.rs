@@ -141,6 +141,17 @@ pub trait Tier: Send {
     /// What can be read among the next `count` places from this one on, and where to go on, if there are more. A block keeps
     /// its place while it is not written anew; what is may be missed or told twice. So a walk over ten million blocks comes in short steps.
     fn page(&self, from: u32, count: u32) -> (Vec<Record>, Option<u32>);
+    /// How many blocks each owner has, by layout.
+    fn usage(&self) -> Vec<(Owner, Layout, u64)> {
+        let mut usage: Vec<(Owner, Layout, u64)> = Vec::new();
+        for Record { owner, layout, .. } in self.records() {
+            match usage.iter_mut().find(|known| (known.0, known.1) == (owner, layout)) {
+                Some((_, _, blocks)) => *blocks += 1,
+                None => usage.push((owner, layout, 1)),
+            }
+        }
+        usage
+    }
     /// Begins to make durable all that was written and removed so far.
     fn flush(&mut self, op: OpId);
     /// What has happened since the last call.

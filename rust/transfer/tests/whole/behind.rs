@@ -125,6 +125,10 @@ impl Behind {
         }
     }
 
+    pub fn is_there(&self) -> bool {
+        !matches!(self, Self::Nothing)
+    }
+
     /// True if all keys and objects of a run fit.
     pub fn has_room(&self) -> bool {
         match self {
@@ -147,8 +151,8 @@ impl Behind {
     pub fn has(&self, key: &BlockKey) -> bool {
         match self {
             Self::Log { ssd: Some(ssd), .. } => ssd.lock().find(key).is_some(),
-            // It tells at once.
-            Self::Nothing | Self::Shelf { .. } | Self::Log { ssd: None, .. } => true,
+            Self::Shelf { shelf, limit } => MemoryTier::new(shelf.clone(), *limit, 0).find(key).is_some(),
+            Self::Nothing | Self::Log { ssd: None, .. } => false,
         }
     }
 

@@ -44,6 +44,9 @@ pub fn all_prompts(kind: Kind) -> impl Iterator<Item = Vec<BlockKey>> {
 }
 
 /// For whom a prompt is computed: the same for all who ask for it.
+/// The tenant whom some nodes allow less than all.
+pub const LIMITED: u64 = 2;
+
 pub fn tenant(keys: &[BlockKey]) -> u64 {
     keys.first().map_or(0, tenant_of)
 }

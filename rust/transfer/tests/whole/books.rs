@@ -62,6 +62,10 @@ impl Books {
         self.dump.clear();
     }
 
+    pub fn is_spoiled(&self) -> bool {
+        self.spoiled
+    }
+
     /// Bytes of its SSD have changed behind its back.
     pub fn spoil(&mut self) {
         self.spoiled = true;
@@ -121,7 +125,7 @@ impl Books {
                     self.dumped(node, dumped);
                 }
             }
-            DaemonReport::Replicated { .. } | DaemonReport::Hello { .. } => {}
+            DaemonReport::Replicated { .. } | DaemonReport::Cleared { .. } | DaemonReport::Hello { .. } => {}
         }
     }
 

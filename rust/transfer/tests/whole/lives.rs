@@ -3,10 +3,10 @@
 use pyengine_transfer::engine::Settings;
 use pyengine_transfer::memory::slot_bytes;
 use pyengine_transfer::messages::{DaemonOrder, GrantMode, LocalRequest};
+use pyengine_transfer::pool::account::Quota;
 
-use crate::blocks::{Fill, Kind, LAYOUTS, Part, ROOT, Task, all_prompts, key, kinds, tenant};
+use crate::blocks::{Fill, Kind, LAYOUTS, LIMITED, Part, ROOT, Task, all_prompts, key, kinds, tenant};
 use crate::model::{MILLISECOND, Model};
-use crate::objects::Objects;
 
 impl Model {
     /// A node begins, or begins again: after a stop, a kill, or a loss of power.
@@ -23,7 +23,15 @@ impl Model {
         if self.books.contains_key(node) {
             self.end_life(node);
         }
-        let settings = Settings { copies_in_flight: 3, ..Settings::new(bytes) };
+        // Owners are told apart not at all, by namespace and tenant, or one has a limit.
+        let limit = bytes / 2 + self.random.below(bytes / 2);
+        let (quotas, limit) = match self.random.below(3) {
+            0 => (Vec::new(), None),
+            1 => (vec![Quota::default()], None),
+            _ => (vec![Quota { tenant: Some(LIMITED), dram_bytes: Some(limit), ..Quota::default() }], Some(limit)),
+        };
+        self.limits.insert(node.into(), limit);
+        let settings = Settings { copies_in_flight: 3, quotas, ..Settings::new(bytes) };
         let (behind, seed) = (self.behind.get_mut(node).expect("each has some"), self.random.bits());
         let address = self.world.start_behind(node, settings, |bell| behind.open(seed, bell));
         self.addresses.insert(node.into(), address);
@@ -34,7 +42,7 @@ impl Model {
         books.begin(next);
         self.done.add("kept", books.expected());
         self.order(node, DaemonOrder::Dump);
-        self.objects.insert(node.into(), Objects::default());
+        self.objects.entry(node.into()).or_default();
         // In any order; all are there from the start, so that what fits does not change.
         let mut all: Vec<Kind> = kinds().collect();
         let first = self.random.below(all.len() as u64) as usize;
@@ -45,6 +53,7 @@ impl Model {
 
     fn end_life(&mut self, node: &str) {
         self.handle_events();
+        self.sync_objects(node);
         let stops = self.random.permille(400);
         let all = stops && self.behind[node].keeps_all() && !self.sick.contains(node);
         if stops {
@@ -52,6 +61,8 @@ impl Model {
             self.take_reports();
         }
         let books = self.books.get_mut(node).expect("it was begun");
+        let objects = self.objects.get_mut(node).expect("each has some");
+        objects.end(&self.behind[node], all, books.is_spoiled());
         books.end(&self.behind[node], all);
         self.world.kill(node);
         self.take_reports();
@@ -110,9 +121,9 @@ impl Model {
             // The engine lets a second pass after a write that failed.
             self.world.run(1_500 * MILLISECOND);
             self.handle_events();
-            let (ticket, client) = (self.random.bits(), self.pick_client(node, None).expect("each node has some"));
+            let (ticket, client) = (self.tag().request, self.pick_client(node, None).expect("each node has some"));
             let before = self.flushed.len();
-            self.books.get_mut(node).expect("it lives").flush(ticket);
+            self.flush(node, ticket);
             self.world.request(node, client, LocalRequest::Flush { ticket });
             self.world.run(5_000 * MILLISECOND);
             self.handle_events();

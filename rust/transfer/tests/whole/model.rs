@@ -54,6 +54,8 @@ pub struct Model {
     pub kinds: BTreeMap<ClientId, Kind>,
     /// How much memory each node has.
     pub memory: BTreeMap<String, u64>,
+    /// And how much of it the tenant [`LIMITED`] may have, if there is a limit for him.
+    pub limits: BTreeMap<String, Option<u64>>,
     pub tasks: BTreeMap<(String, ClientId, Tag), Task>,
     /// Local tag of a pusher -> the tag that it pushes to.
     pub pushed_as: BTreeMap<Tag, Tag>,
@@ -91,6 +93,7 @@ impl Model {
             clients: BTreeSet::new(),
             kinds: BTreeMap::new(),
             memory: BTreeMap::new(),
+            limits: BTreeMap::new(),
             tasks: BTreeMap::new(),
             pushed_as: BTreeMap::new(),
             next_request: 1,
@@ -251,6 +254,13 @@ impl Model {
 
     // -- whoever runs a daemon ---------------------------------------------------------------------------------------
 
+    /// What is there now is to be durable.
+    pub fn flush(&mut self, node: &str, ticket: Ticket) {
+        self.sync_objects(node);
+        self.books.get_mut(node).expect("it lives").flush(ticket);
+        self.objects.get_mut(node).expect("each has some").flush(ticket);
+    }
+
     fn evict_some(&mut self, node: &str) {
         let keys: BTreeSet<BlockKey> = (0..1 + self.random.below(6)).filter_map(|_| self.some_key(node)).collect();
         self.evict(node, keys.into_iter().collect());
@@ -408,9 +418,9 @@ impl Model {
                 self.order(node, DaemonOrder::Replicate { order, keys, parent: ROOT, position: 0, from });
             }
             56..59 => {
-                let ticket = self.random.bits();
+                let ticket = self.tag().request;
                 self.take_reports();
-                self.books.get_mut(node).expect("it lives").flush(ticket);
+                self.flush(node, ticket);
                 self.world.request(node, client, LocalRequest::Flush { ticket });
             }
             59 => self.evict_some(node),

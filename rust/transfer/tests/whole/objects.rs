@@ -1,13 +1,14 @@
-//! Objects of one node, beside a dict from name to the put that is there.
+//! Objects of one node, beside a dict from name to the put that is there. (Large values, which take blocks of a megabyte, are
+//! the business of `object_tiers.rs`; those of several blocks here are small, and on nodes without an SSD.)
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use pyengine_transfer::messages::{LocalEvent, LocalRequest, Refusal};
-use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Wanted};
+use pyengine_transfer::messages::{LocalEvent, LocalRequest, Refusal, Ticket};
+use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Sighting, Wanted, chain};
 use pyengine_transfer::objects::reader::{Answer, Reader};
 use pyengine_transfer::types::{BlockKey, ClientId};
 
-use crate::blocks::ROOT;
+use crate::behind::Behind;
 use crate::model::Model;
 
 /// Classes of blocks, by number: 4 KiB, and twice that. (The engine does not mind a value that is cut into small ones.)
@@ -15,6 +16,9 @@ pub const CLASSES: [u8; 2] = [0, 1];
 const NAMES: u64 = 6;
 /// Clients of objects on each node.
 const CLIENTS: u64 = 2;
+
+/// The number of a put of an earlier life, until somebody has looked which it is.
+const UNKNOWN: u64 = 0;
 
 /// What is written, or was, under one name.
 #[derive(Clone, Debug)]
@@ -41,6 +45,63 @@ pub struct Objects {
     dict: BTreeMap<u8, Put>,
     open: Vec<Put>,
     views: Vec<View>,
+    /// What is being brought from the SSD: for whom, by his question.
+    brings: BTreeMap<(ClientId, Ticket), u8>,
+    /// Puts that a name may be found to have after a crash, and when each was committed: all that it ever had and that are
+    /// not durably gone.
+    past: BTreeMap<u8, BTreeMap<u64, u64>>,
+    /// Names that must be there after any crash.
+    durable: BTreeSet<u8>,
+    /// Flushes that are not answered yet: what was there then, by name.
+    asked: BTreeMap<Ticket, BTreeMap<u8, u64>>,
+}
+
+impl Objects {
+    /// A life of the node ends. `all`: by a stop that had time and room for all.
+    pub fn end(&mut self, behind: &Behind, all: bool, spoiled: bool) {
+        let mut durable = std::mem::take(&mut self.durable);
+        durable.retain(|name| self.dict.contains_key(name) && behind.has(&name_key(*name)));
+        if all {
+            durable.extend(self.dict.keys());
+        }
+        if spoiled {
+            durable.clear();
+        }
+        let past = std::mem::take(&mut self.past);
+        *self = Self { durable, past, ..Self::default() };
+    }
+
+    pub fn has(&self, client: ClientId) -> bool {
+        self.readers.contains_key(&client)
+    }
+
+    pub fn has_asked(&self, ticket: Ticket) -> bool {
+        self.asked.contains_key(&ticket)
+    }
+
+    /// A flush is asked for.
+    pub fn flush(&mut self, ticket: Ticket) {
+        self.asked.insert(ticket, self.dict.iter().map(|(name, put)| (*name, put.number)).collect());
+    }
+
+    /// And answered.
+    pub fn flushed(&mut self, ticket: Ticket, ok: bool, behind: &Behind) {
+        let Some(asked) = self.asked.remove(&ticket).filter(|_| ok) else { return };
+        for (name, past) in &mut self.past {
+            // What it had before is gone for good; what it has got since is nothing that was asked for.
+            let current = asked.get(name).copied();
+            past.retain(|put, when| *when > ticket || current.is_some_and(|it| it == UNKNOWN || it == *put));
+        }
+        for (name, number) in asked {
+            let same = self.dict.get(&name).is_some_and(|put| put.number == number);
+            let there = behind.has(&name_key(name));
+            assert!(there || !same || !behind.has_room(), "{name} is called durable, and is not on the SSD");
+            // A small tier may have let go of it just now.
+            if same && there {
+                self.durable.insert(name);
+            }
+        }
+    }
 }
 
 fn name_key(name: u8) -> BlockKey {
@@ -66,6 +127,17 @@ impl Model {
 
     /// A node has begun.
     pub fn begin_objects(&mut self, node: &str) {
+        let here: BTreeSet<BlockKey> = self.engine(node).catalog().keys();
+        let objects = self.objects(node);
+        let lost: Vec<_> = objects.durable.iter().filter(|name| !here.contains(&name_key(**name))).collect();
+        assert!(lost.is_empty(), "{node} has lost the objects {lost:?}, which were durable");
+        for name in (0..NAMES as u8).filter(|name| here.contains(&name_key(*name))) {
+            let maybe = objects.past.get(&name).is_some_and(|past| !past.is_empty());
+            assert!(maybe, "{node} has an object {name} that was never put, or durably removed");
+            objects.dict.insert(name, Put { client: 0, number: UNKNOWN, name, blocks: 1 });
+        }
+        let back = objects.dict.len() as u64;
+        self.done.add("objects back", back);
         for _ in 0..CLIENTS {
             let client = self.client();
             let catalog = self.engine(node).catalog().clone();
@@ -80,26 +152,30 @@ impl Model {
         }
     }
 
-    fn ask_objects(&mut self, node: &str, client: ClientId, request: ObjectRequest) -> Option<ObjectEvent> {
+    fn ask_objects(
+        &mut self,
+        node: &str,
+        client: ClientId,
+        make: impl FnOnce(Ticket) -> ObjectRequest,
+    ) -> Option<ObjectEvent> {
+        // Numbered as puts are, so that it says what came first.
+        let ticket = self.tag().request;
         let reader = self.objects(node).readers.get_mut(&client).expect("it lives");
-        let request = match reader.answer(request) {
+        let request = match reader.answer(make(ticket)) {
             Answer::Pass(request) => LocalRequest::Objects(request),
             Answer::Tell(event, _) => return Some(event),
             Answer::Done => return None,
         };
-        // What was told before is nobody's answer.
-        self.handle_events();
         self.world.request(node, client, request);
-        let (mut answers, others): (Vec<_>, Vec<_>) =
-            self.world.take_events().into_iter().partition(|(_, told, _)| *told == client);
-        self.take_reports();
-        others.into_iter().for_each(|(node, client, event)| self.told(&node, client, event));
-        assert!(answers.len() <= 1, "{answers:?}");
-        match answers.pop() {
-            Some((_, _, LocalEvent::Objects(event))) => Some(event),
-            None => None,
-            other => panic!("{other:?}"),
+        let mut answer = None;
+        for (node, told, event) in self.world.take_events() {
+            match event {
+                LocalEvent::Objects(event) if told == client && event.ticket() == ticket => answer = Some(event),
+                event => self.told(&node, told, event),
+            }
         }
+        self.take_reports();
+        answer
     }
 
     pub fn act_on_objects(&mut self, node: &str) {
@@ -118,18 +194,25 @@ impl Model {
 
     fn begin_put(&mut self, node: &str, client: ClientId) {
         let (number, name) = (self.tag().request, self.random.below(NAMES) as u8);
-        let blocks = if self.random.permille(600) { 1 } else { 2 + self.random.below(3) as u32 };
+        let several = !self.behind[node].is_there() && self.random.permille(400);
+        let blocks = if several { 2 + self.random.below(3) as u32 } else { 1 };
         let class = self.pick(&CLASSES);
         let put = Put { client, number, name, blocks };
         let there = self.has_object(node, &name_key(name));
         for index in 0..blocks {
-            let (key, parent) = (block_key(&put, index), if index == 0 { ROOT } else { block_key(&put, index - 1) });
+            let key = block_key(&put, index);
+            let second = (blocks > 1).then(|| block_key(&put, 1));
+            let parent = if index == 0 { chain(blocks, second.as_ref()) } else { block_key(&put, index - 1) };
             let wanted = vec![Wanted { put: number, class, key, parent, index }];
-            let answer = self.ask_objects(node, client, ObjectRequest::Reserve { ticket: 1, wanted });
+            let answer = self.ask_objects(node, client, |ticket| ObjectRequest::Reserve { ticket, wanted });
             let Some(ObjectEvent::Reserved { blocks, .. }) = answer else { panic!("{answer:?}") };
             match blocks[0] {
                 Reserved::Slot { region, slot } => {
-                    assert!(index > 0 || !there);
+                    if index == 0 && there {
+                        // Nobody could get it from a medium that fails: it has made way.
+                        assert!(!self.has_object(node, &key));
+                        self.objects(node).dict.remove(&name);
+                    }
                     self.stamp(node, (region, slot), number);
                 }
                 Reserved::There => {
@@ -137,7 +220,7 @@ impl Model {
                     return;
                 }
                 Reserved::Refused(Refusal::Full) => {
-                    self.ask_objects(node, client, ObjectRequest::Abandon { puts: vec![number] });
+                    self.ask_objects(node, client, |_| ObjectRequest::Abandon { puts: vec![number] });
                     return;
                 }
                 Reserved::Refused(other) => panic!("{other:?}"),
@@ -153,8 +236,8 @@ impl Model {
     }
 
     fn commit(&mut self, node: &str, put: &Put, index: u32) -> bool {
-        let request = ObjectRequest::Commit { ticket: 2, blocks: vec![(put.number, index)] };
-        match self.ask_objects(node, put.client, request) {
+        let blocks = vec![(put.number, index)];
+        match self.ask_objects(node, put.client, |ticket| ObjectRequest::Commit { ticket, blocks }) {
             Some(ObjectEvent::Committed { stored, .. }) => stored[0],
             other => panic!("{other:?}"),
         }
@@ -175,7 +258,11 @@ impl Model {
         assert_eq!(first, !there, "the first commit of a name counts");
         if first {
             self.done.add("stored", 1);
-            self.objects(node).dict.insert(put.name, put);
+            let when = self.tag().request;
+            let objects = self.objects(node);
+            objects.durable.remove(&put.name);
+            objects.past.entry(put.name).or_default().insert(put.number, when);
+            objects.dict.insert(put.name, put);
         }
     }
 
@@ -185,7 +272,7 @@ impl Model {
         for index in 1..1 + self.random.below(put.blocks.into()) as u32 {
             assert!(self.commit(node, &put, index), "{put:?}");
         }
-        self.ask_objects(node, put.client, ObjectRequest::Abandon { puts: vec![put.number] });
+        self.ask_objects(node, put.client, |_| ObjectRequest::Abandon { puts: vec![put.number] });
     }
 
     fn view(&mut self, node: &str, client: ClientId) {
@@ -193,28 +280,71 @@ impl Model {
         let there: Vec<u8> = self.objects(node).dict.keys().copied().collect();
         let likely = !there.is_empty() && self.random.permille(700);
         let name = if likely { self.pick(&there) } else { self.random.below(NAMES) as u8 };
-        let Some((pin, at)) = self.pin(node, client, name_key(name)) else { return };
-        let put = self.objects(node).dict.get(&name).expect("nothing was put there").clone();
+        match self.pin(node, client, name_key(name)) {
+            Sighting::Here((pin, at)) => self.look_at(node, client, name, (pin, at)),
+            Sighting::Behind { class } => {
+                let (put, index, parent) = (UNKNOWN, 0, BlockKey::default());
+                let wanted = vec![Wanted { put, class, key: name_key(name), parent, index }];
+                let mut asked = 0;
+                let answer = self.ask_objects(node, client, |ticket| {
+                    asked = ticket;
+                    ObjectRequest::Bring { ticket, wanted }
+                });
+                self.objects(node).brings.insert((client, asked), name);
+                if let Some(event) = answer {
+                    self.brought(node, client, &event);
+                }
+            }
+            Sighting::Missing => {}
+        }
+    }
+
+    /// What was asked for may be in DRAM now.
+    pub fn brought(&mut self, node: &str, client: ClientId, event: &ObjectEvent) {
+        let ObjectEvent::Brought { ticket, blocks } = event else { return };
+        let Some(name) = self.objects(node).brings.remove(&(client, *ticket)) else { return };
+        if blocks[..] == [Ok(())]
+            && let Sighting::Here(seen) = self.pin(node, client, name_key(name))
+        {
+            self.done.add("brought", 1);
+            self.look_at(node, client, name, seen);
+        }
+    }
+
+    fn look_at(&mut self, node: &str, client: ClientId, name: u8, (pin, at): (u64, At)) {
+        let mut put = self.objects(node).dict.get(&name).expect("nothing was put there").clone();
+        if put.number == UNKNOWN
+            && let Some(number) = self.stamped(node, at)
+        {
+            let known = self.objects(node).past.get(&name).is_some_and(|past| past.contains_key(&number));
+            assert!(known, "{name} at {node} is back with what was durably removed, or never put: {number}");
+            put.number = number;
+            self.objects(node).dict.insert(name, put.clone());
+        }
         let mut damaged = self.read_stamp(node, at, &put);
         for index in 1..put.blocks {
-            let (pin, at) = self.pin(node, client, block_key(&put, index)).expect("an object is there as a whole");
+            let Sighting::Here((pin, at)) = self.pin(node, client, block_key(&put, index)) else {
+                panic!("an object is there as a whole")
+            };
             damaged |= self.read_stamp(node, at, &put);
-            self.ask_objects(node, client, ObjectRequest::Release { pins: vec![pin] });
+            self.ask_objects(node, client, |_| ObjectRequest::Release { pins: vec![pin] });
         }
         if damaged {
             self.done.add("rotten", 1);
-            self.ask_objects(node, client, ObjectRequest::Damaged { blocks: vec![at] });
-            self.ask_objects(node, client, ObjectRequest::Release { pins: vec![pin] });
-            self.objects(node).dict.remove(&name);
+            self.ask_objects(node, client, |_| ObjectRequest::Damaged { blocks: vec![at] });
+            self.ask_objects(node, client, |_| ObjectRequest::Release { pins: vec![pin] });
+            self.sync_objects(node);
             return;
         }
         self.done.add("viewed", 1);
         self.objects(node).views.push(View { client, pin, at, put: put.number, name });
     }
 
-    fn pin(&mut self, node: &str, client: ClientId, key: BlockKey) -> Option<(u64, At)> {
-        match self.ask_objects(node, client, ObjectRequest::Pin { ticket: 4, keys: vec![key], names: true }) {
-            Some(ObjectEvent::Pinned { first, found, .. }) => found[0].here().map(|at| (first, *at)),
+    fn pin(&mut self, node: &str, client: ClientId, key: BlockKey) -> Sighting<(u64, At)> {
+        match self.ask_objects(node, client, |ticket| ObjectRequest::Pin { ticket, keys: vec![key], names: true }) {
+            Some(ObjectEvent::Pinned { first, found, .. }) => {
+                found.into_iter().next().expect("one").map(|at| (first, at))
+            }
             other => panic!("{other:?}"),
         }
     }
@@ -224,20 +354,22 @@ impl Model {
         if count > 0 {
             let at = self.random.below(count as u64) as usize;
             let view = self.objects(node).views.swap_remove(at);
-            self.ask_objects(node, view.client, ObjectRequest::Release { pins: vec![view.pin] });
+            self.ask_objects(node, view.client, |_| ObjectRequest::Release { pins: vec![view.pin] });
         }
     }
 
     fn remove_object(&mut self, node: &str, client: ClientId) {
         let name = self.random.below(NAMES) as u8;
         let there = self.has_object(node, &name_key(name));
-        let request = ObjectRequest::Remove { ticket: 3, keys: vec![name_key(name)] };
-        match self.ask_objects(node, client, request) {
+        let keys = vec![name_key(name)];
+        match self.ask_objects(node, client, |ticket| ObjectRequest::Remove { ticket, keys }) {
             Some(ObjectEvent::Removed { removed, .. }) => assert_eq!(removed, [there]),
             other => panic!("{other:?}"),
         }
         assert!(!self.has_object(node, &name_key(name)));
-        self.objects(node).dict.remove(&name);
+        let objects = self.objects(node);
+        objects.durable.remove(&name);
+        objects.dict.remove(&name);
     }
 
     /// And another comes.
@@ -246,6 +378,7 @@ impl Model {
         objects.readers.remove(&client);
         objects.open.retain(|put| put.client != client);
         objects.views.retain(|view| view.client != client);
+        objects.brings.retain(|(by, _), _| *by != client);
         self.world.client_gone(node, client);
         let (another, catalog) = (self.client(), self.engine(node).catalog().clone());
         self.objects(node).readers.insert(another, Reader::new(catalog));
@@ -267,6 +400,7 @@ impl Model {
     fn read_stamp(&self, node: &str, at: At, put: &Put) -> bool {
         match self.stamped(node, at) {
             Some(stamp) => {
+                assert!(put.number != UNKNOWN, "whoever looks first learns it");
                 assert_eq!(stamp, put.number, "another value than was put last: {put:?}");
                 false
             }
@@ -305,10 +439,18 @@ impl Model {
             assert!(expected.remove(key) || under_way(key), "{key:?} at {node} is of no object");
         }
         assert!(expected.is_empty(), "objects at {node} with parts missing: {expected:?}");
+        self.sync_objects(node);
+    }
+
+    /// Forgets what was evicted.
+    pub fn sync_objects(&mut self, node: &str) {
+        let here: BTreeSet<BlockKey> = self.engine(node).catalog().keys();
         let objects = self.objects(node);
         let before = objects.dict.len();
         objects.dict.retain(|name, _| here.contains(&name_key(*name)));
-        let evicted = (before - objects.dict.len()) as u64;
+        let Objects { dict, durable, .. } = objects;
+        durable.retain(|name| dict.contains_key(name));
+        let evicted = (before - dict.len()) as u64;
         self.done.add("evicted", evicted);
     }
 }

@@ -6,7 +6,7 @@ use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{GrantedSlot, LocalEvent, LocalRequest, Refusal};
 use pyengine_transfer::types::{ClientId, Medium, SlotRef, Tag};
 
-use crate::blocks::{Fill, LAYOUTS, Part, Task, content, note_of};
+use crate::blocks::{Fill, LAYOUTS, LIMITED, Part, Task, content, note_of, tenant};
 use crate::model::Model;
 use crate::objects::CLASSES;
 
@@ -17,6 +17,16 @@ impl Model {
                 let books = self.books.get_mut(node).expect("every node has some");
                 self.done.add("durable", books.flushed(node, ticket, ok));
                 self.flushed.push((ticket, ok));
+                if self.objects[node].has_asked(ticket) {
+                    self.sync_objects(node);
+                    let objects = self.objects.get_mut(node).expect("each has some");
+                    objects.flushed(ticket, ok, &self.behind[node]);
+                }
+            }
+            LocalEvent::Objects(event) => {
+                if self.objects[node].has(client) {
+                    self.brought(node, client, &event);
+                }
             }
             event if self.clients.contains(&(node.to_owned(), client)) => self.event(node, client, event),
             // It has died meanwhile.
@@ -38,6 +48,7 @@ impl Model {
             LocalEvent::Attached { .. }
             | LocalEvent::Counters { .. }
             | LocalEvent::Flushed { .. }
+            | LocalEvent::Kept { .. }
             | LocalEvent::Objects(_) => return,
         };
         let place = (node.to_owned(), client, tag);
@@ -100,6 +111,7 @@ impl Model {
             | LocalEvent::AttachRefused { .. }
             | LocalEvent::Counters { .. }
             | LocalEvent::Flushed { .. }
+            | LocalEvent::Kept { .. }
             | LocalEvent::Objects(_) => {}
         }
         self.tasks.insert(place, task);
@@ -117,7 +129,8 @@ impl Model {
             cost(pyengine_transfer::objects::classes::Class::new(number).expect("there is one").layout())
         });
         let others = objects.iter().sum::<u64>() + cost(LAYOUTS[1 - layout]);
-        let most = (self.memory[node] - 4096 - 2 * others) / cost(LAYOUTS[layout]);
+        let limit = self.limits[node].filter(|_| tenant(&task.keys) == LIMITED).unwrap_or(u64::MAX);
+        let most = (self.memory[node] - 4096 - 2 * others).min(limit) / cost(LAYOUTS[layout]);
         let total = task.blocks() as u64;
         assert!(total + 1 > most, "{total} slots fit into {most}");
     }

@@ -142,6 +142,9 @@ impl Engine {
         let Some(behind) = &mut self.behind else { return };
         let flushing = &mut behind.flushing;
         if flushing.shell.remove(&op) {
+            if self.clear_flushed(op, fate == Fate::Done) {
+                return;
+            }
             self.out.push(Output::Flushed { number: op, ok: fate == Fate::Done });
         } else if let Some(round) = flushing.round.take_if(|round| round.last == Some(op)) {
             let ok = fate == Fate::Done && !round.failed;

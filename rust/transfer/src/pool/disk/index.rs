@@ -244,6 +244,12 @@ impl Index {
         true
     }
 
+    /// How many blocks each owner has, by layout.
+    pub fn usage(&self) -> impl Iterator<Item = (Owner, Layout, u64)> + '_ {
+        let kinds = self.kinds.kinds.iter().filter(|(_, users)| *users > 0);
+        kinds.map(|((owner, layout), users)| (*owner, *layout, u64::from(*users)))
+    }
+
     /// The keys in a segment, the last written first.
     pub fn keys_in(&self, file: FileId) -> Vec<BlockKey> {
         let first = self.firsts.get(&file).copied();

@@ -21,7 +21,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::memory::{ReadHold, WriteHold};
 use crate::random::Random;
-use crate::types::BlockKey;
+use crate::types::{BlockKey, Layout, Owner};
 
 use super::super::tier::{Capacity, Fate, Health, OpId, Record, TierEvent, Whose};
 use super::format::{Entry, Life, PAGE, Says, footer_pages, header_pages};
@@ -361,6 +361,11 @@ impl Log {
     /// All that can be read.
     pub fn records(&self) -> impl Iterator<Item = Record> + '_ {
         self.index.iter().map(|found| found.record)
+    }
+
+    /// How many blocks each owner has, by layout.
+    pub fn usage(&self) -> impl Iterator<Item = (Owner, Layout, u64)> {
+        self.index.usage()
     }
 
     /// Places that blocks have had: below this one.

@@ -23,7 +23,7 @@ use rustc_hash::FxHashMap;
 
 use crate::error::Error;
 use crate::memory::{ReadHold, WriteHold};
-use crate::types::BlockKey;
+use crate::types::{BlockKey, Layout, Owner};
 
 use super::tier::{Capacity, Fate, Health, OpId, Record, Tier, TierEvent, Whose};
 use directory::Directory;
@@ -212,6 +212,11 @@ impl Tier for Ssd {
 
     fn records(&self) -> Box<dyn Iterator<Item = Record> + '_> {
         Box::new(self.devices.iter().flat_map(Log::records))
+    }
+
+    fn usage(&self) -> Vec<(Owner, Layout, u64)> {
+        // An owner may come once for each device.
+        self.devices.iter().flat_map(Log::usage).collect()
     }
 
     /// The devices in turn, so that the place of a block stays while they grow.

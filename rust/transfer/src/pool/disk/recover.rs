@@ -8,7 +8,9 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::panic::resume_unwind;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustc_hash::FxHashMap;
 
@@ -22,6 +24,9 @@ use super::io::{FileId, Medium, Pages, Workers, holds};
 use super::log::{Log, Segment, Stage};
 use super::ring::Ring;
 use crate::error::Error;
+
+/// Files that are looked through at once: as many reads as a disk wants before it.
+const SCANNERS: usize = 16;
 
 /// One segment as it lies there.
 struct Scanned {
@@ -107,6 +112,30 @@ fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
     Ok(Seen::Segment(Scanned { life, bytes, entries, end, footer }))
 }
 
+/// What lies in each of these files: many at once, as a chain is read page by page. With `threads` 0 one after the other, so that it is
+/// repeatable; it ends at the first that fails.
+fn scan_all(medium: &dyn Medium, files: &[(FileId, u64)], threads: usize) -> io::Result<Vec<Seen>> {
+    if threads == 0 {
+        return files.iter().map(|&(file, bytes)| scan(medium, file, bytes)).collect();
+    }
+    let next = AtomicUsize::new(0);
+    let labour = || {
+        let mut seen = Vec::new();
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(&(file, bytes)) = files.get(at) else { return seen };
+            seen.push((at, scan(medium, file, bytes)));
+        }
+    };
+    let mut seen: Vec<(usize, io::Result<Seen>)> = std::thread::scope(|scope| {
+        let scanners: Vec<_> = (0..SCANNERS.min(files.len())).map(|_| scope.spawn(labour)).collect();
+        // A panic there is one here.
+        scanners.into_iter().flat_map(|scanner| scanner.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    });
+    seen.sort_unstable_by_key(|(at, _)| *at);
+    seen.into_iter().map(|(_, seen)| seen).collect()
+}
+
 /// True if all bytes of an entry's block are as they were written.
 fn is_whole(medium: &dyn Medium, file: FileId, entry: &Entry) -> io::Result<bool> {
     let Says::Block(record, expected) = entry.says else { return Ok(true) };
@@ -144,8 +173,10 @@ impl Log {
         let workers = Workers::new(medium.clone(), threads, ring, notify)?;
         let mut log = Self::empty(workers, limit, super::segment_bytes(limit), seed);
         let mut by_number = BTreeMap::new();
-        for (file, bytes) in medium.list().map_err(failed)? {
-            match scan(&*medium, file, bytes).map_err(failed)? {
+        let files = medium.list().map_err(failed)?;
+        let seen = scan_all(&*medium, &files, threads).map_err(failed)?;
+        for ((file, bytes), seen) in files.into_iter().zip(seen) {
+            match seen {
                 Seen::Segment(scanned) if !scanned.entries.is_empty() => {
                     by_number.insert(scanned.life.number, (file, scanned));
                 }

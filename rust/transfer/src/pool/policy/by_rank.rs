@@ -68,6 +68,10 @@ impl<R: Rule> Evict for ByRank<R> {
 
     fn remove(&mut self, _: u32, _: Gone) {}
 
+    fn renumber(&mut self, last: u32, to: u32) {
+        self.ranks.renumber(last, to);
+    }
+
     fn len(&self) -> usize {
         self.ranks.len()
     }

@@ -52,6 +52,9 @@ pub trait Evict: Debug + Send {
     fn pop(&mut self) -> Option<u32>;
     /// The block is gone: the slot means nothing any more.
     fn remove(&mut self, slot: u32, gone: Gone);
+    /// The slot `last`, the highest of all, is called `to` from now on, whose block is gone; or it is that one itself.
+    /// Where it is called for each block that goes, no more is kept than for those that are here.
+    fn renumber(&mut self, last: u32, to: u32);
     /// How many may go.
     fn len(&self) -> usize;
     /// True if none may.

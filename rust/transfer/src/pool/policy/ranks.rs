@@ -59,6 +59,23 @@ impl<K: Copy + Default + Ord> Ranks<K> {
         }
     }
 
+    /// The slot `last`, the highest one, is called `to` from now on, where none is any more; or it is that one itself.
+    pub fn renumber(&mut self, last: u32, to: u32) {
+        let Some(&at) = self.at.get(last as usize) else { return };
+        if last != to {
+            self.ranks[to as usize] = self.ranks[last as usize];
+            self.at[to as usize] = at;
+            if at != ABSENT {
+                self.heap[at as usize] = to;
+            }
+        }
+        self.ranks.truncate(last as usize);
+        self.at.truncate(last as usize);
+        shrink(&mut self.ranks);
+        shrink(&mut self.at);
+        shrink(&mut self.heap);
+    }
+
     /// The candidate of the lowest rank.
     pub fn first(&self) -> Option<u32> {
         self.heap.first().copied()
@@ -141,6 +158,13 @@ pub fn cover<T: Clone>(all: &mut Vec<T>, index: usize, empty: T) {
     }
 }
 
+/// Gives back what is kept ready for more, once that is most of it.
+pub fn shrink<T>(all: &mut Vec<T>) {
+    if all.capacity() > 4 * all.len() + 1024 {
+        all.shrink_to(2 * all.len());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -155,7 +179,18 @@ mod tests {
         let (mut ranks, mut model) = (Ranks::default(), BTreeSet::new());
         for time in 0..20_000u64 {
             let slot = random.below(64) as u32;
-            match random.below(4) {
+            match random.below(5) {
+                4 => {
+                    // Somebody takes a place that is nobody's, and the last one takes it over from him.
+                    let last = ranks.at.len().saturating_sub(1) as u32;
+                    if slot < last && !ranks.contains(slot) {
+                        if ranks.contains(last) {
+                            model.remove(&(ranks.rank(last), last));
+                            model.insert((ranks.rank(last), slot));
+                        }
+                        ranks.renumber(last, slot);
+                    }
+                }
                 0 | 1 => {
                     let rank = (random.below(8), time);
                     if ranks.contains(slot) {

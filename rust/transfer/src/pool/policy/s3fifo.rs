@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use rustc_hash::FxHashMap;
 
-use super::ranks::{Ranks, cover};
+use super::ranks::{Ranks, cover, shrink};
 use super::{Evict, Gone};
 use crate::pool::Place;
 use crate::types::BlockKey;
@@ -118,6 +118,15 @@ impl Evict for S3Fifo {
             self.ghosts.insert(block.fingerprint);
         }
         self.ghosts.shrink(self.known);
+    }
+
+    fn renumber(&mut self, last: u32, to: u32) {
+        self.blocks[to as usize] = self.blocks[last as usize];
+        self.blocks.truncate(last as usize);
+        shrink(&mut self.blocks);
+        // Each knows those that have ever been in it.
+        self.small.renumber(last, to);
+        self.main.renumber(last, to);
     }
 
     fn len(&self) -> usize {
