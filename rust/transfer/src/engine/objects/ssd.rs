@@ -249,10 +249,9 @@ impl Engine {
         }
     }
 
-    /// There was no room for something of this client: some is made.
+    /// There was no room for something of this client.
     pub(super) fn was_refused(&mut self, client: ClientId) {
         self.objects.held.refused.insert(client, self.objects.held.ended);
-        self.clean_ahead();
     }
 
     /// Before each input: whether objects that are on no other medium make room.
@@ -265,6 +264,7 @@ impl Engine {
 
     /// A client that was refused asks whether it is worth another try.
     pub(super) fn await_room(&mut self, client: ClientId, ticket: Ticket) {
+        self.clean_ahead();
         let held = &mut self.objects.held;
         let ended = held.refused.remove(&client) != Some(held.ended);
         let theirs = held.waiting.iter().filter(|(of, _)| *of == client).count();
