@@ -18,12 +18,10 @@ use crate::objects::messages::{At, BATCH_LIMIT, ObjectEvent, Wanted};
 use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Layout, Nanos, NodeAddress, Owner, SlotRef, Tag};
 
-use super::super::fetch::{Want, Who};
+use super::super::fetch::{BRING, Want, Who};
 use super::super::{Engine, SECOND};
 use super::NAMESPACE;
 
-/// Tags of the slots into which objects are brought have this attempt; see `OWN` in `engine/fetch.rs`.
-const BRING: u32 = u32::MAX - 1;
 /// How long a block is kept for who has asked for it: far more than an answer and the next question take.
 const KEPT: Nanos = SECOND;
 
