@@ -1,8 +1,8 @@
 """The books over blocks, with no memory behind them: how many lookups a second, how many bytes a block.
 
-Runs `rust/transfer/examples/bookkeeping.rs` (the pool that serves, with no memory behind it) and says what it found.
-10 million keys; a lookup finds and pins a prefix of 64 blocks, a release lets go of it. `find` asks only whether a
-block is there.
+Runs `rust/transfer/examples/bookkeeping.rs` (the pool that serves, over the null tier) and says what it has found. 10
+million keys; a lookup finds and pins a prefix of 64 blocks, a release lets go of it. `find` asks only whether a block
+is there.
 """
 
 from __future__ import annotations
