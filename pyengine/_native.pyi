@@ -392,6 +392,10 @@ class ObjectPool:
     def get(self, keys: Sequence[_Key]) -> list[View | None]: ...
     def get_into(self, keys: Sequence[_Key], buffers: Sequence[_Bytes]) -> list[int | None]: ...
     def exists(self, keys: Sequence[_Key]) -> list[bool]: ...
+    def media(self, keys: Sequence[_Key]) -> list[str | None]:
+        """Per key: "dram", "ssd" or None."""
+    def flush(self) -> bool:
+        """True if all that could be got when it was asked outlives the daemon's process."""
     def remove(self, keys: Sequence[_Key]) -> list[bool]: ...
     def replicate(self, keys: Sequence[_Key], copies: int) -> list[int]: ...
     def pin(self, keys: Sequence[_Key], ttl: float, by: str) -> list[str]:
@@ -401,8 +405,8 @@ class ObjectPool:
         self, prefix: _Key, cursor: tuple[int, bytes | None] | None, limit: int
     ) -> tuple[list[tuple[bytes, int]], tuple[int, bytes | None] | None]:
         """Some (key, bytes of the value), and where the list goes on; None: there is no more."""
-    def stats(self) -> tuple[int, int, int, int, int]:
-        """(objects, bytes, capacity, hits, misses)."""
+    def stats(self) -> dict[str, int]:
+        """By the names of `pyengine.pool.PoolStats`."""
     def close(self) -> None: ...
 
 # What a ReportEndpoint's `events` returns. Blocks are (key, parent, position, medium); medium is "dram" or "ssd".

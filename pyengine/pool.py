@@ -1,11 +1,12 @@
 """The pool as a key-value store: bytes and buffers by name, in the memory that a node's daemon keeps.
 
-    with Pool.open(dram="1GiB") as pool:             # the daemon runs in this process
+    with Pool.open("1GiB") as pool:                  # the daemon runs in this process
         pool.put("weights/0", array)                 # anything with the buffer protocol, or a tensor in host memory
         with pool.get("weights/0") as view:          # no copy: it lies in the pool, and stays while the view lives
             numpy.frombuffer(view, numpy.float32)
 
     pool = Pool.connect("/run/pyengine/node.sock")   # any process of the host
+    pool = Pool.open("1GiB", ssd_dir="/var/lib/pool", ssd_bytes="100GiB")   # finds next time what it has now
 
 An object is immutable until it is removed: `put` of a name that is there stores nothing and says so (False). So a view
 never changes under its reader, copies of an object on several nodes can never differ, and of several that put one name
@@ -16,9 +17,12 @@ that put a name at once stores it. There is no master: each name has a home amon
 who has it. While members cannot reach each other puts go on: should two store different values under one name then, one
 of them stays when they meet, the same for all.
 
-A pool is a cache: when room is needed, what was used longest ago and is not in use goes. A miss is None or False, never
-an exception. Errors say what to do: RetryError (no room now, daemon gone), GiveUpError (larger than the pool, wrong
-secret), BugError (impossible key, closed pool, buffer too short). Every call releases the GIL; use it from any thread.
+A pool is a cache: when room is needed, what was used longest ago and is not in use goes; from DRAM to the SSD if there
+is one, from there for good. What is on the SSD outlives the process: all of it if the pool is closed or `flush` said
+True; if the process is killed, most of it, and never a wrong value or a part of one. A miss is None or False, never an
+exception. A value may be larger than DRAM if there is an SSD. Errors say what to do: RetryError (no room now, daemon
+gone), GiveUpError (larger than the pool, wrong secret, an SSD directory that another pool uses), BugError (impossible
+key, closed pool, buffer too short). Every call releases the GIL; use it from any thread.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from pyengine import _native
 from pyengine._native import View
-from pyengine.config import parse_size
-from pyengine.secret import read_secret
+from pyengine.config import check_ssd, parse_size
+from pyengine.secret import claim_ssd, read_secret
 from pyengine.transfer import _in_host_memory
 
 __all__ = ["AsyncPool", "Entry", "Pool", "PoolStats", "View"]
@@ -57,14 +61,18 @@ class Entry(NamedTuple):
 class PoolStats:
     """Numbers of a pool.
 
-    objects: that can be got. bytes: of the blocks they take, with all that is kept beside the values. capacity: bytes
-    that all blocks of the node may take, those of KV included. hits, misses: names that all clients have asked for by
-    `get` and `get_into` since the daemon's start.
+    objects: that can be got. bytes: of the blocks they take in DRAM, with all that is kept beside the values. capacity:
+    bytes that all blocks of the node may take there, those of KV included. ssd_objects, ssd_bytes, ssd_capacity: the
+    same of the SSD, 0 if there is none; an object may be on both. hits, misses: names that all clients have asked for
+    by `get` and `get_into` since the daemon's start.
     """
 
     objects: int
     bytes: int
     capacity: int
+    ssd_objects: int
+    ssd_bytes: int
+    ssd_capacity: int
     hits: int
     misses: int
 
@@ -81,6 +89,8 @@ class Pool:
         cls,
         dram: int | str = "1GiB",
         *,
+        ssd_dir: str | Path | None = None,
+        ssd_bytes: int | str = 0,
         socket: str | Path | None = None,
         secret_file: str | Path | None = None,
         node: str | None = None,
@@ -92,21 +102,31 @@ class Pool:
         """Starts a daemon in this process, which ends with the pool.
 
         dram: bytes that all blocks may take, such as "8GiB"; memory is used when it is first written.
+        ssd_dir, ssd_bytes: a directory on a disk, made if it is not there, whose objects the next pool finds that is
+            opened with it and the same secret_file; and what it may take there. One pool at a time.
         socket: a path in a directory that only you can write, where other processes connect; None: they cannot.
         secret_file: the cluster's secret, which those who connect must know too; None: the socket's mode 0600 is all.
         node: the node's id, if it shall have one.
         listen, peers: "host:port" where other nodes reach this pool, and those of all who share objects, which may name
         this one too. Each is dialled until it answers. Beyond loopback they need a secret_file, the same for all.
         transport, tls: how objects travel to peers, see `TransferEngine`.
-        Raises GiveUpError if that is impossible, with what to do.
+        Raises GiveUpError if that is impossible, with what to do; ConfigError if the directory cannot be used.
         """
         session_key, object_key = _keys(secret_file)
+        size = parse_size(ssd_bytes)
+        check_ssd("" if ssd_dir is None else str(ssd_dir), size)
+        ssd_dirs = []
+        if ssd_dir is not None:
+            claim_ssd(Path(ssd_dir).absolute(), None if secret_file is None else Path(secret_file))
+            ssd_dirs.append(str(Path(ssd_dir).absolute() / (node or "pool")))
         daemon = _native.Daemon(
             # Beside others it must be the only one of its name.
             node=node or f"pool-{os.getpid()}" + (f"-{secrets.token_hex(4)}" if listen else ""),
             dram_bytes=parse_size(dram),
             session_key=session_key,
             socket=None if socket is None else str(socket),
+            ssd_dirs=ssd_dirs,
+            ssd_bytes=size,
             listen=listen,
             peers=peers,
             transport=transport,
@@ -129,6 +149,7 @@ class Pool:
         """Stores a value. False: there is one of this name already, and it stays as it is.
 
         value: contiguous, with the buffer protocol, or a tensor in host memory; it must not change until this returns.
+        A value above 1 MiB may be larger than DRAM if there is an SSD: this waits for it then.
         copies: on how many nodes it is when this returns. With fewer members, or no room there, it is on fewer;
         `replicate` says on how many.
         Raises RetryError if all that could go has gone and there is no room, GiveUpError if there never will be.
@@ -140,7 +161,8 @@ class Pool:
 
         The view is a read-only buffer: `memoryview(view)`, `numpy.frombuffer(view, ...)`, `torch.frombuffer(view, ...)`
         copy nothing. Its bytes stay as long as the view, or a buffer made from it, lives. A value above 1 MiB lies in
-        several pieces and is copied (and verified), which `get_into` does into memory of your own.
+        several pieces and is copied (and verified), which `get_into` does into memory of your own. What is on the SSD
+        only is read into DRAM first; RetryError: there is no room, as other views are open.
         """
         return self._native.get([key])[0]
 
@@ -155,11 +177,17 @@ class Pool:
         """Whether there is such an object. It pins nothing, so it may be gone a moment later."""
         return self._native.exists([key])[0]
 
+    def where(self, key: Key) -> str | None:
+        """The faster one of the media that have it: "dram" or "ssd"; None: there is no such object. As `exists`."""
+        return self._native.media([key])[0]
+
     def remove(self, key: Key) -> bool:
         """Forgets an object, on all nodes. False: there was none. Who has a view of it keeps it.
 
         Raises RetryError if a member could not be told: it is removed elsewhere, and that one is told when it comes
         back, as long as the name's home remembers it (65,536 removals). To be certain, ask again then.
+
+        After a `flush` it is gone for good; if the process is killed before, the next one may find it again.
         """
         return self._native.remove([key])[0]
 
@@ -220,6 +248,7 @@ class Pool:
     def list(self, prefix: Key = b"", limit: int | None = None) -> Iterator[Entry]:
         """Names that begin so, with the sizes of their values, at most `limit`, in no order.
 
+        Names of what is on the SSD only are read from there, with their values (of large ones 1 MiB).
         One that comes or goes meanwhile may be among them or not; all others are, once.
         """
         cursor: tuple[int, bytes | None] | None = None
@@ -235,10 +264,20 @@ class Pool:
 
     def stats(self) -> PoolStats:
         """How full it is, and how it is used."""
-        return PoolStats(*self._native.stats())
+        return PoolStats(**self._native.stats())
+
+    def flush(self) -> bool:
+        """Has all that can be got now written to the SSD, and what was removed removed there.
+
+        True: so it is after whatever happens to this process or the machine. False: there is no SSD, or it fails.
+        """
+        return self._native.flush()
 
     def close(self) -> None:
-        """Ends the connection, and the daemon that `open` has started. Idempotent. Views stay as they are."""
+        """Ends the connection, and the daemon that `open` has started. Idempotent. Views stay as they are.
+
+        If there is an SSD, that daemon writes to it what is in DRAM only, for at most 3 s; `flush` takes its time.
+        """
         self._native.close()
         if self._daemon is not None:
             self._daemon.stop()
@@ -265,6 +304,8 @@ class AsyncPool:
         cls,
         dram: int | str = "1GiB",
         *,
+        ssd_dir: str | Path | None = None,
+        ssd_bytes: int | str = 0,
         socket: str | Path | None = None,
         secret_file: str | Path | None = None,
         node: str | None = None,
@@ -278,6 +319,8 @@ class AsyncPool:
             await asyncio.to_thread(
                 Pool.open,
                 dram,
+                ssd_dir=ssd_dir,
+                ssd_bytes=ssd_bytes,
                 socket=socket,
                 secret_file=secret_file,
                 node=node,
@@ -310,6 +353,10 @@ class AsyncPool:
     async def exists(self, key: Key) -> bool:
         """As `Pool.exists`."""
         return await asyncio.to_thread(self._pool.exists, key)
+
+    async def where(self, key: Key) -> str | None:
+        """As `Pool.where`."""
+        return await asyncio.to_thread(self._pool.where, key)
 
     async def remove(self, key: Key) -> bool:
         """As `Pool.remove`."""
@@ -350,6 +397,10 @@ class AsyncPool:
     async def stats(self) -> PoolStats:
         """As `Pool.stats`."""
         return await asyncio.to_thread(self._pool.stats)
+
+    async def flush(self) -> bool:
+        """As `Pool.flush`."""
+        return await asyncio.to_thread(self._pool.flush)
 
     async def close(self) -> None:
         """As `Pool.close`."""

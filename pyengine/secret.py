@@ -54,12 +54,13 @@ def _write_once(path: Path, text: bytes) -> None:
             os.link(draft.name, path)
 
 
-def claim_ssd(directory: Path, secret: Path) -> None:
-    """Makes the directory (0700) for KV that is made under this secret, if it is not there yet.
+def claim_ssd(directory: Path, secret: Path | None) -> None:
+    """Makes the directory (0700) for what is kept under this secret, or under none, if it is not there yet.
 
     Raises ConfigError if it cannot be used, is open to others, or holds KV made under another secret.
     """
-    mark = hashlib.blake2b(read_secret(secret), digest_size=16, person=b"pyengine-ssd").hexdigest().encode()
+    known_by = b"" if secret is None else read_secret(secret)
+    mark = hashlib.blake2b(known_by, digest_size=16, person=b"pyengine-ssd").hexdigest().encode()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
@@ -76,7 +77,8 @@ def claim_ssd(directory: Path, secret: Path) -> None:
     if known != mark:
         raise ConfigError(
             f"the SSD directory {directory} holds KV made under another secret than {secret}, with which none of it is"
-            " found: use the state directory it was made with (--state-dir, state_dir=), or empty it"
+            " found: use the state directory it was made with (--state-dir, state_dir=; a Pool's secret_file=), or"
+            " empty it"
         )
 
 

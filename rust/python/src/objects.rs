@@ -1,5 +1,6 @@
 //! `ObjectPool` and its views.
 
+use std::collections::HashMap;
 use std::os::raw::c_int;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,9 +11,9 @@ use pyo3::types::{PyBytes, PyString};
 use transfer::config::{open_key, session_key};
 use transfer::engine::Keeping;
 use transfer::error::Error;
-use transfer::objects::messages::Cursor;
+use transfer::objects::messages::{Cursor, ObjectStats};
 use transfer::objects::{self, Value};
-use transfer::types::BlockKey;
+use transfer::types::{BlockKey, Medium};
 
 use crate::buffers::{Readable, Writable};
 use crate::errors::{bug, exception};
@@ -137,6 +138,18 @@ impl ObjectPool {
         self.with(py, |pool| pool.exists(&names))
     }
 
+    /// Per key: "dram", "ssd" or None.
+    fn media(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<Option<&'static str>>> {
+        let names = keys.all();
+        let media = self.with(py, |pool| pool.media(&names))?;
+        Ok(media.into_iter().map(|medium| medium.map(Medium::name)).collect())
+    }
+
+    /// True if all that could be got outlives the daemon's process.
+    fn flush(&self, py: Python<'_>) -> PyResult<bool> {
+        self.with(py, objects::Pool::flush)
+    }
+
     fn remove(&self, py: Python<'_>, keys: Names) -> PyResult<Vec<bool>> {
         let names = keys.all();
         self.with(py, |pool| pool.remove(&names))
@@ -180,10 +193,20 @@ impl ObjectPool {
         Ok((listed, next))
     }
 
-    /// (objects, bytes, capacity, hits, misses).
-    fn stats(&self, py: Python<'_>) -> PyResult<(u64, u64, u64, u64, u64)> {
-        let stats = self.with(py, objects::Pool::stats)?;
-        Ok((stats.objects, stats.bytes, stats.capacity, stats.hits, stats.misses))
+    /// By the names of `PoolStats`.
+    fn stats(&self, py: Python<'_>) -> PyResult<HashMap<&'static str, u64>> {
+        let ObjectStats { objects, bytes, capacity, ssd_objects, ssd_bytes, ssd_capacity, hits, misses } =
+            self.with(py, objects::Pool::stats)?;
+        Ok(HashMap::from([
+            ("objects", objects),
+            ("bytes", bytes),
+            ("capacity", capacity),
+            ("ssd_objects", ssd_objects),
+            ("ssd_bytes", ssd_bytes),
+            ("ssd_capacity", ssd_capacity),
+            ("hits", hits),
+            ("misses", misses),
+        ]))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -331,6 +331,7 @@ impl Engine {
         self.now = now;
         self.stores.turn(now);
         self.notice_reads();
+        self.keep_objects();
         match input {
             Input::Local { client, request } => self.local(client, request),
             Input::LocalGone { client } => {

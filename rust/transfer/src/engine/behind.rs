@@ -28,6 +28,8 @@ use flush::Flushing;
 const WRITES: usize = 256;
 /// Part of a store's slots that are to be empty or on the tier before they are needed, unless grants take more at once...
 const CLEAN_SHARE: usize = 16;
+/// The same of objects, which are not dropped to make room...
+const OBJECTS_SHARE: usize = 4;
 /// ... but no more than half of them, and this: 256 blocks of 2 MiB are what a disk of 1 GB/s writes in half a second.
 const CLEAN_LIMIT: usize = 256;
 
@@ -206,6 +208,12 @@ impl Engine {
     /// True if a block is on its way to the tier.
     pub(super) fn is_being_written(&self, key: &BlockKey) -> bool {
         self.behind.as_ref().is_some_and(|behind| behind.writing.contains(key))
+    }
+
+    /// True if it can be hoped that what is to be written will be.
+    pub(super) fn takes_writes(&self) -> bool {
+        let good = self.tier_capacity().is_some_and(|capacity| capacity.health == Health::Good);
+        good && self.behind.as_ref().is_some_and(|behind| self.now >= behind.pause && behind.leaving.is_none())
     }
 
     /// True if any is.
@@ -459,7 +467,9 @@ impl Engine {
         for at in 0..self.stores.iter().count() {
             let (unused, Some(store)) = (self.stores.unused(at), self.stores.get(at)) else { return };
             let size = store.pool.size() as usize;
-            let share = store.pool.demand().max(size / CLEAN_SHARE).clamp(1, CLEAN_LIMIT).min(size / 2);
+            // Who puts an object waits for room that is not made by dropping others.
+            let share = if store.objects { OBJECTS_SHARE } else { CLEAN_SHARE };
+            let share = store.pool.demand().max(size / share).clamp(1, CLEAN_LIMIT).min(size / 2);
             let ahead = share.saturating_sub(store.pool.empty().saturating_add(unused));
             for slot in store.pool.dirty_victims(ahead) {
                 if !self.write_tier(at, slot) {

@@ -68,22 +68,36 @@ impl Class {
     }
 
     /// One that is being read, to be written elsewhere first of all, would free nothing yet: it goes only if there is no
-    /// other. A candidate is known by its number, `slot` says which slot that is.
-    fn victim(&mut self, quiet: impl Fn(u32) -> bool, slot: impl Fn(&Self, u32) -> u32) -> Option<u32> {
+    /// other. One that may not go does not. A candidate is known by its number, `slot` says which slot that is.
+    fn victim(
+        &mut self,
+        quiet: impl Fn(u32) -> bool,
+        may: impl Fn(u32) -> bool,
+        slot: impl Fn(&Self, u32) -> u32,
+    ) -> Option<u32> {
         let first = self.policy.coldest(1).first().copied();
-        let is_quiet = |number: &u32| quiet(slot(self, *number));
-        let other = first.filter(|first| !is_quiet(first)).and_then(|_| {
-            let further = |limit: usize| self.policy.coldest(limit).into_iter().skip(1).find(is_quiet);
+        let goes = |number: &u32| {
+            let slot = slot(self, *number);
+            may(slot) && quiet(slot)
+        };
+        let other = first.filter(|first| !goes(first)).and_then(|_| {
+            let further = |limit: usize| self.policy.coldest(limit).into_iter().skip(1).find(goes);
             LOOKS.into_iter().find_map(further)
         });
-        let candidate = match other {
-            Some(number) => {
+        let candidate = match (other, first) {
+            (Some(number), _) => {
                 self.policy.forbid(number);
-                Some(number)
+                number
             }
-            None => self.policy.pop(),
+            (None, Some(first)) if may(slot(self, first)) => self.policy.pop()?,
+            (None, Some(_)) => return None,
+            (None, None) => {
+                let stem = self.stems.iter().copied().find(|stem| may(*stem))?;
+                self.stems.remove(&stem);
+                return Some(stem);
+            }
         };
-        candidate.map(|number| slot(self, number)).or_else(|| self.stems.pop_first())
+        Some(slot(self, candidate))
     }
 }
 
@@ -227,13 +241,19 @@ impl Classes {
         }
     }
 
-    /// The block that goes next, of one account or of all; it may not go any more. `quiet`: whether nobody touches a slot.
-    pub fn victim(&mut self, of: Option<Account>, quiet: impl Fn(u32) -> bool) -> Option<u32> {
+    /// The block that goes next, of one account or of all; it may not go any more. `quiet`: whether nobody touches a slot;
+    /// `may`: whether its block may go at all.
+    pub fn victim(
+        &mut self,
+        of: Option<Account>,
+        quiet: impl Fn(u32) -> bool,
+        may: impl Fn(u32) -> bool,
+    ) -> Option<u32> {
         match &mut self.apart {
-            None => self.one.victim(quiet, |_, slot| slot),
+            None => self.one.victim(quiet, may, |_, slot| slot),
             Some(apart) => {
                 let account = of.or_else(|| apart.heaviest(Class::may_give))?;
-                apart.classes.get_mut(&account)?.victim(quiet, |class, at| class.slots[at as usize])
+                apart.classes.get_mut(&account)?.victim(quiet, may, |class, at| class.slots[at as usize])
             }
         }
     }

@@ -67,16 +67,23 @@ pub(super) struct Room {
     orphans: FxHashMap<(BlockKey, u32), Children>,
     /// Slots of idle blocks: what could be had.
     idle: usize,
+    /// What is on no other medium does not go.
+    keeps_dirty: bool,
 }
 
 impl Room {
     pub(super) fn new(policy: Box<dyn Evict>) -> Self {
-        Self { classes: Classes::new(policy), orphans: FxHashMap::default(), idle: 0 }
+        Self { classes: Classes::new(policy), orphans: FxHashMap::default(), idle: 0, keeps_dirty: false }
     }
 
     /// How many blocks could go.
     pub(super) fn idle(&self) -> usize {
         self.idle
+    }
+
+    /// See [`Pool::keep_dirty`].
+    pub(super) fn keep_dirty(&mut self, keep: bool) {
+        self.keeps_dirty = keep;
     }
 }
 
@@ -131,7 +138,8 @@ impl<M: Lives> Pool<M> {
 
     /// The idle block that goes next, of one account or of all; it is a candidate no more.
     pub(super) fn victim(&mut self, of: Option<Account>) -> Option<u32> {
-        let slot = self.room.classes.victim(of, |slot| self.memory.quiet(slot))?;
+        let may = |slot: u32| !self.room.keeps_dirty || self.slots[slot as usize].clean;
+        let slot = self.room.classes.victim(of, |slot| self.memory.quiet(slot), may)?;
         self.slots[slot as usize].role = Role::Stays;
         Some(slot)
     }

@@ -87,6 +87,11 @@ impl<M: Lives> Pool<M> {
         self.hits = Some(Vec::new());
     }
 
+    /// From now on, or no more, only what is on another medium makes room: the rest has to get there first.
+    pub fn keep_dirty(&mut self, keep: bool) {
+        self.room.keep_dirty(keep);
+    }
+
     /// The published blocks that were found since the last call, and are on no other medium.
     pub fn take_hits(&mut self) -> Vec<SlotRef> {
         let hits = self.hits.as_mut().map(std::mem::take).unwrap_or_default();

@@ -3,9 +3,10 @@
 //! A block counts as there while any medium of the node has it. So a block that leaves DRAM is no loss if it is on the SSD,
 //! or on its way there; and a value of several blocks goes as a whole when one of them is on no medium any more.
 //!
-//! A value of one block is written when it is found again or about to be evicted, as KV is (`engine/behind.rs`). The blocks
-//! of a larger one are written at once, and stay in DRAM until they are: if one were lost all would be. So a value may be
-//! larger than DRAM; who puts it waits for the SSD, block by block.
+//! A value of one block is written when it is found again or about to be evicted, as KV is (`engine/behind.rs`), but it is not
+//! evicted before it is there, unless the SSD takes nothing. The blocks of a larger one are written at once, and stay in DRAM
+//! until they are: if one were lost all would be. So a value may be larger than DRAM; who puts it waits for the SSD, block by
+//! block.
 //!
 //! ```text
 //! put of a large value    Reserve --> Slot ... Commit --> held, written --> on the SSD: may leave DRAM --> room for the next
@@ -248,9 +249,18 @@ impl Engine {
         }
     }
 
-    /// There was no room for something of this client.
+    /// There was no room for something of this client: some is made.
     pub(super) fn was_refused(&mut self, client: ClientId) {
         self.objects.held.refused.insert(client, self.objects.held.ended);
+        self.clean_ahead();
+    }
+
+    /// Before each input: whether objects that are on no other medium make room.
+    pub(in crate::engine) fn keep_objects(&mut self) {
+        let keep = self.takes_writes();
+        for store in self.stores.iter_mut().filter(|store| store.objects) {
+            store.pool.keep_dirty(keep);
+        }
     }
 
     /// A client that was refused asks whether it is worth another try.
