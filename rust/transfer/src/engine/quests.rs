@@ -228,8 +228,12 @@ impl Engine {
                 }
                 Stage::All => match &mut quest.goal {
                     Goal::Remove { .. } => self.begin_removal(number, &mut quest),
-                    Goal::Copies { .. } | Goal::Spread { .. } | Goal::Leave { .. } => self.begin_copies(number, &mut quest),
-                    Goal::Exists { .. } | Goal::Reserve { .. } | Goal::Bring { .. } | Goal::Come => return self.end_quest(quest),
+                    Goal::Copies { .. } | Goal::Spread { .. } | Goal::Leave { .. } => {
+                        self.begin_copies(number, &mut quest)
+                    }
+                    Goal::Exists { .. } | Goal::Reserve { .. } | Goal::Bring { .. } | Goal::Come => {
+                        return self.end_quest(quest);
+                    }
                 },
                 Stage::Removal | Stage::Copies => return self.end_quest(quest),
             }

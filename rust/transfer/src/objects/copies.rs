@@ -14,11 +14,7 @@ impl Pool {
     ///
     /// # Errors
     /// As `put`.
-    pub fn put_copies(
-        &self,
-        items: &[(&[u8], &[u8])],
-        copies: u32,
-    ) -> Result<Vec<Result<bool, Error>>, Error> {
+    pub fn put_copies(&self, items: &[(&[u8], &[u8])], copies: u32) -> Result<Vec<Result<bool, Error>>, Error> {
         let outcomes = self.put_for(items, copies)?;
         if copies > 1 {
             let names: Vec<&[u8]> = items.iter().map(|(name, _)| *name).collect();

@@ -173,11 +173,7 @@ impl Pool {
     }
 
     /// As `put`; and copies of what is there already begin to go to as many nodes while the rest is written.
-    pub(super) fn put_for(
-        &self,
-        items: &[(&[u8], &[u8])],
-        copies: u32,
-    ) -> Result<Vec<Result<bool, Error>>, Error> {
+    pub(super) fn put_for(&self, items: &[(&[u8], &[u8])], copies: u32) -> Result<Vec<Result<bool, Error>>, Error> {
         let mut outcomes: Vec<Result<bool, Error>> = vec![Ok(false); items.len()];
         let mut small = VecDeque::new();
         let mut large = Vec::new();
@@ -215,12 +211,7 @@ impl Pool {
     }
 
     /// Values of a block each. Returns how many were stored.
-    fn put_round(
-        &self,
-        round: &[Item<'_>],
-        copies: u32,
-        outcomes: &mut [Result<bool, Error>],
-    ) -> Result<usize, Error> {
+    fn put_round(&self, round: &[Item<'_>], copies: u32, outcomes: &mut [Result<bool, Error>]) -> Result<usize, Error> {
         let wanted = round.iter().map(|item| Wanted {
             put: item.put,
             class: item.class.number(),
