@@ -6,6 +6,7 @@ and the median of all rounds counts, so that a busy machine disturbs all of them
 local put: into a daemon in this process and into one in another, with checksums; against memcpy of the same bytes
 local get: 32 views of 1 MiB; through the daemon against a bare round trip of as many bytes over a unix socket
 exists:    the same, where nothing is pinned
+ssd, restart: bench/pool_ssd.py says it
 
 A bare round trip: this process sends a request's bytes to another, which sends an answer's bytes back; both in Python,
 one call to send and one to receive.
