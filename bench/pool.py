@@ -10,6 +10,7 @@ remote put, get, exists: the same between two nodes, see bench/pool_remote.py
 8 clients: eight processes put and get at once: the slow ones beside the usual one (bench/pool_clients.py)
 fetch from two holders: see bench/pool_spread.py
 books:     `bench/pool_books.py`
+ssd, restart: bench/pool_ssd.py says it
 
 A bare round trip: this process sends a request's bytes to another, which sends an answer's bytes back; both in Python,
 one call to send and one to receive.

@@ -1,9 +1,9 @@
 """The SSD tier beside fio and beside a bare loop: rows of `bench/pool.py`.
 
 All write and read files on one file system, past the page cache, with 16 requests under way, in turns whose order
-changes; the median turn counts. What they write lies there already and is overwritten, as it is on a disk that has
-been full once. Every 64 MiB there is a sync (the tier's segments end there), and one at the end. The tier verifies
-what it reads, the others do not.
+changes; the median turn counts. What they write lies there already and is overwritten, as it is on a disk that has been
+full once. Every 64 MiB there is a sync (the tier's segments end there), and one at the end. The tier verifies what it
+reads, the others do not.
 
 fio:   with io_uring or libaio, whichever the machine has; left out, with a line that says so, where it is not installed
 limit: 16 threads with pwrite and pread over one file (rust/transfer/examples/ssd.rs)
@@ -27,7 +27,7 @@ from bench.common import line, median, note
 ROOT = Path(__file__).parents[1]
 KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 DEPTH = 16
-#: Bytes of a turn and of all files of a contender. A quarter more is the limit: a segment is always being emptied.
+#: Bytes of a turn and of all files of a contender. The tier's limit is a quarter more: it always empties a segment.
 TURN, QUICK_TURN, ALL = 256 * MIB, 128 * MIB, 1024 * MIB
 LIMIT = ALL // 4 * 5
 #: Where the tier syncs: the bytes of its segments (`segment_bytes` in pool/disk/mod.rs, for this limit).

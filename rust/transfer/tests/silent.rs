@@ -32,7 +32,8 @@ fn block(number: u8) -> Vec<u8> {
     (0..48).map(|byte| byte ^ number).collect()
 }
 
-/// One client at each node, numbered as they are.
+/// One client at each node, numbered as they are, from 1 on.
+const A: ClientId = 1;
 const NODES: [&str; 3] = ["a", "b", "c"];
 
 struct Stage {
@@ -46,12 +47,12 @@ impl Stage {
         let mut world = World::new(5, Faults::default());
         let bytes = 4096 + 16 * slot_bytes(LAYOUT).expect("possible");
         let nodes = NODES.map(|node| world.start(node, Settings::new(bytes))).into();
-        for (client, node) in (0..).zip(NODES) {
+        for (client, node) in (A..).zip(NODES) {
             world.request(node, client, LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: 1 });
         }
         world.take_events();
         let mut stage = Self { world, nodes };
-        for client in [1, 2] {
+        for client in [A + 1, A + 2] {
             let slots = stage.granted(client, tag(1), &(1..=9).collect::<Vec<u8>>());
             for (number, slot) in (1..).zip(&slots) {
                 stage.arena(client).store(slot.slot, 0, &block(number)).expect("in range");
@@ -63,11 +64,11 @@ impl Stage {
     }
 
     fn arena(&self, client: ClientId) -> std::sync::Arc<pyengine_transfer::memory::Arena> {
-        self.world.engine(NODES[client as usize]).and_then(|engine| engine.arena(client)).expect("attached")
+        self.world.engine(NODES[client as usize - 1]).and_then(|engine| engine.arena(client)).expect("attached")
     }
 
     fn ask(&mut self, client: ClientId, request: LocalRequest) {
-        self.world.request(NODES[client as usize], client, request);
+        self.world.request(NODES[client as usize - 1], client, request);
     }
 
     fn told(&mut self, client: ClientId) -> Vec<LocalEvent> {
@@ -86,16 +87,16 @@ impl Stage {
 
     /// `a` wants these blocks of these peers.
     fn fetch(&mut self, tag: Tag, numbers: &[u8], from: &[usize]) -> Vec<GrantedSlot> {
-        let slots = self.granted(0, tag, numbers);
+        let slots = self.granted(A, tag, numbers);
         let from = from.iter().map(|node| self.nodes[*node].clone()).collect();
-        self.ask(0, LocalRequest::Fetch { tag, indices: (0..numbers.len() as u32).collect(), from });
+        self.ask(A, LocalRequest::Fetch { tag, indices: (0..numbers.len() as u32).collect(), from });
         slots
     }
 
     /// What has become of a fetch of these blocks by now, by place: where each is, all being right, or why not.
     fn fetched(&mut self, numbers: &[u8]) -> Vec<Option<Result<SlotRef, Refusal>>> {
         let mut outcomes = vec![None; numbers.len()];
-        for event in self.told(0) {
+        for event in self.told(A) {
             let LocalEvent::Fetched { index, found, .. } = event else { panic!("{event:?}") };
             outcomes[index as usize] = Some(found.map(|found| found.slot));
         }
@@ -110,7 +111,7 @@ impl Stage {
     fn expect(&self, slot: SlotRef, number: u8) {
         let mut bytes = vec![0; LAYOUT.block_bytes()];
         assert!(
-            self.arena(0).load(slot, 0, &mut bytes).expect("in range"),
+            self.arena(A).load(slot, 0, &mut bytes).expect("in range"),
             "block {number} does not fit its checksums"
         );
         assert_eq!(bytes, block(number));
@@ -157,7 +158,7 @@ fn another_holder_is_asked_and_the_silent_one_rests() {
     stage.fetch(tag(13), &[5], &[1]);
     stage.world.run(SECOND / 10);
     assert!(matches!(stage.fetched(&[5])[..], [Some(Ok(_))]));
-    (10..=13).for_each(|request| stage.ask(0, LocalRequest::End { tag: tag(request) }));
+    (10..=13).for_each(|request| stage.ask(A, LocalRequest::End { tag: tag(request) }));
     stage.world.run(SECOND);
     assert!(stage.idle());
 }
@@ -171,13 +172,13 @@ fn after_a_rest_it_is_asked_once_more_and_rests_longer() {
         stage.fetch(tag(request), &[1], &[1]);
         stage.world.run(LATE);
         assert_eq!(stage.fetched(&[1]), [Some(Err(Refusal::Unreachable))]);
-        stage.ask(0, LocalRequest::End { tag: tag(request) });
+        stage.ask(A, LocalRequest::End { tag: tag(request) });
         let began = stage.world.now();
         for probe in 0.. {
             let tag = tag(1000 * request + probe);
             stage.fetch(tag, &[2], &[1]);
             let rests = stage.fetched(&[2]) == [Some(Err(Refusal::Unreachable))];
-            stage.ask(0, LocalRequest::End { tag });
+            stage.ask(A, LocalRequest::End { tag });
             if !rests {
                 break;
             }
@@ -195,26 +196,26 @@ fn with_nobody_else_to_ask_whoever_waits_is_told_and_must_not_write_there() {
     let slots = stage.fetch(tag(10), &[1, 2], &[1]);
     // Another client's wish for the same block waits for that one, and goes on with its own sources.
     stage.ask(
-        0,
+        A,
         LocalRequest::Prefetch { keys: vec![key(2)], parent: ROOT, position: 0, from: vec![stage.nodes[2].clone()] },
     );
     stage.world.run(LATE);
     assert_eq!(stage.fetched(&[1, 2])[0], Some(Err(Refusal::Unreachable)));
-    stage.arena(0).store(slots[0].slot, 0, &block(1)).expect("in range");
-    stage.ask(0, LocalRequest::Commit { tag: tag(10), indices: vec![0] });
-    let told = stage.told(0);
+    stage.arena(A).store(slots[0].slot, 0, &block(1)).expect("in range");
+    stage.ask(A, LocalRequest::Commit { tag: tag(10), indices: vec![0] });
+    let told = stage.told(A);
     assert!(matches!(told[..], [LocalEvent::Refused { refusal: Refusal::Corrupt, .. }]), "{told:?}");
-    stage.ask(0, LocalRequest::End { tag: tag(10) });
+    stage.ask(A, LocalRequest::End { tag: tag(10) });
     // A slot of another life is anybody's at once.
-    let slots = stage.granted(0, tag(11), &[1]);
-    stage.arena(0).store(slots[0].slot, 0, &block(1)).expect("in range");
-    stage.ask(0, LocalRequest::Commit { tag: tag(11), indices: vec![0] });
+    let slots = stage.granted(A, tag(11), &[1]);
+    stage.arena(A).store(slots[0].slot, 0, &block(1)).expect("in range");
+    stage.ask(A, LocalRequest::Commit { tag: tag(11), indices: vec![0] });
     stage.world.listen("b");
     stage.world.run(SECOND);
     stage.expect(slots[0].slot, 1);
-    stage.ask(0, LocalRequest::End { tag: tag(11) });
+    stage.ask(A, LocalRequest::End { tag: tag(11) });
     stage.world.run(SECOND);
-    assert!(stage.told(0).is_empty());
+    assert!(stage.told(A).is_empty());
     assert!(stage.idle());
 }
 
@@ -224,7 +225,7 @@ fn an_end_of_the_link_ends_what_is_owed_on_it() {
     stage.world.deafen("b");
     stage.fetch(tag(10), &[1], &[1]);
     stage.world.run(LATE);
-    stage.ask(0, LocalRequest::End { tag: tag(10) });
+    stage.ask(A, LocalRequest::End { tag: tag(10) });
     stage.world.break_session("a", "b");
     stage.world.run(SECOND);
     assert!(stage.idle());

@@ -675,7 +675,7 @@ fn blocks_are_kept_and_owners_have_quotas() {
     );
     assert!(quotas[0]["dram_bytes"].as_u64().is_some_and(|bytes| bytes >= 2 * 4096), "{quotas}");
     let text = told(&daemon.obey(&["quotas"])).1;
-    assert!(text.starts_with("namespace") && text.contains("64KiB"), "{text}");
+    assert!(text.starts_with("  namespace") && text.contains("64KiB"), "{text}");
 
     let (code, text, why) = told(&daemon.obey(&["unpin", &first, &second, "--by", "transferd pin"]));
     assert_eq!((code, text.as_str()), (Some(1), "1 let go, 1 not kept\n"), "{why}");

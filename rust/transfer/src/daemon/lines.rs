@@ -2,7 +2,7 @@
 //! this process, asks the home's daemon on a connection that is for such questions only, and the thread that has its other
 //! end answers from the book (`objects/book.rs`). What is not known there for sure is asked again by the engine.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -19,8 +19,6 @@ use super::{Shared, connect};
 
 /// How long an answer may take: half of what the engine then has, which asks again.
 const ANSWER_WITHIN: Duration = Duration::from_millis(1500);
-/// Homes that are asked one after the other; more are asked at once, by the engine.
-const HOMES: usize = 2;
 
 /// The way to one life of a member; `None` before the first question, and after a failure.
 type Line = Arc<Mutex<Option<Connection>>>;
@@ -37,61 +35,53 @@ impl Lines {
     /// Per key whether it is anywhere. `None`: the engine is to be asked.
     pub fn look(&self, shared: &Shared, book: &RwLock<Book>, keys: &[BlockKey]) -> Option<Vec<bool>> {
         let mut found = vec![false; keys.len()];
-        let mut groups: Vec<(NodeAddress, Vec<usize>)> = Vec::new();
+        let mut groups: BTreeMap<NodeId, (NodeAddress, Vec<usize>)> = BTreeMap::new();
         {
             let book = book.read().unwrap_or_else(PoisonError::into_inner);
             for (at, key) in keys.iter().enumerate() {
                 let home = book.homes.home(key)?;
                 if *home == shared.me.node {
                     found[at] = book.exists(key)?;
-                    continue;
-                }
-                match groups.iter_mut().find(|(peer, _)| peer.node == *home) {
-                    Some((_, places)) => places.push(at),
-                    None => groups.push((book.joined.values().find(|peer| peer.node == *home)?.clone(), vec![at])),
+                } else if let Some((_, places)) = groups.get_mut(home) {
+                    places.push(at);
+                } else {
+                    let peer = book.joined.values().find(|peer| peer.node == *home)?;
+                    groups.insert(home.clone(), (peer.clone(), vec![at]));
                 }
             }
         }
-        if groups.len() > HOMES {
-            return None;
-        }
-        for (peer, places) in groups {
+        let lines: Vec<(Line, NodeAddress, Vec<usize>)> =
+            groups.into_values().map(|(peer, places)| (self.line(&peer), peer, places)).collect();
+        // By name, so that no two who ask several wait for each other. All are asked before the first has answered.
+        let mut asked: Vec<(MutexGuard<'_, Option<Connection>>, &[usize])> = Vec::new();
+        let mut good = true;
+        for (line, peer, places) in &lines {
+            let mut line = lock(line);
             let names = places.iter().map(|at| keys[*at]).collect();
-            let known = self.ask(shared, &peer, names)?;
-            if known.len() != places.len() {
-                return None;
-            }
-            for (at, known) in places.into_iter().zip(known) {
-                found[at] = known?;
-            }
+            good &= ask(shared, &mut line, peer, names).is_some();
+            asked.push((line, places));
         }
-        Some(found)
-    }
-
-    fn ask(&self, shared: &Shared, peer: &NodeAddress, keys: Vec<BlockKey>) -> Option<Vec<Option<bool>>> {
-        let line = self.line(peer);
-        let mut line = lock(&line);
-        if line.is_none() {
-            let purpose = Purpose::Ask { node: shared.me.clone() };
-            let (connection, found) = connect(shared, &peer.address, purpose, &Link::new().ok()?).ok()?;
-            let mut connection =
-                (found.node == peer.node && found.incarnation == peer.incarnation).then_some(connection)?;
-            connection.unwatch();
-            *line = Some(connection);
-        }
-        let question = wire::encode(&PeerMessage::Objects(Talk::Exist { keys }));
-        let answer = line.as_mut()?.ask(&[question], Instant::now() + ANSWER_WITHIN);
-        match answer {
-            Ok(Some(payload)) => match wire::decode(&payload) {
-                Ok(PeerMessage::Objects(Talk::Existing { found })) => Some(found),
+        let until = Instant::now() + ANSWER_WITHIN;
+        for (line, places) in &mut asked {
+            let answer = line.as_mut().map(|line| line.ask(&[], until));
+            let known = match answer {
+                Some(Ok(Some(payload))) => match wire::decode(&payload) {
+                    Ok(PeerMessage::Objects(Talk::Existing { found })) if found.len() == places.len() => Some(found),
+                    _ => None,
+                },
                 _ => None,
-            },
-            // Its answer may still come, and must not be taken for that to another question.
-            _ => {
-                *line = None;
-                None
+            };
+            if known.is_none() {
+                // Its answer may still come, and must not be taken for that to another question.
+                **line = None;
             }
+            for (at, known) in places.iter().zip(known.into_iter().flatten()) {
+                good &= known.is_some();
+                found[*at] = known == Some(true);
+            }
+            good &= line.is_some();
         }
+        good.then_some(found)
     }
 
     fn line(&self, peer: &NodeAddress) -> Line {
@@ -130,6 +120,24 @@ impl Lines {
         let links = lock(&self.from).remove(node).unwrap_or_default();
         links.iter().for_each(|link| link.close("the peer is gone"));
     }
+}
+
+/// Sends a question, on a new connection if there is none. `None`: that cannot be; then there is no connection.
+fn ask(shared: &Shared, line: &mut Option<Connection>, peer: &NodeAddress, keys: Vec<BlockKey>) -> Option<()> {
+    if line.is_none() {
+        let purpose = Purpose::Ask { node: shared.me.clone() };
+        let (connection, found) = connect(shared, &peer.address, purpose, &Link::new().ok()?).ok()?;
+        let mut connection =
+            (found.node == peer.node && found.incarnation == peer.incarnation).then_some(connection)?;
+        connection.unwatch();
+        *line = Some(connection);
+    }
+    let question = wire::encode(&PeerMessage::Objects(Talk::Exist { keys }));
+    let told = line.as_mut()?.tell(&question);
+    if told.is_err() {
+        *line = None;
+    }
+    told.ok()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

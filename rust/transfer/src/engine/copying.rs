@@ -29,6 +29,8 @@ const BLOCKS: usize = 64;
 const BEGUN: usize = 64;
 /// Copies that wait; what is beyond is not taken.
 const WAITING: usize = 1 << 16;
+/// Who wait for one copy; whoever comes later has another one made, which finds it here.
+const ASKERS: usize = 64;
 /// Objects that leave at a time.
 const LEAVING: usize = 64;
 
@@ -45,9 +47,8 @@ pub(super) enum Asker {
 /// An object on its way here.
 #[derive(Debug)]
 struct Job {
-    asker: Asker,
-    /// In the asker's list.
-    place: u32,
+    /// With its place in each one's list.
+    askers: Vec<(Asker, u32)>,
     head: Head,
     from: Vec<NodeId>,
     /// Who is asked for the keys of its other blocks.
@@ -84,6 +85,8 @@ impl Job {
 pub(super) struct Copying {
     /// By the number of their put, in the order in which they were asked for.
     jobs: BTreeMap<u64, Job>,
+    /// Which job has a name's object.
+    by_name: BTreeMap<BlockKey, u64>,
     /// Blocks under way, of all of them.
     under_way: usize,
     /// Objects that are to leave, the most used last; `Some` while some do.
@@ -123,10 +126,15 @@ impl Engine {
             let parts = if chained(&head.value, &head.value).0 == 1 { Some(Vec::new()) } else { parts };
             let failed =
                 self.is_draining() || self.cluster.copying.jobs.len() >= WAITING || Class::new(head.class).is_none();
-            let asker = asker.clone();
+            let asker = (asker.clone(), place);
+            let known = self.cluster.copying.by_name.get(&head.key);
+            let known = known.and_then(|number| self.cluster.copying.jobs.get_mut(number));
+            if let Some(job) = known.filter(|job| job.head == head && job.askers.len() < ASKERS) {
+                job.askers.push(asker);
+                continue;
+            }
             let job = Job {
-                asker,
-                place,
+                askers: vec![asker],
                 head,
                 from,
                 asked: None,
@@ -138,8 +146,16 @@ impl Engine {
                 full: false,
             };
             let number = self.number();
+            self.cluster.copying.by_name.insert(head.key, number);
             self.cluster.copying.jobs.insert(number, job);
         }
+    }
+
+    /// Somebody else waits for a copy that is on its way here already. False: there is none of that name.
+    pub(super) fn join_copy(&mut self, key: &BlockKey, asker: Asker) -> bool {
+        let Some(number) = self.cluster.copying.by_name.get(key) else { return false };
+        let job = self.cluster.copying.jobs.get_mut(number).filter(|job| job.askers.len() < ASKERS);
+        job.map(|job| job.askers.push((asker, 0))).is_some()
     }
 
     /// After every input: begins blocks, as far as others have ended, and ends what is complete.
@@ -235,6 +251,9 @@ impl Engine {
 
     fn end_copy(&mut self, number: u64) {
         let Some(job) = self.cluster.copying.jobs.remove(&number) else { return };
+        if self.cluster.copying.by_name.get(&job.head.key) == Some(&number) {
+            self.cluster.copying.by_name.remove(&job.head.key);
+        }
         // What was removed meanwhile is gone with this.
         self.note_objects();
         let here = self.own_head(&job.head.key) == Some(job.head);
@@ -250,7 +269,9 @@ impl Engine {
         // Who is told may ask its home at once.
         self.tell_homes();
         let refusal = if job.full { Refusal::Full } else { Refusal::Missing };
-        self.tell_asker(&job.asker, vec![(job.place, if whole { Ok(()) } else { Err(refusal) })]);
+        for (asker, place) in job.askers {
+            self.tell_asker(&asker, vec![(place, if whole { Ok(()) } else { Err(refusal) })]);
+        }
     }
 
     fn tell_asker(&mut self, asker: &Asker, ended: Vec<(u32, Result<(), Refusal>)>) {
@@ -280,9 +301,9 @@ impl Engine {
         }
         self.cluster.copying.tell = self.now + SECOND;
         let mut askers: Vec<Asker> = Vec::new();
-        for job in self.cluster.copying.jobs.values() {
-            if askers.last() != Some(&job.asker) {
-                askers.push(job.asker.clone());
+        for (asker, _) in self.cluster.copying.jobs.values().flat_map(|job| &job.askers) {
+            if askers.last() != Some(asker) {
+                askers.push(asker.clone());
             }
         }
         askers.iter().for_each(|asker| self.tell_asker(asker, Vec::new()));
@@ -375,6 +396,7 @@ impl Engine {
     pub(super) fn check_copying(&self) {
         let copying = &self.cluster.copying;
         let under_way: usize = copying.jobs.values().map(|job| job.under_way).sum();
+        assert!(copying.by_name.values().all(|number| copying.jobs.contains_key(number)), "a name without a copy");
         assert!(under_way == copying.under_way && under_way <= BLOCKS, "{under_way} blocks of copies under way");
     }
 }

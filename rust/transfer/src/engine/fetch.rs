@@ -25,8 +25,11 @@ use super::{Engine, Link, SECOND};
 /// A block in a store: what a flight brings. One flight has it at a time.
 pub(super) type Aim = (usize, BlockKey);
 
-/// Tags of the engine's own slots have this attempt; orders of the conductor have 0.
+/// Tags of slots that the engine holds itself have these attempts, each its own: for what peers and hints want, for
+/// objects that are brought to be pinned, for what is kept. Orders of the conductor have 0.
 pub(super) const OWN: u32 = u32::MAX;
+pub(super) const BRING: u32 = OWN - 1;
+pub(super) const KEEP: u32 = OWN - 2;
 
 /// For whom a block is brought here.
 #[derive(Clone, Debug, PartialEq, Eq)]

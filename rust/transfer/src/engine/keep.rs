@@ -23,7 +23,7 @@ use crate::pool::tier::Whose;
 use crate::pool::{Granting, Holder, Wish};
 use crate::types::{BlockKey, ClientId, Nanos, Owner, Tag};
 
-use super::fetch::OWN;
+use super::fetch::KEEP;
 use super::{Engine, Output};
 
 /// Of the memory, so much may be kept: the half. The rest is for those who work, and for what comes and goes.
@@ -34,8 +34,6 @@ pub const TTL_LIMIT: Nanos = 86_400 * super::SECOND;
 pub const NAME_LIMIT: usize = 64;
 /// Most who keep one block.
 const KEEPERS: usize = 16;
-/// Tags of kept blocks have this attempt.
-const KEPT: u32 = OWN - 1;
 
 /// What has become of a wish to keep a block, or to keep it no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -217,7 +215,7 @@ impl Engine {
         }
         let number = self.number();
         let holder =
-            Holder { client: None, tag: Tag { request: number, attempt: KEPT, worker: self.node.incarnation } };
+            Holder { client: None, tag: Tag { request: number, attempt: KEEP, worker: self.node.incarnation } };
         let here = self.stores.iter().position(|store| store.pool.find(&key).is_some());
         let record = self.behind_record(&key);
         let layout = match (here.and_then(|at| self.stores.get(at)), record) {
@@ -291,7 +289,7 @@ impl Engine {
 
     /// True if these slots are a kept block's.
     pub(super) fn is_kept(holder: Holder) -> bool {
-        holder.client.is_none() && holder.tag.attempt == KEPT
+        holder.client.is_none() && holder.tag.attempt == KEEP
     }
 
     /// The read of a block that was to be kept has failed.

@@ -313,9 +313,7 @@ mod tests {
                 8 if member != SELF && random.below(20) == 0 => {
                     hints.forget(member);
                     dead.insert(member);
-                    held.values_mut().for_each(|holders| {
-                        holders.remove(&member);
-                    });
+                    held.values_mut().for_each(|holders| holders.retain(|holder| *holder != member));
                 }
                 _ => {}
             }

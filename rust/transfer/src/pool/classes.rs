@@ -68,7 +68,7 @@ impl Class {
     }
 
     /// One that is being read, to be written elsewhere first of all, would free nothing yet: it goes only if there is no
-    /// other. A candidate is known by its number, `slot` says which slot that is.
+    /// other. One that may not go does not. A candidate is known by its number, `slot` says which slot that is.
     fn victim(
         &mut self,
         quiet: impl Fn(u32) -> bool,
@@ -78,7 +78,7 @@ impl Class {
         let first = self.policy.coldest(1).first().copied();
         let goes = |number: &u32| {
             let slot = slot(self, *number);
-            quiet(slot) && may(slot)
+            may(slot) && quiet(slot)
         };
         let other = first.filter(|first| !goes(first)).and_then(|_| {
             let further = |limit: usize| self.policy.coldest(limit).into_iter().skip(1).find(goes);
@@ -87,17 +87,17 @@ impl Class {
         let candidate = match (other, first) {
             (Some(number), _) => {
                 self.policy.forbid(number);
-                Some(number)
+                number
             }
-            (None, Some(first)) if may(slot(self, first)) => self.policy.pop(),
+            (None, Some(first)) if may(slot(self, first)) => self.policy.pop()?,
             (None, Some(_)) => return None,
-            (None, None) => None,
+            (None, None) => {
+                let stem = self.stems.iter().copied().find(|stem| may(*stem))?;
+                self.stems.remove(&stem);
+                return Some(stem);
+            }
         };
-        candidate.map(|number| slot(self, number)).or_else(|| {
-            let stem = self.stems.iter().copied().find(|stem| may(*stem))?;
-            self.stems.remove(&stem);
-            Some(stem)
-        })
+        Some(slot(self, candidate))
     }
 }
 
@@ -242,7 +242,7 @@ impl Classes {
     }
 
     /// The block that goes next, of one account or of all; it may not go any more. `quiet`: whether nobody touches a slot;
-    /// `may`: whether it may go at all, for now.
+    /// `may`: whether its block may go at all.
     pub fn victim(
         &mut self,
         of: Option<Account>,

@@ -23,11 +23,7 @@ impl Model {
                     objects.flushed(ticket, ok, &self.behind[node]);
                 }
             }
-            LocalEvent::Objects(event) => {
-                if self.objects[node].has(client) {
-                    self.brought(node, client, &event);
-                }
-            }
+            LocalEvent::Objects(event) if self.objects[node].has(client) => self.brought(node, client, &event),
             event if self.clients.contains(&(node.to_owned(), client)) => self.event(node, client, event),
             // It has died meanwhile.
             _ => {}

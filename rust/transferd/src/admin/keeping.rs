@@ -121,7 +121,9 @@ fn quotas_text(accounts: &[AccountStatus]) -> String {
             limit(account.ssd_limit),
         ]
     });
-    table(["namespace", "tenant", "share", "dram bytes", "limit", "ssd bytes", "limit"], rows).trim_start().to_owned()
+    table(["namespace", "tenant", "share", "dram bytes", "limit", "ssd bytes", "limit"], rows)
+        .trim_start_matches('\n')
+        .to_owned()
 }
 
 #[cfg(test)]

@@ -18,12 +18,11 @@ use crate::objects::messages::{At, BATCH_LIMIT, ObjectEvent, Wanted};
 use crate::pool::{Granting, Holder, Place, Wish};
 use crate::types::{BlockKey, ClientId, Layout, Nanos, NodeAddress, Owner, SlotRef, Tag};
 
-use super::super::fetch::{Want, Who};
+use super::super::copying::Asker;
+use super::super::fetch::{BRING, Want, Who};
 use super::super::{Engine, SECOND};
 use super::NAMESPACE;
 
-/// Tags of the slots into which objects are brought have this attempt; see `OWN` in `engine/fetch.rs`.
-const BRING: u32 = u32::MAX - 1;
 /// How long a block is kept for who has asked for it: far more than an answer and the next question take.
 const KEPT: Nanos = SECOND;
 
@@ -94,14 +93,16 @@ impl Engine {
         let mut others = Vec::new();
         for (place, wanted) in wanted.into_iter().enumerate() {
             let elsewhere = wanted.index == 0 && self.objects.catalog.find(&wanted.key).is_none();
-            if elsewhere && self.objects.catalog.is_elsewhere() {
+            if elsewhere && self.join_copy(&wanted.key, Asker::Bring(bring, (place, wanted))) {
+                *self.objects.brings.elsewhere.entry(bring).or_default() += 1;
+            } else if elsewhere && self.objects.catalog.is_elsewhere() {
                 others.push((place, wanted));
             } else {
                 self.bring_block(bring, place, wanted);
             }
         }
         if !others.is_empty() {
-            self.objects.brings.elsewhere.insert(bring, others.len());
+            *self.objects.brings.elsewhere.entry(bring).or_default() += others.len();
             self.objects_come(client, bring, others);
         }
         self.bring_went_on(bring);

@@ -212,7 +212,8 @@ fn refused(work: Work, error: io::Error) -> Outcome {
 fn fly(ring: &mut IoUring, bell: &Wake, flights: &mut Flights, shared: &Shared) -> io::Result<()> {
     let listen = opcode::PollAdd::new(types::Fd(bell.as_fd().as_raw_fd()), nix::libc::POLLIN as u32).build();
     let listen = listen.user_data(BELL);
-    let (mut entries, mut begun, mut landed, mut done) = (vec![listen.clone()], Vec::new(), Vec::new(), Vec::new());
+    let (mut entries, mut begun, mut done) = (vec![listen.clone()], Vec::new(), Vec::new());
+    let mut landed: Vec<(Flight, io::Result<()>)> = Vec::new();
     loop {
         let mut desk = shared.desk();
         while flights.count + begun.len() < DEPTH
@@ -246,7 +247,10 @@ fn fly(ring: &mut IoUring, bell: &Wake, flights: &mut Flights, shared: &Shared) 
             Err(error) if !passes(&error) => return Err(error),
             _ => {}
         }
-        done.extend(landed.drain(..).map(|(flight, result): (Flight, _)| flight.land(result)));
+        // One by one: whoever waits for the first does not wait for the others' checksums.
+        for (flight, result) in landed.drain(..) {
+            shared.finish([flight.land(result)]);
+        }
         if !done.is_empty() {
             shared.finish(done.drain(..));
         }
