@@ -157,7 +157,8 @@ class Job:
     reused: Counter[str] = dataclasses.field(default_factory=Counter)
     #: True while `local` is a grant to fetch into, False while it is a lookup.
     reserving: bool = False
-    #: Leading blocks that a lookup has found on this node: in DRAM, and behind that on its SSD. It is believed once.
+    #: Leading blocks that a lookup has found on this node's SSD, behind those in DRAM. It is believed once, and only
+    #: before anything was granted.
     found: range | None = None
     #: Prefill: blocks on their way (or committed at the decode node before).
     delivered: set[int] = dataclasses.field(default_factory=set)
@@ -336,6 +337,8 @@ class KvMover:
         assert self.pool is not None, "callers check"
         wanted = len(self._offers(job))
         if wanted:
+            # What a lookup says after this was asked for, or refused.
+            job.found = job.found or range(0)
             tag, keys = self._reuse_tag(job, reserving=True), b"".join(job.sequence.keys[:wanted])
             self._ask(self.pool.grant, tag, keys, False, NO_PARENT, 0, "now", job.work.tenant)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pyengine import _native
@@ -223,6 +223,15 @@ BLOCKS = cacheable_blocks(LENGTH, BLOCK)
 spans = st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS + 2)).map(sorted)
 
 
+# A block that the SSD names and does not give is asked for once.
+@example(
+    places=[{"dram"}, {"dram"}, {"ssd"}, {"ssd"}, set(), set(), set(), set()],
+    plan=[("ssd", 0, 4)],
+    cached=0,
+    moves=False,
+    full=False,
+    broken={3},
+)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     places=st.lists(st.sets(st.sampled_from(PLACES)), min_size=BLOCKS, max_size=BLOCKS),
