@@ -150,7 +150,11 @@ def test_a_client_process_killed_at_each_step(tmp_path: Path, step: str) -> None
 
 
 def test_what_was_dropped_stays_so_after_a_kill(tmp_path: Path) -> None:
-    """`transferd evict` and `clear` answer when the deletion is durable: a kill in that moment brings nothing back."""
+    """`transferd evict` and `clear` answer when the deletion is durable: a kill in that moment brings nothing back.
+
+    It sees deletions that are not written. What was written and not synced survives a kill, as the kernel has it:
+    losing power is for `rust/transfer/tests/whole`.
+    """
 
     def keys(daemon: Transferd) -> list[str]:
         told = daemon.command("keys", "--json")
