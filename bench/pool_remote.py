@@ -62,7 +62,13 @@ def rows(arguments: Namespace) -> None:
         other.ask({"op": "meet"})
         mooncake = start_mooncake(stack)
         bench = Bench(pool, other, Engine(stack, told), mooncake, bare(stack, told["echo"]), rounds)
-        for case, run in (("remote put", bench.put), ("remote get", bench.get), ("remote exists", bench.exists)):
+        cases = {
+            "remote put": bench.put,
+            "remote get": bench.get,
+            "remote views": bench.views,
+            "remote exists": bench.exists,
+        }
+        for case, run in cases.items():
             if arguments.only in case:
                 run(case)
 
@@ -88,11 +94,23 @@ class Bench:
         self.report_rates(case, self.turns(ours, "write", "put"))
 
     def get(self, case: str) -> None:
+        def copies(names: list[str]) -> list[int | None]:
+            return self.pool.batch_get_into(names, self.targets)
+
+        self.fetch(case, copies)
+
+    def views(self, case: str) -> None:
+        def views(names: list[str]) -> list[int | None]:
+            return [None if view is None else len(view) for view in self.pool.batch_get(names)]
+
+        self.fetch(case, views)
+
+    def fetch(self, case: str, get: Callable[[list[str]], list[int | None]]) -> None:
         def ours(number: int) -> float:
             names = [f"{case} {number} {item}" for item in range(COUNT)]
             self.other.ask({"op": "put", "names": names})
             begun = time.perf_counter()
-            lengths = self.pool.batch_get_into(names, self.targets)
+            lengths = get(names)
             spent = time.perf_counter() - begun
             assert lengths == [MIB] * COUNT
             return spent
