@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use pyengine_transfer::engine::{Input, OBJECTS, Settings};
+use pyengine_transfer::engine::{Input, Keeping, OBJECTS, Settings};
 use pyengine_transfer::messages::Refusal;
 use pyengine_transfer::objects::classes::Class;
 use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Sighting};
@@ -99,6 +99,7 @@ struct Tally {
     missed: u64,
     crashes: u64,
     survived: u64,
+    coming: u64,
 }
 
 impl Drop for Model {
@@ -151,7 +152,7 @@ impl Model {
 
     fn step(&mut self) {
         let client = 1 + self.random.below(3);
-        match self.random.below(1000) {
+        match self.random.below(1080) {
             0..250 => self.put(client),
             250..600 => self.get(client),
             600..680 => self.close(),
@@ -167,6 +168,8 @@ impl Model {
             945..960 => self.damage(),
             960..975 => self.restart(),
             975..985 => self.crash(),
+            985..1045 => self.keep(client),
+            1045..1060 => self.unkeep(client),
             _ => self.stage.handle(Input::Tick),
         }
         self.look();
@@ -306,6 +309,37 @@ impl Model {
             Some((pin, _)) => self.stage.release(client, pin),
             None => {}
         }
+    }
+
+    /// Keeps a value: whether that works, the engine's own laws say more of than this.
+    fn keep(&mut self, client: ClientId) {
+        let (name, ttl_ms, by) = (self.name(), 1 + self.random.below(1000), self.keeper());
+        // Of those that are on the SSD only, if there are any: they have to come.
+        let behind = |name: &u8| self.stage.engine.find_object(&name_key(*name)) == Some(Medium::Ssd);
+        let key = name_key((name..NAMES).chain(0..name).find(behind).unwrap_or(name));
+        match self.stage.ask(client, |ticket| ObjectRequest::Keep { ticket, keys: vec![key], ttl_ms, by }) {
+            ObjectEvent::Kept { outcomes, .. } => {
+                let lies = self.stage.engine.find_object(&key) == Some(Medium::Dram);
+                match outcomes[0] {
+                    Keeping::Done => assert!(lies, "it is kept where it is not"),
+                    Keeping::Coming => self.tally.coming += 1,
+                    Keeping::Missing => {}
+                    Keeping::Full => return,
+                }
+                let whole = !self.stage.has(&key) || self.health == Health::Failed;
+                assert!(outcomes[0] != Keeping::Missing || whole, "it is there and is not kept");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn unkeep(&mut self, client: ClientId) {
+        let (keys, by) = (vec![name_key(self.name())], self.keeper());
+        self.stage.ask(client, |ticket| ObjectRequest::Unkeep { ticket, keys, by });
+    }
+
+    fn keeper(&mut self) -> String {
+        ["one", "other"][self.random.below(2) as usize].into()
     }
 
     fn close(&mut self) {
@@ -552,9 +586,10 @@ fn the_model_reaches_what_it_is_for() {
         sum.missed += tally.missed;
         sum.crashes += tally.crashes;
         sum.survived += tally.survived;
+        sum.coming += tally.coming;
     }
     let reached = sum.stored > 100 && sum.large > 10 && sum.brought > 100 && sum.crashes > 10;
-    assert!(reached && sum.survived > 10 && sum.missed > 0, "{sum:?}");
+    assert!(reached && sum.survived > 10 && sum.missed > 0 && sum.coming > 0, "{sum:?}");
 }
 
 // -- values of several blocks ------------------------------------------------------------------------------------------
