@@ -72,6 +72,21 @@ fn many_who_get_one_thing_share_its_way() {
     cluster.all_idle();
 }
 
+// Goal: whoever is turned away does not hear that there is nothing. Method: more questions at once than a node has room for.
+#[test]
+fn too_many_questions_are_no_misses() {
+    let mut cluster = Cluster::narrow(19, &NODES, 20);
+    let name = (0..).find(|name| cluster.home(*name) == "c").expect("it is some name's home");
+    assert_eq!(cluster.put("a", name, 1, 1), Some(true));
+    let asked: Vec<u64> = (0..50).map(|_| cluster.begin_bring("b", name)).collect();
+    let brought: Vec<_> = asked.into_iter().map(|ticket| cluster.brought("b", ticket)).collect();
+    let some = |end| brought.iter().filter(|brought| **brought == end).count();
+    assert_eq!(some(Ok(())) + some(Err(Refusal::Full)), brought.len());
+    assert!(some(Err(Refusal::Full)) > 0);
+    cluster.world.run(2 * SECOND);
+    cluster.all_idle();
+}
+
 #[test]
 fn what_is_removed_while_it_is_got_is_gone() {
     let mut cluster = Cluster::new(18, &NODES);

@@ -11,10 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use pyengine_transfer::engine::{Input, OBJECTS};
+use pyengine_transfer::engine::{Input, Keeping, OBJECTS, Settings};
 use pyengine_transfer::messages::Refusal;
 use pyengine_transfer::objects::classes::Class;
-use pyengine_transfer::objects::messages::{At, ObjectRequest, Reserved, Sighting};
+use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Sighting};
+use pyengine_transfer::pool::account::Quota;
 use pyengine_transfer::pool::disk::twin::MemoryDisk;
 use pyengine_transfer::pool::disk::{OVERHEAD, Ssd};
 use pyengine_transfer::pool::tier::{Health, Tier, Whose};
@@ -98,6 +99,7 @@ struct Tally {
     missed: u64,
     crashes: u64,
     survived: u64,
+    coming: u64,
 }
 
 impl Drop for Model {
@@ -150,7 +152,7 @@ impl Model {
 
     fn step(&mut self) {
         let client = 1 + self.random.below(3);
-        match self.random.below(1000) {
+        match self.random.below(1080) {
             0..250 => self.put(client),
             250..600 => self.get(client),
             600..680 => self.close(),
@@ -166,6 +168,8 @@ impl Model {
             945..960 => self.damage(),
             960..975 => self.restart(),
             975..985 => self.crash(),
+            985..1045 => self.keep(client),
+            1045..1060 => self.unkeep(client),
             _ => self.stage.handle(Input::Tick),
         }
         self.look();
@@ -305,6 +309,37 @@ impl Model {
             Some((pin, _)) => self.stage.release(client, pin),
             None => {}
         }
+    }
+
+    /// Keeps a value: whether that works, the engine's own laws say more of than this.
+    fn keep(&mut self, client: ClientId) {
+        let (name, ttl_ms, by) = (self.name(), 1 + self.random.below(1000), self.keeper());
+        // Of those that are on the SSD only, if there are any: they have to come.
+        let behind = |name: &u8| self.stage.engine.find_object(&name_key(*name)) == Some(Medium::Ssd);
+        let key = name_key((name..NAMES).chain(0..name).find(behind).unwrap_or(name));
+        match self.stage.ask(client, |ticket| ObjectRequest::Keep { ticket, keys: vec![key], ttl_ms, by }) {
+            ObjectEvent::Kept { outcomes, .. } => {
+                let lies = self.stage.engine.find_object(&key) == Some(Medium::Dram);
+                match outcomes[0] {
+                    Keeping::Done => assert!(lies, "it is kept where it is not"),
+                    Keeping::Coming => self.tally.coming += 1,
+                    Keeping::Missing => {}
+                    Keeping::Full => return,
+                }
+                let whole = !self.stage.has(&key) || self.health == Health::Failed;
+                assert!(outcomes[0] != Keeping::Missing || whole, "it is there and is not kept");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn unkeep(&mut self, client: ClientId) {
+        let (keys, by) = (vec![name_key(self.name())], self.keeper());
+        self.stage.ask(client, |ticket| ObjectRequest::Unkeep { ticket, keys, by });
+    }
+
+    fn keeper(&mut self) -> String {
+        ["one", "other"][self.random.below(2) as usize].into()
     }
 
     fn close(&mut self) {
@@ -551,9 +586,10 @@ fn the_model_reaches_what_it_is_for() {
         sum.missed += tally.missed;
         sum.crashes += tally.crashes;
         sum.survived += tally.survived;
+        sum.coming += tally.coming;
     }
     let reached = sum.stored > 100 && sum.large > 10 && sum.brought > 100 && sum.crashes > 10;
-    assert!(reached && sum.survived > 10 && sum.missed > 0, "{sum:?}");
+    assert!(reached && sum.survived > 10 && sum.missed > 0 && sum.coming > 0, "{sum:?}");
 }
 
 // -- values of several blocks ------------------------------------------------------------------------------------------
@@ -726,4 +762,50 @@ fn nobody_keeps_what_he_does_not_pin() {
     }
     assert_eq!(stage.engine.unfinished(), Vec::<String>::new());
     assert_eq!(stage.engine.find_object(&name_key(7)), Some(Medium::Dram), "it is still there");
+}
+
+/// Puts a value of one large block.
+fn put_one(stage: &mut Stage, (put, name): (u64, u8)) -> Result<(), Refusal> {
+    put_parts(stage, (put, name), 1, 1)?;
+    assert!(stage.commit(1, put, 0));
+    Ok(())
+}
+
+// Goal: nobody waits for ever for what is removed on its way to the SSD. Method: a value that was evicted under its write, and
+// that somebody has asked for when it is removed.
+#[test]
+fn what_is_removed_while_it_is_written_is_waited_for_no_more() {
+    let shelf = Shelf::default();
+    let mut stage = Stage::new(DRAM, Some(Box::new(MemoryTier::new(shelf.clone(), 1 << 30, 1 << 30))));
+    for name in 0..6 {
+        put_one(&mut stage, (name.into(), name)).expect("there is room");
+    }
+    // All are being written until the medium is looked at. What does not wait for that is pushed out under its write.
+    assert!(stage.say(1, ObjectRequest::Flush { ticket: 1000 }).is_none());
+    shelf.set_health(Health::ReadOnly);
+    assert_eq!(put_one(&mut stage, (7, 7)), Err(Refusal::Full));
+    let nowhere = |name: &u8| {
+        let entry = stage.engine.catalog().find(&name_key(*name));
+        entry.is_some_and(|entry| entry.dram.is_none() && !entry.ssd)
+    };
+    let name = (0..6).find(nowhere).expect("one is on no medium yet");
+    let wanted = vec![wanted(0, large(), name, (0, 1))];
+    assert!(stage.say(2, ObjectRequest::Bring { ticket: 2000, wanted }).is_none());
+    assert!(stage.remove(1, name_key(name)));
+    assert_eq!(stage.answer(2, 2000), Some(ObjectEvent::Brought { ticket: 2000, blocks: vec![Err(Refusal::Missing)] }));
+}
+
+// Goal: a quota of the SSD bounds what objects have there, and nothing else: who puts finds room as without an SSD. Method:
+// values that fill the quota, and then DRAM several times.
+#[test]
+fn a_full_quota_of_the_ssd_stops_nobody() {
+    let shelf = Shelf::default();
+    let quota = Quota { namespace: Some(OBJECTS), ssd_bytes: Some(5 << 20), ..Quota::default() };
+    let settings = Settings { quotas: vec![quota], ..Settings::new(DRAM) };
+    let tier = MemoryTier::new(shelf.clone(), 1 << 30, 4 << 20);
+    let mut stage = Stage::with(settings, Some(Box::new(tier)));
+    for name in 0..30 {
+        put_one(&mut stage, (name.into(), name)).expect("others make room");
+    }
+    assert!((3..6).contains(&on_the_shelf(&shelf)), "{}", on_the_shelf(&shelf));
 }

@@ -512,7 +512,7 @@ impl Engine {
     }
 
     /// True if one block more on the tier would be more than its owner may have there.
-    fn is_over_quota(&self, owner: Owner, layout: Layout) -> bool {
+    pub(super) fn is_over_quota(&self, owner: Owner, layout: Layout) -> bool {
         let Some((limit, shares)) = self.stores.accounts().ssd_limit(owner) else { return false };
         let Some(behind) = &self.behind else { return false };
         let bytes = |layout: Layout| layout.block_bytes() as u64;

@@ -446,7 +446,11 @@ impl Engine {
             let last = telling.rest.is_empty();
             telling.unheard += 1;
             telling.ended = last;
-            let news: Vec<(Head, bool)> = part.iter().filter_map(|key| Some((self.own_head(key)?, true))).collect();
+            // If homes have moved again meanwhile, others are told of some. One that is told of names that are not its own would
+            // believe in them for ever, as their end is told to their homes.
+            let its = |key: &&BlockKey| self.cluster.book().homes.home(key) == Some(node);
+            let heads = part.iter().filter(its).filter_map(|key| self.own_head(key));
+            let news: Vec<(Head, bool)> = heads.map(|head| (head, true)).collect();
             let all = last.then_some(self.cluster.view);
             self.say(node, PeerMessage::Objects(Talk::Told { news, all, heard: true }));
         }

@@ -80,6 +80,13 @@ impl Job {
     }
 }
 
+/// True if an object may have these blocks behind its head. Whoever says so may be wrong, and a copy with a block too few
+/// would be a value that is not there as a whole.
+fn are_of(head: &Head, parts: &[BlockKey]) -> bool {
+    let second = parts.first().unwrap_or(&head.value);
+    chained(&head.value, second) == (parts.len() as u32 + 1, true)
+}
+
 /// The engine's books about copies.
 #[derive(Debug, Default)]
 pub(super) struct Copying {
@@ -124,6 +131,7 @@ impl Engine {
             from.reverse();
             // Most are one block.
             let parts = if chained(&head.value, &head.value).0 == 1 { Some(Vec::new()) } else { parts };
+            let parts = parts.filter(|parts| are_of(&head, parts));
             let failed =
                 self.is_draining() || self.cluster.copying.jobs.len() >= WAITING || Class::new(head.class).is_none();
             let asker = (asker.clone(), place);
@@ -327,6 +335,7 @@ impl Engine {
         let job = self.cluster.copying.jobs.get_mut(&number).filter(|job| job.asked.as_ref() == Some(node));
         let Some(job) = job else { return };
         job.asked = None;
+        let parts = parts.filter(|parts| are_of(&job.head, parts));
         if parts.is_none() {
             // The next one may have it.
             job.from.pop();
@@ -375,7 +384,7 @@ impl Engine {
     }
 
     fn leave_some(&mut self) {
-        if self.cluster.quests_leave() {
+        if self.cluster.quests_leave() || self.quests_are_full() {
             return;
         }
         let Some(rest) = &mut self.cluster.copying.leaving else { return };

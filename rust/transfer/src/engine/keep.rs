@@ -210,8 +210,10 @@ impl Engine {
             if block.keepers.len() >= KEEPERS && !block.keepers.contains_key(by) {
                 return Keeping::Full;
             }
+            // Somebody else's wish may have it read just now.
+            let coming = self.wants.contains_key(&(block.holder, 0));
             self.keeps.set(key, by, Some(until));
-            return Keeping::Done;
+            return if coming { Keeping::Coming } else { Keeping::Done };
         }
         let number = self.number();
         let holder =

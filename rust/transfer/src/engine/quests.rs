@@ -167,7 +167,7 @@ impl Engine {
             awaited: BTreeMap::new(),
             until: self.now + ANSWER_WITHIN,
         };
-        if self.cluster.quests.len() >= self.settings.fetches {
+        if self.quests_are_full() {
             return self.turn_quest_away(quest);
         }
         let number = self.number();
@@ -365,6 +365,11 @@ impl Engine {
         }
     }
 
+    /// No more are begun.
+    pub(super) fn quests_are_full(&self) -> bool {
+        self.cluster.quests.len() >= self.settings.fetches
+    }
+
     /// There are too many already.
     fn turn_quest_away(&mut self, mut quest: Quest) {
         match &mut quest.goal {
@@ -375,6 +380,11 @@ impl Engine {
                 return self.tell(client, LocalEvent::Objects(event));
             }
             Goal::Remove { missing, .. } => missing.extend(self.cluster.others()),
+            // It is not known that there are none.
+            Goal::Bring { bring, places, .. } => {
+                let (bring, places) = (*bring, std::mem::take(places));
+                return places.iter().for_each(|place| self.bring_came(bring, place, Err(Refusal::Full)));
+            }
             _ => {}
         }
         self.end_quest(quest);

@@ -170,14 +170,21 @@ impl Catalog {
     pub fn pin(self: &Arc<Self>, keys: &[BlockKey], names: bool) -> Vec<Sighting<Hold>> {
         let arenas = read(&self.arenas);
         let pin = |key| {
-            let Some(Entry { dram, ssd, class, .. }) = self.find(key) else { return Sighting::Missing };
-            let behind = Sighting::Behind { class: class.number() };
-            let Some((region, slot)) = dram else { return behind };
-            match arenas.get(&region).and_then(|arena| arena.begin_read(slot)) {
-                Some(hold) => Sighting::Here(Hold { hold: Some(hold), region, catalog: self.clone() }),
-                // Evicted a moment ago.
-                None if ssd => behind,
-                None => Sighting::Missing,
+            let mut found = self.find(key);
+            loop {
+                let Some(Entry { dram, ssd, class, .. }) = found else { return Sighting::Missing };
+                let behind = Sighting::Behind { class: class.number() };
+                let Some((region, slot)) = dram else { return behind };
+                if let Some(hold) = arenas.get(&region).and_then(|arena| arena.begin_read(slot)) {
+                    return Sighting::Here(Hold { hold: Some(hold), region, catalog: self.clone() });
+                }
+                // Evicted a moment ago. It may have come to the SSD, or to another slot, since it was looked up: then it is
+                // not missing, and who reads a large value must not take it for torn.
+                let now = self.find(key);
+                if now == found {
+                    return if ssd { behind } else { Sighting::Missing };
+                }
+                found = now;
             }
         };
         let pinned: Vec<Sighting<Hold>> = keys.iter().map(pin).collect();
@@ -427,5 +434,54 @@ impl Drop for Hold {
         // First let go, then tell: who is told looks whether it is quiet.
         self.hold = None;
         self.catalog.notice(std::iter::once(Notice { at, taken: false }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    //! Goal: what a catalog has is not missing, whatever happens to it while it is looked for. Method: a block that goes from
+    //! slot to slot as fast as may be, and a reader who looks for it all the time.
+    use std::thread::scope;
+
+    use super::*;
+    use crate::memory::slot_bytes;
+
+    #[test]
+    fn what_moves_is_never_missing() {
+        let (class, key) = (Class::fitting(1, 1), BlockKey([1; 16]));
+        let bytes = 4 * slot_bytes(class.layout()).expect("possible") + 8192;
+        let arena = Arena::create(bytes, class.layout()).expect("a small arena");
+        let begin = |slot: u32| {
+            let slot = arena.issue(slot);
+            assert!(arena.seal(slot));
+            slot
+        };
+        let catalog = Catalog::new(0);
+        catalog.add_arena(RegionId(0), arena.clone());
+        let mut last = begin(0);
+        catalog.insert(key, class, true, (RegionId(0), last));
+        let over = AtomicBool::new(false);
+        scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut missing = 0;
+                for _ in 0..300_000 {
+                    missing += usize::from(catalog.pin(&[key], false)[0].here().is_none());
+                    catalog.take_notices();
+                }
+                over.store(true, Relaxed);
+                missing
+            });
+            while !over.load(Relaxed) {
+                let other = 1 - last.slot;
+                if !arena.quiet(other) {
+                    continue;
+                }
+                let next = begin(other);
+                catalog.insert(key, class, true, (RegionId(0), next));
+                arena.retire(last);
+                last = next;
+            }
+            assert_eq!(reader.join().expect("it does not panic"), 0);
+        });
     }
 }

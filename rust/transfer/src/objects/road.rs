@@ -254,6 +254,10 @@ impl Socket {
                 }
                 // An answer that came too late for who had asked.
                 Ok(LocalEvent::Objects(ObjectEvent::Arena { .. })) => drop(line.descriptors.pop_front()),
+                Ok(LocalEvent::Objects(ObjectEvent::Pinned { first, found, .. })) => {
+                    let late = (first..).zip(found).filter(|(_, seen)| seen.here().is_some());
+                    late.for_each(|(number, _)| self.unused.add(number));
+                }
                 Ok(_) => {}
                 Err(error) => return Err(self.end(error.to_string())),
             }

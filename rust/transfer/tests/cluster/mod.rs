@@ -9,7 +9,9 @@ use pyengine_transfer::memory::Arena;
 use pyengine_transfer::messages::{DaemonOrder, LocalEvent, LocalRequest, Refusal};
 use pyengine_transfer::objects::classes::{self, CHUNK, Class, Trailer, tail};
 use pyengine_transfer::objects::homes::Homes;
-use pyengine_transfer::objects::messages::{At, ObjectEvent, ObjectRequest, Reserved, Sighting, Wanted, chain, lone};
+use pyengine_transfer::objects::messages::{
+    At, ObjectEvent, ObjectRequest, Reserved, Sighting, UNKNOWN, Wanted, chain, lone,
+};
 use pyengine_transfer::objects::reader::{Answer, Reader};
 use pyengine_transfer::transport::sim::{Faults, World};
 use pyengine_transfer::types::{BlockKey, NodeAddress};
@@ -56,6 +58,7 @@ pub struct Cluster {
     tickets: u64,
     puts: u64,
     told: Vec<(String, ObjectEvent)>,
+    settings: Settings,
 }
 
 impl Cluster {
@@ -64,8 +67,18 @@ impl Cluster {
     }
 
     pub fn with(seed: u64, nodes: &[&str], faults: Faults) -> Self {
+        Self::like(seed, nodes, faults, Settings::new(DRAM))
+    }
+
+    /// Of nodes that have so few questions under way at once.
+    pub fn narrow(seed: u64, nodes: &[&str], fetches: usize) -> Self {
+        Self::like(seed, nodes, Faults::default(), Settings { fetches, ..Settings::new(DRAM) })
+    }
+
+    fn like(seed: u64, nodes: &[&str], faults: Faults, settings: Settings) -> Self {
         let (addresses, readers, told) = Default::default();
-        let mut cluster = Self { world: World::new(seed, faults), addresses, readers, tickets: 0, puts: 0, told };
+        let world = World::new(seed, faults);
+        let mut cluster = Self { world, addresses, readers, tickets: 0, puts: 0, told, settings };
         nodes.iter().for_each(|node| cluster.start(node));
         cluster.world.run(3 * SECOND);
         cluster
@@ -73,7 +86,7 @@ impl Cluster {
 
     /// Starts a node, or starts it again with nothing in it; all are told.
     pub fn start(&mut self, node: &str) {
-        let address = self.world.start(node, Settings::new(DRAM));
+        let address = self.world.start(node, self.settings.clone());
         self.addresses.insert(node.into(), address);
         self.readers.remove(node);
         self.name_members();
@@ -241,11 +254,20 @@ impl Cluster {
     pub fn begin_get(&mut self, node: &str, name: u8) -> Option<u64> {
         let key = name_key(name.into());
         match self.pin(node, key)? {
-            Sighting::Behind { class } => {
-                let wanted = Wanted { put: 0, class, key, parent: BlockKey([0; 16]), index: 0 };
-                Some(self.begin(node, |ticket| ObjectRequest::Bring { ticket, wanted: vec![wanted] }))
-            }
+            Sighting::Behind { .. } => Some(self.begin_bring(node, name)),
             Sighting::Here(_) | Sighting::Missing => None,
+        }
+    }
+
+    pub fn begin_bring(&mut self, node: &str, name: u8) -> u64 {
+        let wanted = Wanted { put: 0, class: UNKNOWN, key: name_key(name.into()), parent: BlockKey([0; 16]), index: 0 };
+        self.begin(node, |ticket| ObjectRequest::Bring { ticket, wanted: vec![wanted] })
+    }
+
+    pub fn brought(&mut self, node: &str, ticket: u64) -> Result<(), Refusal> {
+        match self.answer(node, ticket) {
+            Some(ObjectEvent::Brought { blocks, .. }) => blocks[0],
+            other => panic!("{other:?}"),
         }
     }
 

@@ -28,8 +28,11 @@ pub struct Stage {
 
 impl Stage {
     pub fn new(dram_bytes: u64, tier: Option<Box<dyn Tier>>) -> Self {
+        Self::with(Settings::new(dram_bytes), tier)
+    }
+
+    pub fn with(settings: Settings, tier: Option<Box<dyn Tier>>) -> Self {
         let node = NodeAddress { node: "n".into(), address: String::new(), incarnation: 1 };
-        let settings = Settings::new(dram_bytes);
         let engine = match tier {
             Some(tier) => Engine::with_tier(node, settings, tier),
             None => Engine::new(node, settings),
@@ -84,6 +87,11 @@ impl Stage {
         if let Some(event) = self.say(client, make(ticket)) {
             return event;
         }
+        self.answer(client, ticket).unwrap_or_else(|| panic!("no answer: {:?}", self.engine.unfinished()))
+    }
+
+    /// The answer to something that was said. `None`: there is none, however long one waits.
+    pub fn answer(&mut self, client: ClientId, ticket: Ticket) -> Option<ObjectEvent> {
         for _ in 0..LOOKS {
             let answers = |(to, event): &(ClientId, LocalEvent)| {
                 let of = match event {
@@ -94,15 +102,15 @@ impl Stage {
                 *to == client && of == ticket
             };
             if let Some(at) = self.inbox.iter().position(answers) {
-                return match self.inbox.swap_remove(at).1 {
+                return Some(match self.inbox.swap_remove(at).1 {
                     LocalEvent::Objects(event) => event,
                     LocalEvent::Flushed { ticket, ok } => ObjectEvent::Flushed { ticket, ok },
                     other => panic!("{other:?}"),
-                };
+                });
             }
             self.handle(Input::Tick);
         }
-        panic!("no answer: {:?}", self.engine.unfinished());
+        None
     }
 
     pub fn reserve(&mut self, client: ClientId, wanted: Wanted) -> Reserved {

@@ -21,9 +21,10 @@ use crate::objects::hints::Head;
 use crate::objects::messages::{ObjectEvent, chained};
 use crate::pool::Holder;
 use crate::pool::tier::{Fate, Health, Record};
-use crate::types::{BlockKey, ClientId};
+use crate::types::{BlockKey, ClientId, Owner};
 
 use super::super::Engine;
+use super::super::stores::Store;
 use super::NAMESPACE;
 
 /// Questions of one client for room that wait at once.
@@ -157,6 +158,8 @@ impl Engine {
         for key in keys {
             self.let_leave(key);
             self.object_left(key);
+            // How the write ends is not told any more.
+            self.bring_late(key);
         }
     }
 
@@ -254,11 +257,13 @@ impl Engine {
         self.objects.held.refused.insert(client, self.objects.held.ended);
     }
 
-    /// Before each input: whether objects that are on no other medium make room.
+    /// Before each input: whether objects that are on no other medium make room. They do if they will not get to one.
     pub(in crate::engine) fn keep_objects(&mut self) {
-        let keep = self.takes_writes();
-        for store in self.stores.iter_mut().filter(|store| store.objects) {
-            store.pool.keep_dirty(keep);
+        let (takes, owner) = (self.takes_writes(), Owner { namespace: NAMESPACE, tenant: 0 });
+        for at in 0..self.stores.iter().count() {
+            let Some(layout) = self.stores.get(at).filter(|store| store.objects).map(Store::layout) else { continue };
+            let keep = takes && !self.is_over_quota(owner, layout);
+            self.stores.get_mut(at).into_iter().for_each(|store| store.pool.keep_dirty(keep));
         }
     }
 
