@@ -77,7 +77,7 @@ def serve(
         environment = env.read()
         logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))
-        conductor = Conductor(policy=policy, admission=admission, seed=seed)
+        conductor = Conductor(policy=policy, admission=admission, seed=seed, first_order=time.time_ns())
         service = Service(conductor, listen, daemons, _native.derive_key(key, "session"), tls=tls)
     except (ConfigError, LinkError, UnknownName, ValueError, _native.GiveUpError) as error:
         print(f"conductor serve: error: {error}", file=sys.stderr)

@@ -93,9 +93,15 @@ class _Route:
 
 
 class Conductor:
-    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw."""
+    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw.
 
-    def __init__(self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0) -> None:
+    first_order: number of the first order to a daemon. One that outlives a conductor still answers its orders, and
+    such an answer is not to be taken for one to this conductor's: so it is higher than any that was given before.
+    """
+
+    def __init__(
+        self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0, first_order: int = 1
+    ) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
         self.admission = find_admission(admission)
@@ -103,9 +109,9 @@ class Conductor:
         self.index = PrefixIndex()
         self.feed = Feed(self.index)
         self.links = LinkCost()
-        self.replicator = Replicator(self.index)
+        self.replicator = Replicator(self.index, first_order)
         self.draining = Drains(self.index, self.replicator)
-        self.clearings = Clearings()
+        self.clearings = Clearings(first_order)
         self._random = random.Random(seed)
         self._gateways: dict[str, _Gateway] = {}
         self._routes: OrderedDict[tuple[str, int], _Route] = OrderedDict()
