@@ -33,13 +33,15 @@ class _Clearing:
 class Clearings:
     """Those under way, by the number of their order."""
 
-    def __init__(self) -> None:
-        self._next = 1
+    def __init__(self, first: int = 1) -> None:
+        self._next = first
         self._all: dict[int, _Clearing] = {}
 
     def begin(self, asker: str, message: Clear, daemons: dict[str, Daemon], now: float) -> list[Action]:
         if (message.namespace is None) == (message.tenant is None):
             return _refuse(asker, message.number, "say which namespace or which tenant, one of them")
+        if not all(owner is None or 0 <= owner < 1 << 64 for owner in (message.namespace, message.tenant)):
+            return _refuse(asker, message.number, "a namespace or tenant is a number of 64 bits, as pools know them")
         if len(self._all) >= MAX_CLEARINGS:
             return _refuse(asker, message.number, f"{MAX_CLEARINGS} clearings are under way: ask again later")
         order, self._next = self._next, self._next + 1

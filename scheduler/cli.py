@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import string
@@ -77,7 +78,7 @@ def serve(
         environment = env.read()
         logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))
-        conductor = Conductor(policy=policy, admission=admission, seed=seed)
+        conductor = Conductor(policy=policy, admission=admission, seed=seed, first_order=time.time_ns())
         service = Service(conductor, listen, daemons, _native.derive_key(key, "session"), tls=tls)
     except (ConfigError, LinkError, UnknownName, ValueError, _native.GiveUpError) as error:
         print(f"conductor serve: error: {error}", file=sys.stderr)
@@ -172,21 +173,24 @@ def _digest(text: str) -> int:
 
 def ask(conductor: str, session_key: bytes, message: Clear, timeout: float) -> ClearOutcome:
     """Asks a conductor, as a gateway would. Raises TimeoutError, LinkError."""
-    name = f"conductor clear {os.getpid()}"
+    # Whoever asks from another machine has another one.
+    name = f"conductor clear {os.getpid()} {time.time_ns()}"
     codec = Codec(ConductorToGateway)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = dial(context.socket(zmq.DEALER), conductor, session_key)
     try:
         socket.send(codec.encode([GatewayHello(gateway=name, incarnation=time.time_ns()), message]))
-        until = time.monotonic() + timeout
-        # It takes a gateway that says nothing for dead.
-        while (left := until - time.monotonic()) > 0:
-            if socket.poll(int(min(left, HEARTBEAT_EVERY) * 1000)):
+        spoken = time.monotonic()
+        until = spoken + timeout
+        while (now := time.monotonic()) < until:
+            # It takes a gateway that says nothing for dead, however much it tells it meanwhile.
+            if now - spoken >= HEARTBEAT_EVERY:
+                socket.send(codec.encode([GatewayAlive(gateway=name)]))
+                spoken = now
+            if socket.poll(math.ceil(min(until - now, spoken + HEARTBEAT_EVERY - now) * 1000)):
                 for answer in codec.decode(socket.recv()):
                     if isinstance(answer, ClearOutcome) and answer.number == message.number:
                         return answer
-            else:
-                socket.send(codec.encode([GatewayAlive(gateway=name)]))
     except zmq.ZMQError as error:
         raise LinkError(f"{conductor}: {error.strerror}") from error
     finally:

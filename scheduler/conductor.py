@@ -73,6 +73,8 @@ from .types import (
 
 #: Gateways get counters this often (seconds), and the workers whenever they change.
 STATE_EVERY = 1.0
+#: Daemons are told who shares objects when nobody has come or gone for so long (seconds).
+MEMBERS_AFTER = 1.0
 #: Requests whose load is accounted for at once; beyond, the oldest is forgotten, as if it had ended.
 MAX_ROUTES = 100_000
 #: The parent of a prefix's first block in a replication order.
@@ -93,9 +95,15 @@ class _Route:
 
 
 class Conductor:
-    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw."""
+    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw.
 
-    def __init__(self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0) -> None:
+    first_order: number of the first order to a daemon. One that outlives a conductor still answers its orders, and
+    such an answer is not to be taken for one to this conductor's: so it is higher than any that was given before.
+    """
+
+    def __init__(
+        self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0, first_order: int = 1
+    ) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
         self.admission = find_admission(admission)
@@ -103,9 +111,9 @@ class Conductor:
         self.index = PrefixIndex()
         self.feed = Feed(self.index)
         self.links = LinkCost()
-        self.replicator = Replicator(self.index)
+        self.replicator = Replicator(self.index, first_order)
         self.draining = Drains(self.index, self.replicator)
-        self.clearings = Clearings()
+        self.clearings = Clearings(first_order)
         self._random = random.Random(seed)
         self._gateways: dict[str, _Gateway] = {}
         self._routes: OrderedDict[tuple[str, int], _Route] = OrderedDict()
@@ -114,6 +122,7 @@ class Conductor:
         self._replicated = 0
         self._moved = 0
         self._state_sent = float("-inf")
+        self._members_changed: float | None = None
 
     def on(self, event: Event, now: float) -> list[Action]:
         """What is to be done about it. now: seconds on any clock that never runs backwards."""
@@ -219,8 +228,11 @@ class Conductor:
         silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
         for name in silent:
             self._forget_gateway(name)
-        late = self.clearings.tick(now)
-        return late + (self._state(now) if lost or now - self._state_sent >= STATE_EVERY else [])
+        actions = self.clearings.tick(now)
+        if self._members_changed is not None and now - self._members_changed >= MEMBERS_AFTER:
+            self._members_changed = None
+            actions += self._members()
+        return actions + (self._state(now) if lost or now - self._state_sent >= STATE_EVERY else [])
 
     # -- daemons ---------------------------------------------------------------------------------------------------
 
@@ -237,8 +249,8 @@ class Conductor:
             # It may not have got what was ordered on an earlier session.
             late = self.clearings.on_gone(node)
             self.cluster.daemon(report.node)
-            actions = [*late, *self._members()]
-            return [*actions, OrderDump(node)] if self.feed.on_hello(report, now) else actions
+            self._members_changed = now
+            return [*late, OrderDump(node)] if self.feed.on_hello(report, now) else late
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
             return []
         order, actions = False, list[Action]()
@@ -262,11 +274,16 @@ class Conductor:
                 self.replicator.lost(node)
                 self.draining.end(node)
                 moved = [action for name in self.draining.lost(node) for action in self._move_on(name, now)]
-                actions = [*self.clearings.on_gone(node), *self._members(), *moved]
+                self._members_changed = now
+                actions = [*self.clearings.on_gone(node), *moved]
         return [*actions, OrderDump(node)] if order else actions
 
     def _members(self) -> list[Action]:
-        """The set of daemons is another one: all that are up are told, and find each other's objects."""
+        """The set of daemons is another one: all that are up are told, and find each other's objects.
+
+        Not before it has been the same for a while: a conductor that starts would tell each of a thousand daemons a
+        thousand times, and first of all that nobody else is there.
+        """
         daemons = self.cluster.daemons
         up = tuple(daemons[name].node for name in sorted(daemons) if daemons[name].up)
         return [OrderMembers(node.node, up) for node in up]

@@ -48,11 +48,11 @@ class _Order:
 class Replicator:
     """Heat of blocks, and the copies under way."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, first: int = 0) -> None:
         self._index = index
         self._heat: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         self._orders: dict[int, _Order] = {}
-        self._next = 0
+        self._next = first
 
     def hit(self, keys: Sequence[bytes], now: float) -> int:
         """A request reuses these leading blocks. Returns how many of them are hot."""

@@ -64,6 +64,17 @@ def test_all_nodes_are_asked_and_who_was_away_is_named() -> None:
     assert outcome == ClearOutcome(number=1, nodes=nodes, away=("node-2",))
 
 
+def test_an_answer_to_an_earlier_conductor_is_none_to_this_one() -> None:
+    before, world = three(), World(first_order=1000)
+    pool = three().pools["node-0"]
+    world.on(DaemonHello(pool.node, pool.sequence))
+    (old,) = (order for order in clear(before, namespace=7) if isinstance(order, OrderClear) and order.node == "node-0")
+    world.dial_in()
+    (new,) = (order for order in clear(world, tenant=8) if isinstance(order, OrderClear))
+    assert not outcomes(world.on(Cleared(pool.node, old.order, 5, 0, True)))
+    assert outcomes(world.on(Cleared(pool.node, new.order, 0, 0, True)))
+
+
 @pytest.mark.parametrize("how", ["gone", "again", "late"])
 def test_who_goes_or_is_late_was_away(how: str) -> None:
     world = three()
@@ -89,6 +100,11 @@ def test_what_makes_no_sense_is_refused() -> None:
     for whose in ({}, {"namespace": 1, "tenant": 2}):
         (outcome,) = outcomes(clear(world, **whose))
         assert "one of them" in outcome.refused
+    # No daemon could be told of such a one: the shell would fail at it.
+    for impossible in (-1, 1 << 64):
+        for whose in ({"namespace": impossible}, {"tenant": impossible}):
+            (outcome,) = outcomes(clear(world, **whose))
+            assert "64 bits" in outcome.refused
     for number in range(MAX_CLEARINGS):
         assert not outcomes(clear(world, number, tenant=1))
     (outcome,) = outcomes(clear(world, 99, tenant=1))

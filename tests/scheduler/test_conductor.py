@@ -11,7 +11,7 @@ import random
 import msgspec
 import pytest
 
-from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.conductor import MEMBERS_AFTER, Conductor
 from pyengine.scheduler.events import (
     DaemonGone,
     DaemonHello,
@@ -371,12 +371,21 @@ def test_a_restarted_conductor_is_rebuilt_by_those_who_dial_in() -> None:
 def test_daemons_are_told_who_else_shares_objects() -> None:
     world = apart(3)
     first, second = (world.pools[name].node for name in ("node-0", "node-2"))
-    gone = world.on(DaemonGone(second))
+    gone = world.on(DaemonGone(second)) + world.wait(MEMBERS_AFTER)
     assert [(a.node, a.members) for a in gone if isinstance(a, OrderMembers)] == [("node-0", (first,))]
-    again = world.on(DaemonHello(second, 0))
+    again = world.on(DaemonHello(second, 0)) + world.wait(MEMBERS_AFTER)
     orders = [(a.node, a.members) for a in again if isinstance(a, OrderMembers)]
     assert orders == [("node-0", (first, second)), ("node-2", (first, second))]
     assert not world.on(DaemonGone(Node("node-2", "node-2:1", 99))), "another life"
+
+
+def test_a_conductor_that_starts_tells_of_the_daemons_once() -> None:
+    """And not that each is alone: those who share objects would look for their homes anew."""
+    world = apart(3)
+    world.conductor = Conductor()
+    orders = [a for a in world.dial_in() + world.wait(2 * MEMBERS_AFTER) if isinstance(a, OrderMembers)]
+    nodes = tuple(pool.node for _, pool in sorted(world.pools.items()))
+    assert orders == [OrderMembers(node.node, nodes) for node in nodes]
 
 
 def test_a_daemons_new_life_drops_what_the_old_one_held() -> None:

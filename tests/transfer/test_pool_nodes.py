@@ -155,7 +155,7 @@ def test_a_node_that_drains_gives_its_objects_to_others(three: Nodes) -> None:
     names = [f"leaves {number}" for number in range(20)]
     assert all(three.pools[1].batch_put(names, [b"v"] * 20))
     said = three.daemons[1].command("drain")
-    assert said.returncode == 0 and "objects moved" in said.stdout, said
+    assert said.returncode == 0 and "20 objects moved" in said.stdout, said
     three.daemons[1].stop()
     wait(lambda: all(three.pools[0].batch_exists(names)))
     assert [content(view) for view in three.pools[2].batch_get(names)] == [b"v"] * 20

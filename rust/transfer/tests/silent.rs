@@ -44,9 +44,14 @@ struct Stage {
 impl Stage {
     /// `b` and `c` have the blocks 1 to 9.
     fn new() -> Self {
+        Self::with_fetches(4096)
+    }
+
+    /// With so many fetches at once.
+    fn with_fetches(fetches: usize) -> Self {
         let mut world = World::new(5, Faults::default());
         let bytes = 4096 + 16 * slot_bytes(LAYOUT).expect("possible");
-        let nodes = NODES.map(|node| world.start(node, Settings::new(bytes))).into();
+        let nodes = NODES.map(|node| world.start(node, Settings { fetches, ..Settings::new(bytes) })).into();
         for (client, node) in (A..).zip(NODES) {
             world.request(node, client, LocalRequest::Attach { ticket: 0, layout: LAYOUT, namespace: 1 });
         }
@@ -187,6 +192,27 @@ fn after_a_rest_it_is_asked_once_more_and_rests_longer() {
         rests.push((stage.world.now() - began) / SECOND);
     }
     assert!(rests[0] >= 8 && rests[1] >= 2 * rests[0] && rests[2] >= 2 * rests[1] - 8, "{rests:?}");
+}
+
+// Goal: one that never answers leaves room for the others, however long it goes on. Method: it is asked whenever it may be, until
+// fetches are scarce; then another peer is.
+#[test]
+fn whoever_never_answers_does_not_use_up_all_fetches() {
+    const FETCHES: usize = 8;
+    let mut stage = Stage::with_fetches(FETCHES);
+    stage.world.deafen("b");
+    for request in 10..10 + 2 * FETCHES as u64 {
+        stage.fetch(tag(request), &[1], &[1]);
+        stage.world.run(LATE);
+        stage.ask(A, LocalRequest::End { tag: tag(request) });
+        // Longer than it ever rests.
+        stage.world.run(310 * SECOND);
+    }
+    assert!(stage.abandoned() >= FETCHES as u64 / 2, "{}", stage.abandoned());
+    stage.told(A);
+    stage.fetch(tag(50), &[1], &[1, 2]);
+    stage.world.run(SECOND / 10);
+    assert!(matches!(stage.fetched(&[1])[..], [Some(Ok(_))]));
 }
 
 #[test]

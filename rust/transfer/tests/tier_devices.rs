@@ -107,6 +107,29 @@ fn another_version_is_refused() {
     }
 }
 
+// Goal: nothing is written over, or forgotten, that a newer daemon has written. Method: one segment of a later version in a
+// directory whose `format` is ours.
+#[test]
+fn a_segment_of_a_newer_version_is_refused() {
+    let scratch = scratch();
+    let mut desk = open(&scratch.0).expect("it opens");
+    assert_eq!(desk.put(record(1), 0), Fate::Done);
+    desk.tier.close(PATIENCE);
+    drop(desk);
+    let files = std::fs::read_dir(scratch.0.join("segments")).expect("a folder");
+    let file = files.map(|file| file.expect("a file").path()).max().expect("a segment");
+    let page = std::fs::read(&file).expect("a segment");
+    let mut newer = page.clone();
+    newer[8..12].copy_from_slice(&(format::VERSION + 1).to_le_bytes());
+    std::fs::write(&file, &newer).expect("written");
+    let name = file.file_stem().expect("a name").to_string_lossy().into_owned();
+    let refusal = refusal(&scratch.0);
+    assert!(refusal.contains(&name) && refusal.contains("format 2") && refusal.contains("newer daemon"), "{refusal}");
+    assert_eq!(std::fs::read(&file).expect("a segment"), newer, "left as it is");
+    std::fs::write(&file, &page).expect("written");
+    assert_eq!(open(&scratch.0).expect("it opens").get(&record(1)), Ok(content(&record(1), 0)));
+}
+
 // Goal: foreign files are left alone, and counted in nothing. Method: a name of no segment, a folder, and a segment of another
 // directory.
 #[test]

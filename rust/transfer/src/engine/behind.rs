@@ -106,6 +106,11 @@ impl Behind {
         self.count
     }
 
+    /// Reads of blocks of this owner may end well: they are not to come back. They are still on the tier.
+    pub fn doom_reads(&mut self, whose: Whose) {
+        self.reads.values_mut().filter(|read| whose.has(read.owner)).for_each(|read| read.removed = true);
+    }
+
     /// Reads of these blocks may end well: nobody is to find them all the same.
     pub fn removed(&mut self, which: impl Fn(&BlockKey) -> bool) {
         for read in self.reads.values_mut().filter(|read| which(&read.aim.1)) {
@@ -232,7 +237,8 @@ impl Engine {
         let store = self.stores.get(aim.0)?;
         let layout = store.layout();
         let owner = self.tier_record(&aim.1, layout)?.owner;
-        if self.behind.as_ref()?.tier.health_of(&aim.1) == Health::Failed {
+        // What comes into a slot behind the walk of a clearing would outlive it.
+        if self.is_being_cleared(owner) || self.behind.as_ref()?.tier.health_of(&aim.1) == Health::Failed {
             return None;
         }
         let into = store.arena.begin_write(slot, 0..layout.strips).ok()?;

@@ -1,14 +1,16 @@
 //! Orders of the conductor to forget an owner's blocks, wherever they are: of a model whose weights have changed, or a tenant
 //! who has left.
 //!
-//! A walk over all blocks goes in stretches, some at each tick, so that serving goes on. What was dropped from the medium
-//! behind is made durable before it is told: it is not to come back with the next start.
+//! A walk over all blocks goes in stretches, some at each tick, so that serving goes on; until it is through, nothing of that
+//! owner is read from the medium behind. What was dropped from there is made durable before it is told: it is not to come
+//! back with the next start.
 
 use std::collections::VecDeque;
 
 use crate::admin::{Cursor, Evicted};
 use crate::messages::DaemonReport;
 use crate::pool::tier::{OpId, Whose};
+use crate::types::Owner;
 
 use super::{Engine, Output};
 
@@ -39,6 +41,7 @@ impl Engine {
             let report = DaemonReport::Cleared { order, dropped: 0, held: 0, durable: false };
             return self.out.push(Output::Report(report));
         }
+        self.behind.iter_mut().for_each(|behind| behind.doom_reads(whose));
         let (from, sum) = (Some(Cursor::default()), Evicted::default());
         self.clearings.0.push_back(Clearing { order, whose, from, sum, flush: None });
         self.clear_on();
@@ -66,6 +69,11 @@ impl Engine {
                 self.cleared(at, true);
             }
         }
+    }
+
+    /// True if all blocks of this owner are to go, and the walk over them is not through.
+    pub(super) fn is_being_cleared(&self, owner: Owner) -> bool {
+        self.clearings.0.iter().any(|clearing| clearing.from.is_some() && clearing.whose.has(owner))
     }
 
     /// True if this flush was one of an order, which is done now.

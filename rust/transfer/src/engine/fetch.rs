@@ -31,6 +31,9 @@ pub(super) const OWN: u32 = u32::MAX;
 pub(super) const BRING: u32 = OWN - 1;
 pub(super) const KEEP: u32 = OWN - 2;
 
+/// Part of all fetches that one peer may leave open without end, once the half is taken.
+const ABANDONED_SHARE: usize = 16;
+
 /// For whom a block is brought here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Who {
@@ -316,7 +319,7 @@ impl Engine {
             return;
         }
         let ticket = self.number();
-        let refusal = if self.fetches.len() >= self.settings.fetches {
+        let refusal = if self.fetches.len() >= self.settings.fetches || self.crowds(&from.node) {
             Refusal::Full
         } else if !self.reach(&from, PeerMessage::Fetch { ticket, region, layout, blocks }) {
             Refusal::Unreachable
@@ -656,6 +659,15 @@ impl Engine {
     pub(super) fn may_be_written_late(&self, at: usize, slot: SlotRef) -> bool {
         let late = self.fetches.values().filter(|fetch| fetch.late && fetch.store == at);
         late.flat_map(|fetch| fetch.places.iter().zip(&fetch.slots)).any(|(place, of)| place.is_some() && *of == slot)
+    }
+
+    /// True if fetches are getting scarce, and this peer has too many that nobody waits for and that it does not end: with the
+    /// months one that never answers would have all of them.
+    fn crowds(&self, peer: &NodeId) -> bool {
+        let limit = self.settings.fetches;
+        let of_peer = |fetch: &&Fetch| fetch.cancelled && fetch.from.node == *peer;
+        self.fetches.len() >= limit / 2
+            && self.fetches.values().filter(of_peer).count() >= (limit / ABANDONED_SHARE).max(1)
     }
 
     /// Fetches that nobody waits for and that are not over.

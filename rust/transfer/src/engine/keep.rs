@@ -296,8 +296,10 @@ impl Engine {
 
     /// The read of a block that was to be kept has failed.
     pub(super) fn kept_lost(&mut self, holder: Holder) {
-        let lost = self.keeps.blocks.iter().find(|(_, block)| block.holder == holder).map(|(key, _)| *key);
-        lost.into_iter().for_each(|key| self.drop_kept(key));
+        // Not sought among all that are kept: a disk that fails loses thousands at once.
+        let lost = self.stores.iter().find_map(|store| store.pool.key_at(holder, 0));
+        let its = |key: &BlockKey| self.keeps.blocks.get(key).is_some_and(|block| block.holder == holder);
+        lost.filter(its).into_iter().for_each(|key| self.drop_kept(key));
     }
 
     /// A block is published no more: it was damaged, or removed by name. It is not kept from anybody then.

@@ -5,7 +5,7 @@
 //! the numbers.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::fmt;
 use std::sync::Arc;
 
@@ -16,6 +16,9 @@ use super::policy::{Evict, Gone};
 
 /// How far a victim is looked for that nobody reads: usually the next few; at most twice as many as are written at once.
 const LOOKS: [usize; 3] = [8, 64, 512];
+
+/// How many victims an account is asked for first, when several are.
+const FIRST_ASKED: usize = 4;
 
 /// Makes a policy for one more account.
 pub(super) type Make = Box<dyn Fn() -> Box<dyn Evict> + Send>;
@@ -148,24 +151,27 @@ impl Apart {
                 class.policy.coldest(1).iter().map(|&at| class.slots[at as usize]).collect()
             });
         }
-        // Each gives until another is heavier.
+        // Each gives until another is heavier. There may be a thousand, so only those that give are asked, for few at a time.
+        let weight = |account: Account, given: usize| {
+            (self.accounts.weight(account, given as u64 * self.slot_bytes), Reverse(account))
+        };
         let filled = self.classes.iter().filter(|(_, class)| !class.policy.is_empty());
-        let mut giving: Vec<(Account, std::vec::IntoIter<u32>, u64)> = filled
-            .map(|(&account, class)| {
-                let order = class.policy.coldest(limit).into_iter().map(|at| class.slots[at as usize]);
-                (account, order.collect::<Vec<_>>().into_iter(), 0)
-            })
-            .collect();
+        let mut heaviest: BinaryHeap<_> = filled.map(|(&account, _)| weight(account, 0)).collect();
+        let mut giving: BTreeMap<Account, (usize, Vec<u32>)> = BTreeMap::new();
         let mut order = Vec::new();
-        while order.len() < limit {
-            let weight = |(account, _, less): &&mut (Account, _, u64)| {
-                (self.accounts.weight(*account, *less), Reverse(*account))
-            };
-            let Some(heaviest) = giving.iter_mut().filter(|(_, rest, _)| rest.len() > 0).max_by_key(weight) else {
-                break;
-            };
-            order.extend(heaviest.1.next());
-            heaviest.2 += self.slot_bytes;
+        while order.len() < limit
+            && let Some((_, Reverse(account))) = heaviest.pop()
+        {
+            let Some(class) = self.classes.get(&account) else { continue };
+            let (given, known) = giving.entry(account).or_default();
+            if *given == known.len() {
+                *known = class.policy.coldest((4 * known.len()).clamp(FIRST_ASKED.min(limit), limit));
+            }
+            // What it gives first it still gives first when it is asked for more.
+            let Some(&at) = known.get(*given) else { continue };
+            order.push(class.slots[at as usize]);
+            *given += 1;
+            heaviest.push(weight(account, *given));
         }
         order
     }

@@ -254,6 +254,8 @@ impl<M: Lives> Pool<M> {
         let order = self.room.classes.coldest(usize::MAX);
         let distinct: BTreeSet<u32> = order.iter().copied().collect();
         assert!(distinct.len() == candidates && order.len() == candidates, "the order is not one of the candidates");
+        let first = self.room.classes.coldest(7);
+        assert!(order.starts_with(&first) && first.len() == candidates.min(7), "the first of them, asked for alone");
         let may_go = |&slot: &u32| self.room.classes.may_go(self.account(slot), slot);
         assert!(order.iter().all(may_go), "the order has more than the candidates");
     }

@@ -269,6 +269,8 @@ pub(super) struct Desk {
     pub transfers: VecDeque<Job>,
     /// The ring sleeps: nothing waits for it.
     pub asleep: bool,
+    /// The ring has failed: nothing of what it has, or is given, ever ends.
+    pub lost: bool,
     /// Since when.
     pub running: BTreeMap<JobId, Instant>,
     finished: Vec<(JobId, Outcome)>,
@@ -446,7 +448,8 @@ impl Workers {
 
     /// True if the device has not answered for seconds.
     pub fn silent(&self) -> bool {
-        self.shared.desk().running.values().any(|since| since.elapsed() > SILENCE)
+        let desk = self.shared.desk();
+        desk.lost || desk.running.values().any(|since| since.elapsed() > SILENCE)
     }
 
     /// Milliseconds since the start; where there are no threads, as many as is repeatable.

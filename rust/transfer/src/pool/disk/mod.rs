@@ -73,11 +73,10 @@ impl Ssd {
         limit_bytes: u64,
         notify: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        let by = Ring::new().map(|_| By::Ring).unwrap_or_else(|error| {
-            tracing::info!("SSD: read and written by threads: {error}");
-            By::Threads
-        });
-        Self::open_by(by, directories, limit_bytes, notify)
+        // One for each, or none: the kernel may have one and not four.
+        let rings = Self::rings(directories.len())
+            .inspect_err(|error| tracing::info!("SSD: read and written by threads: {error}"));
+        Self::open_with(rings.ok(), directories, limit_bytes, notify)
     }
 
     /// The same, in this way.
@@ -90,13 +89,27 @@ impl Ssd {
         limit_bytes: u64,
         notify: impl Fn() + Send + Sync + 'static,
     ) -> Result<Self, Error> {
+        let rings = if by == By::Ring { Some(Self::rings(directories.len())?) } else { None };
+        Self::open_with(rings, directories, limit_bytes, notify)
+    }
+
+    fn rings(count: usize) -> Result<Vec<Ring>, Error> {
+        (0..count).map(|_| Ring::new()).collect()
+    }
+
+    fn open_with(
+        rings: Option<Vec<Ring>>,
+        directories: &[PathBuf],
+        limit_bytes: u64,
+        notify: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
         Self::check_limit(directories.len(), limit_bytes)?;
+        let threads = if rings.is_some() { THREADS_BESIDE_RING } else { THREADS };
+        let mut rings = rings.into_iter().flatten();
         let mut mediums: Vec<(Arc<dyn Medium>, Option<Ring>)> = Vec::new();
         for path in directories {
-            let ring = if by == By::Ring { Some(Ring::new()?) } else { None };
-            mediums.push((Arc::new(Directory::open(path)?), ring));
+            mediums.push((Arc::new(Directory::open(path)?), rings.next()));
         }
-        let threads = if by == By::Ring { THREADS_BESIDE_RING } else { THREADS };
         Self::begin(mediums, limit_bytes, threads, directory::random()?, notify)
     }
 

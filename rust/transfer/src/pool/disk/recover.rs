@@ -16,8 +16,8 @@ use rustc_hash::FxHashMap;
 
 use super::super::tier::Whose;
 use super::format::{
-    Batch, Entry, Life, PAGE, Says, batch_header_pages, block_pages, decode_batch, decode_life, decode_table,
-    decode_trailer, footer_pages,
+    Batch, Entry, Invalid, Life, PAGE, Says, VERSION, batch_header_pages, block_pages, decode_batch, decode_life,
+    decode_table, decode_trailer, footer_pages,
 };
 use super::index::Location;
 use super::io::{FileId, Medium, Pages, Workers, holds};
@@ -44,6 +44,8 @@ enum Seen {
     Nothing,
     /// Of another directory.
     Foreign,
+    /// Of this version, which this program does not know.
+    Newer(u32),
 }
 
 fn read(medium: &dyn Medium, file: FileId, page: u32, pages: u32) -> io::Result<Pages> {
@@ -98,7 +100,11 @@ fn scan(medium: &dyn Medium, file: FileId, bytes: u64) -> io::Result<Seen> {
     if pages < 2 {
         return Ok(Seen::Nothing);
     }
-    let Ok(life) = decode_life(read(medium, file, 0, 1)?.bytes()) else { return Ok(Seen::Nothing) };
+    let life = match decode_life(read(medium, file, 0, 1)?.bytes()) {
+        Ok(life) => life,
+        Err(Invalid::Version(version)) => return Ok(Seen::Newer(version)),
+        Err(Invalid::Bytes) => return Ok(Seen::Nothing),
+    };
     if life.store != medium.store() {
         return Ok(Seen::Foreign);
     }
@@ -190,6 +196,14 @@ impl Log {
                         medium.name()
                     );
                     log.foreign.insert(file);
+                }
+                // What it says was removed would be back without it, and what it holds is not ours to write over.
+                Seen::Newer(version) => {
+                    return Err(Error::give_up(format!(
+                        "the SSD directory {}: segment {file:04x} was written in format {version}, and this daemon knows \
+                         {VERSION}: run the newer daemon, or empty the directory",
+                        medium.name()
+                    )));
                 }
             }
         }

@@ -67,8 +67,9 @@ impl Ring {
         let Self { mut ring, bell } = self;
         let mut flights = Flights::default();
         if let Err(error) = fly(&mut ring, &bell, &mut flights, shared) {
-            // They never end, so the device counts as silent, and is gone on without.
+            // The device counts as silent, and is gone on without.
             tracing::error!("{}: io_uring: {error}", shared.medium.name());
+            shared.desk().lost = true;
         }
     }
 }
@@ -282,6 +283,7 @@ mod tests {
     use crate::memory::{Arena, checksum};
     use crate::types::Layout;
     use std::io::{IoSlice, Write};
+    use std::os::fd::{FromRawFd, OwnedFd};
     use std::sync::mpsc;
     use std::time::Duration;
 
@@ -385,6 +387,33 @@ mod tests {
                 ended += 1;
             }
         }
+    }
+
+    // Goal: nobody waits for a ring that has failed, though it had nothing under way. Method: its descriptor is another file's.
+    #[test]
+    fn a_ring_that_fails_is_gone_on_without() {
+        let Ok(ring) = Ring::new().inspect_err(|error| eprintln!("skipped: {error}")) else { return };
+        let other = File::open("/dev/null").expect("there");
+        // SAFETY: the ring's own descriptor, which nobody else has; the ring closes what it has become.
+        let mut own = unsafe { OwnedFd::from_raw_fd(ring.ring.as_raw_fd()) };
+        nix::unistd::dup2(&other, &mut own).expect("descriptors");
+        std::mem::forget(own);
+        let arena = Arena::create(64 * 8192, LAYOUT).expect("a small arena");
+        let (from, into) = nix::unistd::pipe().expect("a pipe");
+        let pipe = Arc::new(Pipe(Arc::new(from.into())));
+        let workers = Workers::new(pipe, 1, Some(ring), Arc::new(|| ())).expect("threads");
+        let (_, rung) = mpsc::channel();
+        let mut bench = Bench { workers, into: into.into(), arena, rung };
+        let until = Instant::now() + PATIENCE;
+        while !bench.workers.silent() {
+            assert!(Instant::now() < until, "it is waited for");
+            std::thread::yield_now();
+        }
+        bench.load(0, 0);
+        assert_eq!(bench.workers.drop_loads(), [0]);
+        bench.load(1, 0);
+        bench.workers.stop();
+        assert!(bench.arena.quiet(0) && bench.arena.quiet(1), "both were given up");
     }
 
     // Goal: memory that the kernel may still write is kept, whoever ends. Method: a read hangs while the workers are stopped.
