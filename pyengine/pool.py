@@ -226,9 +226,9 @@ class Pool:
     def pin(self, keys: Sequence[Key], ttl: float, by: str | None = None) -> list[bool]:
         """Keeps objects in memory for `ttl` seconds (at most a day), whoever needs room. Per key: whether there is one.
 
-        They stay pinned when this process ends, and not when the daemon does: pin them again then. by: in whose name,
-        which `transferd pins` shows; None: this process. Pinning again in one name sets a new time. `remove` removes
-        a pinned object all the same.
+        That is this node's memory: what only other nodes have is copied here first. They stay pinned when this process
+        ends, and not when the daemon does: pin them again then. by: in whose name, which `transferd pins` shows; None:
+        this process. Pinning again in one name sets a new time. `remove` removes a pinned object all the same.
         Raises RetryError if there is no room for some, as at most half of the memory can be pinned; the others are.
         """
         outcomes = self._native.pin(keys, ttl, by or _me())

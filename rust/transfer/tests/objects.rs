@@ -14,7 +14,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use pyengine_transfer::config::{Config, open_key};
 use pyengine_transfer::daemon::Daemon;
-use pyengine_transfer::engine::Input;
+use pyengine_transfer::engine::{Input, Keeping};
 use pyengine_transfer::error::ErrorKind;
 use pyengine_transfer::keys::object_key;
 use pyengine_transfer::memory::Arena;
@@ -531,4 +531,23 @@ fn impossible_names() {
     assert_eq!(put(&pool, &[255; 1024], b"1"), Ok(true));
     assert_eq!(got(&pool, &[255; 1024]), Some(b"1".to_vec()));
     assert_ne!(object_key(b"a", &[1; 32]), object_key(b"a", &[2; 32]));
+}
+
+// Goal: a pin means this node, whichever node the value was put at. Method: two daemons; one pins what the other has.
+#[test]
+fn what_another_node_has_is_pinned_here() {
+    let config = |node: &str| Config { listen: Some("127.0.0.1:0".into()), ..Config::new(node, 64 << 20) };
+    let one = Daemon::start(&config("one")).expect("a daemon starts");
+    let peers = vec![one.address().address.clone()];
+    let two = Daemon::start(&Config { peers, ..config("two") }).expect("a daemon starts");
+    let pools = [&one, &two].map(|daemon| daemon.objects(OBJECT_KEY).expect("it runs"));
+    let value = bytes(3 << 20, 1);
+    assert_eq!(put(&pools[0], b"a", &value), Ok(true));
+    let until = std::time::Instant::now() + PATIENCE;
+    while pools[1].exists(&[b"a"]).expect("it runs") != [true] {
+        assert!(std::time::Instant::now() < until, "they do not meet");
+        std::thread::yield_now();
+    }
+    assert_eq!(pools[1].keep(&[b"a", b"b"], 60_000, "me"), Ok(vec![Keeping::Done, Keeping::Missing]));
+    assert_eq!(pools[1].unkeep(&[b"a"], "me"), Ok(vec![Keeping::Done]));
 }

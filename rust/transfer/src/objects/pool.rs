@@ -381,12 +381,25 @@ impl Pool {
         Ok(all)
     }
 
-    /// Keeps values where they are for so long, whoever else needs room, in somebody's name (`engine/keep.rs`).
+    /// Keeps values on this node for so long, whoever else needs room, in somebody's name (`engine/keep.rs`). What only other
+    /// nodes have is copied here first.
     ///
     /// # Errors
-    /// As `remove`.
+    /// As `remove`. Retry: there is no room for such a copy.
     pub fn keep(&self, names: &[&[u8]], ttl_ms: u64, by: &str) -> Result<Vec<Keeping>, Error> {
-        self.keeping(names, |ticket, keys| ObjectRequest::Keep { ticket, keys, ttl_ms, by: by.to_owned() })
+        let request = |ticket, keys| ObjectRequest::Keep { ticket, keys, ttl_ms, by: by.to_owned() };
+        let mut outcomes = self.keeping(names, request)?;
+        for (name, outcome) in names.iter().zip(&mut outcomes).filter(|(_, outcome)| **outcome == Keeping::Missing) {
+            let mut here = false;
+            self.visit(&[Part::head(self.key(name)?)], true, &mut |_, head| {
+                here = head.is_ok();
+                Ok(())
+            })?;
+            if here {
+                *outcome = self.keeping(&[name], request)?[0];
+            }
+        }
+        Ok(outcomes)
     }
 
     /// Keeps them no more in this name.
