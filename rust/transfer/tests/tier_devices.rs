@@ -130,6 +130,28 @@ fn a_segment_of_a_newer_version_is_refused() {
     assert_eq!(open(&scratch.0).expect("it opens").get(&record(1)), Ok(content(&record(1), 0)));
 }
 
+// Goal: a segment that somebody has copied counts once, and its bytes towards the limit. Method: one under another name.
+#[test]
+fn a_copy_of_a_segment_is_room() {
+    let scratch = scratch();
+    let mut desk = open(&scratch.0).expect("it opens");
+    assert_eq!(desk.put(record(1), 0), Fate::Done);
+    desk.tier.close(PATIENCE);
+    drop(desk);
+    let segments = scratch.0.join("segments");
+    let sizes = || -> u64 {
+        let files = std::fs::read_dir(&segments).expect("a folder");
+        files.map(|file| file.expect("a file").metadata().expect("its size").len()).sum()
+    };
+    let files = std::fs::read_dir(&segments).expect("a folder").map(|file| file.expect("a file").path());
+    let written = |path: &PathBuf| std::fs::read(path).is_ok_and(|bytes| bytes.windows(8).any(|at| at == b"pyengBAT"));
+    std::fs::copy(files.filter(written).max().expect("a segment"), segments.join("0100.seg")).expect("copied");
+    let mut desk = open(&scratch.0).expect("it opens");
+    assert_eq!(desk.get(&record(1)), Ok(content(&record(1), 0)));
+    let capacity = desk.tier.capacity();
+    assert_eq!((capacity.blocks, capacity.used), (1, sizes() + OVERHEAD));
+}
+
 // Goal: foreign files are left alone, and counted in nothing. Method: a name of no segment, a folder, and a segment of another
 // directory.
 #[test]

@@ -478,7 +478,11 @@ fn verify(way: &Way, medium: Option<OnMedium>) -> Result<(), Error> {
     let (dram, ssd, failed) = (bad("dram"), bad("ssd"), sum("ssd", |line| line.failed));
     let mut wrong = Vec::new();
     if dram + ssd > 0 {
-        let test = if dram > 0 { "memory" } else { "disks" };
+        let test = match (dram, ssd) {
+            (_, 0) => "memory",
+            (0, _) => "disks",
+            _ => "memory and disks",
+        };
         wrong.push(format!(
             "{} blocks did not fit their checksums and were dropped: they will be computed again; test this machine's {test}",
             dram + ssd

@@ -184,7 +184,10 @@ impl Log {
         for ((file, bytes), seen) in files.into_iter().zip(seen) {
             match seen {
                 Seen::Segment(scanned) if !scanned.entries.is_empty() => {
-                    by_number.insert(scanned.life.number, (file, scanned));
+                    // Somebody has copied a segment: one of them is as good as none.
+                    if let Some((file, twin)) = by_number.insert(scanned.life.number, (file, scanned)) {
+                        log.adopt(file, Segment::vacant(Life { store: 0, number: 0, nonce: 0 }, twin.bytes));
+                    }
                 }
                 Seen::Segment(_) | Seen::Nothing => {
                     let life = Life { store: 0, number: 0, nonce: 0 };
