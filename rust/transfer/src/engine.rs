@@ -23,6 +23,7 @@ mod clear;
 mod cluster;
 mod copies;
 mod copying;
+mod doubts;
 mod drain;
 mod fetch;
 mod grants;

@@ -26,7 +26,7 @@ use super::quests::Quest;
 use super::{Engine, Output, SECOND};
 
 /// Objects in one part of what a home is told: far below a frame's limit.
-const PART: usize = 1024;
+pub(super) const PART: usize = 1024;
 /// Parts that a home is told before it has heard the first.
 const PARTS: usize = 4;
 /// Between two attempts to reach a member that the conductor has named: from, to.
@@ -73,6 +73,8 @@ pub(super) struct Cluster {
     /// What the homes are to be told after this input.
     news: Vec<(Head, bool)>,
     tellings: BTreeMap<NodeId, Telling>,
+    /// Whether these are where the hints say is to be asked after this input.
+    pub doubts: BTreeMap<NodeId, Vec<Head>>,
     /// Names that clients put, by client and put: the claim's key and home.
     pub claims: BTreeMap<(ClientId, u64), (BlockKey, NodeId)>,
     pub quests: BTreeMap<u64, Quest>,
@@ -94,6 +96,7 @@ impl Cluster {
             view: 0,
             news: Vec::new(),
             tellings: BTreeMap::new(),
+            doubts: BTreeMap::new(),
             claims: BTreeMap::new(),
             quests: BTreeMap::new(),
             copying: Copying::default(),
@@ -384,7 +387,7 @@ impl Engine {
     // -- telling homes -----------------------------------------------------------------------------------------------
 
     /// A member holds an object, or no more.
-    fn hear(&mut self, member: Member, head: Head, here: bool) {
+    pub(super) fn hear(&mut self, member: Member, head: Head, here: bool) {
         let mut book = self.cluster.book_mut();
         if !here {
             return book.hints.gone(member, &head.key);
@@ -410,6 +413,7 @@ impl Engine {
 
     /// After every input: tells homes what has come and gone, and goes on to tell new ones what there is.
     pub(super) fn tell_homes(&mut self) {
+        self.check_hints();
         let mut rounds = 0;
         while !self.cluster.news.is_empty() {
             let mut told: BTreeMap<NodeId, Vec<(Head, bool)>> = BTreeMap::new();
@@ -512,6 +516,8 @@ impl Engine {
                 self.say(node, PeerMessage::Objects(Talk::PartsOf { ticket, parts }));
             }
             Talk::PartsOf { ticket, parts } => self.copy_parts(ticket, node, parts),
+            Talk::Doubt { head, holder } => self.doubted(head, &holder),
+            Talk::Check { heads } => self.answer_check(node, heads),
         }
     }
 
@@ -524,8 +530,13 @@ impl Engine {
     pub(super) fn permit(&mut self, member: Member, key: BlockKey) -> Permit {
         let mut book = self.cluster.book_mut();
         let sure = book.is_sure();
-        match book.claim(member, key) {
-            Claim::Taken => Permit::Taken,
+        let claim = book.claim(member, key);
+        drop(book);
+        match claim {
+            Claim::Taken => {
+                self.doubt_hint(&key);
+                Permit::Taken
+            }
             Claim::Free if sure => Permit::Free,
             Claim::Free => Permit::Unsure,
         }
@@ -554,6 +565,7 @@ impl Engine {
         }
         assert!(cluster.tellings.keys().all(|node| cluster.number(node).is_some()), "telling somebody who is gone");
         assert!(cluster.news.is_empty(), "news that nobody is told");
+        assert!(cluster.doubts.is_empty(), "doubts of which nobody is asked");
         let told = |peer: &NodeAddress| cluster.known[&peer.node].told == Some(cluster.view);
         assert_eq!(book.told, book.joined.values().all(told), "who has told all");
         // This node knows of its own objects as well as of others'.

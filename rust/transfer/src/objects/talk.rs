@@ -114,6 +114,15 @@ pub enum Talk {
         ticket: Ticket,
         parts: Option<Vec<BlockKey>>,
     },
+    /// To a home: this member, or the sender itself, does not give this object.
+    Doubt {
+        head: Head,
+        holder: NodeId,
+    },
+    /// From a home: are these there? Those that are not, `Told` says.
+    Check {
+        heads: Vec<Head>,
+    },
 }
 
 /// An object to be copied.
