@@ -12,6 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use cluster::{Cluster, SECOND, name_key};
 use pyengine_transfer::messages::Refusal;
+use pyengine_transfer::objects::hints::Head;
 use pyengine_transfer::objects::messages::{ObjectEvent, ObjectRequest, Reserved};
 use pyengine_transfer::transport::sim::{Faults, Random};
 
@@ -145,6 +146,47 @@ fn a_stale_hint_goes_when_somebody_stumbles_over_it() {
     assert_eq!(cluster.put("b", 40, 1, 1), Some(false));
     cluster.world.run(SECOND);
     assert_eq!(cluster.put("c", 40, 1, 1), Some(false));
+    cluster.all_idle();
+}
+
+// Goal: a home that had to forget knows all again when it has room. Method: it is told of as many objects as it can know in a
+// member's name, and that they are gone.
+#[test]
+fn what_a_home_forgot_it_is_told_anew() {
+    let mut cluster = Cluster::new(23, &NODES);
+    (0..20).for_each(|name| assert_eq!(cluster.put(NODES[usize::from(name) % 4], name, 1, 1), Some(true)));
+    let sure = |cluster: &Cluster| {
+        let book = cluster.world.engine("a").expect("it lives").book();
+        let book = book.read().expect("nobody has panicked");
+        let known = (0..20_u8).filter(|name| cluster.home(*name) == "a");
+        (book.is_sure(), known.filter(|name| book.hinted(&name_key(u64::from(*name))).is_none()).count())
+    };
+    assert_eq!(sure(&cluster), (true, 0));
+    // All nodes tell, the home itself too; and one that comes and goes meanwhile is in nobody's way.
+    for disturbed in [false, true] {
+        let heads: Vec<Head> =
+            (0..1_u64 << 16).map(|name| Head { key: name_key(1000 + name), value: name_key(0), class: 0 }).collect();
+        cluster.tell("a", "b", heads.iter().map(|head| (*head, true)).collect());
+        let (certain, forgotten) = sure(&cluster);
+        assert!(!certain && forgotten > 0, "{forgotten} were forgotten");
+        cluster.tell("a", "b", heads.iter().map(|head| (*head, false)).collect());
+        let mut disturbs = disturbed;
+        let until = cluster.world.now() + 200 * SECOND;
+        while cluster.world.now() < until {
+            cluster.world.step();
+            let (certain, forgotten) = sure(&cluster);
+            assert!(!certain || forgotten == 0, "sure, and {forgotten} are not known");
+            let complete = cluster.world.engine("a").expect("it lives").book().read().expect("whole").hints.complete();
+            if complete && std::mem::take(&mut disturbs) {
+                cluster.world.break_session("a", "c");
+            }
+        }
+        assert_eq!(sure(&cluster), (true, 0));
+    }
+    for name in 0..20 {
+        assert!(NODES.iter().all(|node| cluster.exists(node, name) && !cluster.exists(node, 100 + name)));
+        assert_eq!(cluster.put("c", name, 2, 1), Some(false));
+    }
     cluster.all_idle();
 }
 

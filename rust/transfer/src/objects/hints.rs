@@ -82,8 +82,7 @@ pub struct Hints {
     claims: FxHashMap<BlockKey, (Member, u32)>,
     removed: FxHashMap<BlockKey, BlockKey>,
     removals: VecDeque<BlockKey>,
-    /// Some were forgotten: what is not here may be somewhere. This is never taken back: members tell what comes, goes, and
-    /// changes its home, so a home never hears again of what it has forgotten and they still hold. It costs a question to all
+    /// Some were forgotten: what is not here may be somewhere. It costs a question to all
     /// for each name that is not known.
     forgot: bool,
 }
@@ -106,6 +105,19 @@ impl Hints {
     /// True if a name that is not here is nowhere, as far as members have told.
     pub fn complete(&self) -> bool {
         !self.forgot
+    }
+
+    /// All members will tell anew what they hold, and nothing will have been forgotten. False: there is no need, or little
+    /// room yet.
+    pub fn begin_anew(&mut self) -> bool {
+        let begins = self.forgot && self.hints.len() <= self.limit / 2;
+        self.forgot &= !begins;
+        begins
+    }
+
+    /// They will not.
+    pub fn end_anew(&mut self) {
+        self.forgot = true;
     }
 
     /// How many names are known.

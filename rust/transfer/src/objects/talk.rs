@@ -123,6 +123,11 @@ pub enum Talk {
     Check {
         heads: Vec<Head>,
     },
+    /// From a home that has forgotten some: all that the receiver holds of its names is to be told. `Told` has this number at
+    /// the end, in place of a view.
+    Anew {
+        number: u64,
+    },
 }
 
 /// An object to be copied.

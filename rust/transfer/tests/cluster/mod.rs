@@ -345,7 +345,12 @@ impl Cluster {
         };
         let class = if blocks > 1 { Class::LARGEST.number() } else { 0 };
         let head = Head { key: name_key(name.into()), value, class };
-        let told = PeerMessage::Objects(Talk::Told { news: vec![(head, true)], all: None, heard: false });
+        self.tell(home, member, vec![(head, true)]);
+    }
+
+    /// The home is told this in a member's name.
+    pub fn tell(&mut self, home: &str, member: &str, news: Vec<(Head, bool)>) {
+        let told = PeerMessage::Objects(Talk::Told { news, all: None, heard: false });
         let input = Input::Peer { peer: member.into(), message: told };
         self.world.act(home, |engine, now, out| engine.handle(input, now, out)).expect("it lives");
     }
