@@ -18,11 +18,13 @@
 //! If both workers sit on one daemon, `Opened` carries the slots, and `Push` commits in place.
 
 mod admin;
+mod anew;
 mod behind;
 mod clear;
 mod cluster;
 mod copies;
 mod copying;
+mod doubts;
 mod drain;
 mod fetch;
 mod grants;
@@ -666,6 +668,7 @@ impl Engine {
         self.visits_late();
         self.fetches_late();
         self.redial_members();
+        self.hear_anew();
         self.quests_late();
         self.copying_tick();
         self.objects_tick();

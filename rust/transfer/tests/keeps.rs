@@ -80,6 +80,14 @@ impl Alone {
 
     /// Stores a block, if there is room, for a tenant.
     fn store(&mut self, number: u8, tenant: u64) -> Result<(), Refusal> {
+        let done = self.begin_store(number, tenant);
+        // What is written to the tier meanwhile would free nothing yet.
+        self.handle(Input::Tier);
+        done
+    }
+
+    /// The same, and the tier has not written anything yet.
+    fn begin_store(&mut self, number: u8, tenant: u64) -> Result<(), Refusal> {
         self.requests += 1;
         let tag = Tag { request: self.requests, attempt: 1, worker: 1 };
         let (keys, mode) = (vec![key(number)], GrantMode::Now);
@@ -99,8 +107,6 @@ impl Alone {
             other => panic!("{other:?}"),
         };
         self.ask(1, LocalRequest::End { tag });
-        // What is written to the tier meanwhile would free nothing yet.
-        self.handle(Input::Tier);
         done
     }
 
@@ -298,6 +304,23 @@ fn what_cannot_be_read_is_not_kept() {
     assert_eq!(alone.unkeep(2, &[2], "x"), [Keeping::Done]);
     alone.handle(Input::Tier);
     assert!(alone.engine.idle(), "{:?}", alone.engine.unfinished());
+}
+
+// Goal: what is on its way to the SSD only is not said to be nowhere. Method: the tier writes nothing while others need room.
+#[test]
+fn what_is_being_written_can_be_kept_in_a_moment() {
+    let mut alone = Alone::new(Vec::new());
+    (0..2).for_each(|_| alone.begin_store(1, 7).expect("room"));
+    // As long as there is room that is not waited for.
+    // What is used twice, too, is preferred to it in the end.
+    let both = (10..40).flat_map(|number| [number; 2]);
+    let _ = both.take_while(|number| alone.begin_store(*number, 7).is_ok()).count();
+    assert!(!alone.listed(Medium::Dram).contains_key(&1) && !alone.listed(Medium::Ssd).contains_key(&1));
+    assert_eq!(alone.keep(2, &[1, 200], 1000, "x"), [Keeping::Full, Keeping::Missing]);
+    alone.handle(Input::Tier);
+    assert_eq!(alone.keep(2, &[1], 1000, "x"), [Keeping::Coming]);
+    alone.handle(Input::Tier);
+    assert_eq!(alone.engine.pins().blocks, 1);
 }
 
 // Goal: a noisy tenant cannot empty another's cache, in memory or on SSD; one at his limit is refused and nobody else.

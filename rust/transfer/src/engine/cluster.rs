@@ -26,7 +26,7 @@ use super::quests::Quest;
 use super::{Engine, Output, SECOND};
 
 /// Objects in one part of what a home is told: far below a frame's limit.
-const PART: usize = 1024;
+pub(super) const PART: usize = 1024;
 /// Parts that a home is told before it has heard the first.
 const PARTS: usize = 4;
 /// Between two attempts to reach a member that the conductor has named: from, to.
@@ -46,16 +46,20 @@ struct Known {
     greeted: u64,
     /// The view of which it has told all.
     told: Option<u64>,
+    /// The last number with which it has told all anew.
+    anew: Option<u64>,
     redial: Nanos,
     pause: Nanos,
 }
 
 /// What a home is still to be told. Looked up when it is told, as it may be gone by then.
 #[derive(Debug, Default)]
-struct Telling {
-    rest: VecDeque<BlockKey>,
+pub(super) struct Telling {
+    pub rest: VecDeque<BlockKey>,
     unheard: usize,
-    ended: bool,
+    pub ended: bool,
+    /// What is said at the end before the view.
+    pub anew: Option<u64>,
 }
 
 /// The engine's books about other nodes' objects.
@@ -72,7 +76,12 @@ pub(super) struct Cluster {
     view: u64,
     /// What the homes are to be told after this input.
     news: Vec<(Head, bool)>,
-    tellings: BTreeMap<NodeId, Telling>,
+    pub tellings: BTreeMap<NodeId, Telling>,
+    /// The number with which all are to tell anew, since the last view; not before then again.
+    pub anew: Option<u64>,
+    pub anew_after: Nanos,
+    /// Whether these are where the hints say is to be asked after this input.
+    pub doubts: BTreeMap<NodeId, Vec<Head>>,
     /// Names that clients put, by client and put: the claim's key and home.
     pub claims: BTreeMap<(ClientId, u64), (BlockKey, NodeId)>,
     pub quests: BTreeMap<u64, Quest>,
@@ -94,6 +103,9 @@ impl Cluster {
             view: 0,
             news: Vec::new(),
             tellings: BTreeMap::new(),
+            anew: None,
+            anew_after: 0,
+            doubts: BTreeMap::new(),
             claims: BTreeMap::new(),
             quests: BTreeMap::new(),
             copying: Copying::default(),
@@ -141,10 +153,14 @@ impl Cluster {
     }
 
     /// Whether all have told what they hold may have changed.
-    fn look_who_told(&self) {
-        let told = |peer: &NodeAddress| self.known.get(&peer.node).is_some_and(|known| known.told == Some(self.view));
+    pub fn look_who_told(&self) {
         let mut book = self.book_mut();
-        book.told = book.joined.values().all(told);
+        book.told = book.joined.values().all(|peer| self.has_told(peer));
+    }
+
+    fn has_told(&self, peer: &NodeAddress) -> bool {
+        let Some(known) = self.known.get(&peer.node) else { return false };
+        known.told == Some(self.view) && self.anew.is_none_or(|number| known.anew == Some(number))
     }
 
     /// Who might be told of an object's coming and going.
@@ -200,6 +216,7 @@ impl Engine {
                 number: SELF,
                 greeted: 0,
                 told: None,
+                anew: None,
                 redial: now,
                 pause: REDIAL.0,
             };
@@ -259,7 +276,16 @@ impl Engine {
             return;
         }
         let (address, now) = (link.peer.clone(), self.now);
-        let fresh = Known { address, named: false, number: SELF, greeted: 0, told: None, redial: now, pause: REDIAL.0 };
+        let fresh = Known {
+            address,
+            named: false,
+            number: SELF,
+            greeted: 0,
+            told: None,
+            anew: None,
+            redial: now,
+            pause: REDIAL.0,
+        };
         self.cluster.known.entry(node.clone()).or_insert(fresh);
         self.greet(node);
         let cluster = &mut self.cluster;
@@ -267,7 +293,7 @@ impl Engine {
             && known.number == SELF
         {
             cluster.numbers += 1;
-            (known.number, known.told) = (cluster.numbers, None);
+            (known.number, known.told, known.anew) = (cluster.numbers, None, None);
             let (number, address) = (known.number, known.address.clone());
             self.cluster.book_mut().joined.insert(number, address);
             self.homes_moved();
@@ -311,8 +337,13 @@ impl Engine {
         self.cluster.view = view;
         let mut book = self.cluster.book_mut();
         let before = std::mem::replace(&mut book.homes, homes.clone());
+        // Whoever has not told anew by now may have told of its homes before it heard that it shall.
+        if self.cluster.anew.is_some() && !book.told {
+            book.hints.end_anew();
+        }
         book.hints.keep(|key| homes.home(key) == Some(&me.node));
         drop(book);
+        self.cluster.anew = None;
         self.cluster.look_who_told();
         // Whose home is another one now, that one is told; all of them that this was all.
         for peer in &joined {
@@ -384,7 +415,7 @@ impl Engine {
     // -- telling homes -----------------------------------------------------------------------------------------------
 
     /// A member holds an object, or no more.
-    fn hear(&mut self, member: Member, head: Head, here: bool) {
+    pub(super) fn hear(&mut self, member: Member, head: Head, here: bool) {
         let mut book = self.cluster.book_mut();
         if !here {
             return book.hints.gone(member, &head.key);
@@ -410,6 +441,7 @@ impl Engine {
 
     /// After every input: tells homes what has come and gone, and goes on to tell new ones what there is.
     pub(super) fn tell_homes(&mut self) {
+        self.check_hints();
         let mut rounds = 0;
         while !self.cluster.news.is_empty() {
             let mut told: BTreeMap<NodeId, Vec<(Head, bool)>> = BTreeMap::new();
@@ -445,13 +477,14 @@ impl Engine {
             let part: Vec<BlockKey> = telling.rest.drain(..telling.rest.len().min(PART)).collect();
             let last = telling.rest.is_empty();
             telling.unheard += 1;
-            telling.ended = last;
+            let anew = telling.anew.take_if(|_| last);
+            telling.ended = last && anew.is_none();
             // If homes have moved again meanwhile, others are told of some. One that is told of names that are not its own would
             // believe in them for ever, as their end is told to their homes.
             let its = |key: &&BlockKey| self.cluster.book().homes.home(key) == Some(node);
             let heads = part.iter().filter(its).filter_map(|key| self.own_head(key));
             let news: Vec<(Head, bool)> = heads.map(|head| (head, true)).collect();
-            let all = last.then_some(self.cluster.view);
+            let all = last.then(|| anew.unwrap_or(self.cluster.view));
             self.say(node, PeerMessage::Objects(Talk::Told { news, all, heard: true }));
         }
     }
@@ -471,7 +504,7 @@ impl Engine {
                 if let Some(known) = self.cluster.known.get_mut(node)
                     && all.is_some()
                 {
-                    known.told = all;
+                    *(if all == self.cluster.anew { &mut known.anew } else { &mut known.told }) = all;
                     self.cluster.look_who_told();
                 }
                 if heard {
@@ -512,6 +545,9 @@ impl Engine {
                 self.say(node, PeerMessage::Objects(Talk::PartsOf { ticket, parts }));
             }
             Talk::PartsOf { ticket, parts } => self.copy_parts(ticket, node, parts),
+            Talk::Doubt { head, holder } => self.doubted(head, &holder),
+            Talk::Anew { number } => self.tell_anew(node, number),
+            Talk::Check { heads } => self.answer_check(node, heads),
         }
     }
 
@@ -524,8 +560,13 @@ impl Engine {
     pub(super) fn permit(&mut self, member: Member, key: BlockKey) -> Permit {
         let mut book = self.cluster.book_mut();
         let sure = book.is_sure();
-        match book.claim(member, key) {
-            Claim::Taken => Permit::Taken,
+        let claim = book.claim(member, key);
+        drop(book);
+        match claim {
+            Claim::Taken => {
+                self.doubt_hint(&key);
+                Permit::Taken
+            }
             Claim::Free if sure => Permit::Free,
             Claim::Free => Permit::Unsure,
         }
@@ -554,8 +595,8 @@ impl Engine {
         }
         assert!(cluster.tellings.keys().all(|node| cluster.number(node).is_some()), "telling somebody who is gone");
         assert!(cluster.news.is_empty(), "news that nobody is told");
-        let told = |peer: &NodeAddress| cluster.known[&peer.node].told == Some(cluster.view);
-        assert_eq!(book.told, book.joined.values().all(told), "who has told all");
+        assert!(cluster.doubts.is_empty(), "doubts of which nobody is asked");
+        assert_eq!(book.told, book.joined.values().all(|peer| cluster.has_told(peer)), "who has told all");
         // This node knows of its own objects as well as of others'.
         for head in self.own_heads() {
             if book.is_home(&head.key) && book.hints.complete() {

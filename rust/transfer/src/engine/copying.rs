@@ -127,6 +127,9 @@ impl Engine {
     /// Copies these objects here.
     pub(super) fn take_copies(&mut self, asker: Asker, objects: Vec<ToCopy>) {
         for (place, ToCopy { head, parts, mut from }) in (0..).zip(objects) {
+            if from.contains(&self.node.node) && self.own_head(&head.key).is_none() {
+                self.doubt(head, self.node.node.clone());
+            }
             from.retain(|node| *node != self.node.node);
             from.reverse();
             // Most are one block.
@@ -134,6 +137,10 @@ impl Engine {
             let parts = parts.filter(|parts| are_of(&head, parts));
             let failed =
                 self.is_draining() || self.cluster.copying.jobs.len() >= WAITING || Class::new(head.class).is_none();
+            if failed {
+                // Nobody is asked.
+                from.clear();
+            }
             let asker = (asker.clone(), place);
             let known = self.cluster.copying.by_name.get(&head.key);
             let known = known.and_then(|number| self.cluster.copying.jobs.get_mut(number));
@@ -274,6 +281,10 @@ impl Engine {
             }
             self.abandon(ENGINE, number);
         }
+        if job.failed && !job.full {
+            // One has not given it, and each may be the one.
+            job.from.into_iter().for_each(|holder| self.doubt(job.head, holder));
+        }
         // Who is told may ask its home at once.
         self.tell_homes();
         let refusal = if job.full { Refusal::Full } else { Refusal::Missing };
@@ -340,7 +351,11 @@ impl Engine {
             // The next one may have it.
             job.from.pop();
         }
+        let (head, lacks) = (job.head, parts.is_none());
         job.parts = parts;
+        if lacks {
+            self.doubt(head, node.clone());
+        }
     }
 
     /// Nobody there answers any more.

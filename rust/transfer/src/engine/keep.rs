@@ -44,7 +44,7 @@ pub enum Keeping {
     Coming,
     /// It is not here. Or: he did not keep it.
     Missing,
-    /// All that may be kept is kept, or all that there is is in use.
+    /// All that may be kept is kept, or all that there is is in use, or it is on its way to the SSD just now: ask again.
     Full,
 }
 
@@ -223,6 +223,8 @@ impl Engine {
         let layout = match (here.and_then(|at| self.stores.get(at)), record) {
             (Some(store), _) => store.layout(),
             (None, Some(record)) => record.layout,
+            // It can be read in a moment.
+            (None, None) if self.is_being_written(&key) => return Keeping::Full,
             (None, None) => return Keeping::Missing,
         };
         let bytes = slot_bytes(layout).unwrap_or(u64::MAX);

@@ -167,7 +167,7 @@ impl Engine {
             awaited: BTreeMap::new(),
             until: self.now + ANSWER_WITHIN,
         };
-        if self.quests_are_full() {
+        if self.quests_are_full() && count > 0 {
             return self.turn_quest_away(quest);
         }
         let number = self.number();
@@ -379,13 +379,19 @@ impl Engine {
                 let client = *client;
                 return self.tell(client, LocalEvent::Objects(event));
             }
-            Goal::Remove { missing, .. } => missing.extend(self.cluster.others()),
+            // Nothing was done, and nothing is known.
+            Goal::Exists { client, ticket, .. }
+            | Goal::Remove { client, ticket, .. }
+            | Goal::Copies { client, ticket, .. } => {
+                let (client, event) = (*client, ObjectEvent::Busy { ticket: *ticket });
+                return self.tell(client, LocalEvent::Objects(event));
+            }
             // It is not known that there are none.
             Goal::Bring { bring, places, .. } => {
                 let (bring, places) = (*bring, std::mem::take(places));
                 return places.iter().for_each(|place| self.bring_came(bring, place, Err(Refusal::Full)));
             }
-            _ => {}
+            Goal::Spread { .. } | Goal::Come | Goal::Leave { .. } => {}
         }
         self.end_quest(quest);
     }

@@ -41,3 +41,15 @@ impl Pool {
         Ok(all)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    // Goal: who was turned away asks again, and takes nothing for done.
+    #[test]
+    fn a_busy_daemon_is_asked_again() {
+        assert_eq!(unexpected(&ObjectEvent::Busy { ticket: 1 }).kind, ErrorKind::Retry);
+    }
+}

@@ -46,6 +46,8 @@ struct Hint {
     class: u8,
     count: u8,
     holders: [Member; HOLDERS],
+    /// There was one more than are remembered, at some time.
+    more: bool,
     /// Tells it from an earlier hint of this name.
     stamp: u64,
 }
@@ -80,7 +82,8 @@ pub struct Hints {
     claims: FxHashMap<BlockKey, (Member, u32)>,
     removed: FxHashMap<BlockKey, BlockKey>,
     removals: VecDeque<BlockKey>,
-    /// Some were forgotten: what is not here may be somewhere.
+    /// Some were forgotten: what is not here may be somewhere. It costs a question to all
+    /// for each name that is not known.
     forgot: bool,
 }
 
@@ -102,6 +105,19 @@ impl Hints {
     /// True if a name that is not here is nowhere, as far as members have told.
     pub fn complete(&self) -> bool {
         !self.forgot
+    }
+
+    /// All members will tell anew what they hold, and nothing will have been forgotten. False: there is no need, or little
+    /// room yet.
+    pub fn begin_anew(&mut self) -> bool {
+        let begins = self.forgot && self.hints.len() <= self.limit / 2;
+        self.forgot &= !begins;
+        begins
+    }
+
+    /// They will not.
+    pub fn end_anew(&mut self) {
+        self.forgot = true;
     }
 
     /// How many names are known.
@@ -161,7 +177,7 @@ impl Hints {
         self.stamps += 1;
         let mut holders = [SELF; HOLDERS];
         holders[0] = at;
-        let fresh = Hint { value, class, count: 1, holders, stamp: self.stamps };
+        let fresh = Hint { value, class, count: 1, holders, more: false, stamp: self.stamps };
         let Some(hint) = self.hints.get_mut(&key) else {
             self.hints.insert(key, fresh);
             self.order.push_back((key, self.stamps));
@@ -173,10 +189,12 @@ impl Hints {
         if hint.value == value || others.is_empty() || others == [at] {
             if hint.value != value {
                 others.clear();
+                hint.more = false;
             }
             if !others.contains(&at) {
                 if others.len() == HOLDERS {
                     // Any of them: there are enough.
+                    hint.more = true;
                     return Heard::Well;
                 }
                 others.push(at);
@@ -198,11 +216,11 @@ impl Hints {
         let Some(hint) = self.hints.get_mut(key) else { return };
         let count = hint.count as usize;
         let Some(index) = hint.holders[..count].iter().position(|holder| *holder == at) else { return };
-        // An eighth holder was not remembered.
-        self.forgot |= count == HOLDERS;
         hint.holders[index] = hint.holders[count - 1];
         hint.count -= 1;
         if hint.count == 0 {
+            // An eighth holder may have it still.
+            self.forgot |= hint.more;
             self.hints.remove(key);
         }
     }
@@ -240,9 +258,12 @@ impl Hints {
         self.claims.retain(|key, _| mine(key));
     }
 
-    /// A member is gone: it puts nothing any more. Its hints are passed over.
+    /// A member is gone: it puts nothing any more. Its hints are passed over, unless somebody else may have what it had.
     pub fn forget(&mut self, member: Member) {
         self.claims.retain(|_, (claimer, _)| *claimer != member);
+        let its = |hint: &Hint| hint.more && hint.holders[..hint.count as usize].contains(&member);
+        let its: Vec<BlockKey> = self.hints.iter().filter(|(_, hint)| its(hint)).map(|(key, _)| *key).collect();
+        its.iter().for_each(|key| self.gone(member, key));
     }
 
     fn forget_oldest(&mut self) {
@@ -384,6 +405,21 @@ mod tests {
             hints.remove(key(name), key(0));
         }
         hints.check();
+    }
+
+    #[test]
+    fn an_eighth_holder_is_missed_when_all_others_are_gone() {
+        let holders = HOLDERS as Member;
+        for (count, dies) in [(holders, false), (holders + 1, false), (holders + 1, true)] {
+            let mut hints = Hints::new(10);
+            (1..=count).for_each(|member| assert_eq!(hints.here(member, head(1, 0), |_| true), Heard::Well));
+            for member in 1..=holders {
+                assert!(hints.complete() && hints.holders(&key(1), |_| true).is_some(), "{member} of {count}");
+                if dies { hints.forget(member) } else { hints.gone(member, &key(1)) }
+            }
+            assert!(hints.is_empty());
+            assert_eq!(hints.complete(), count == holders, "somebody may have it");
+        }
     }
 
     #[test]

@@ -331,6 +331,11 @@ pub enum ObjectEvent {
         ticket: Ticket,
         outcomes: Vec<Keeping>,
     },
+    /// Answer to `Contains`, `Remove` and `Copies`: too many questions about other nodes' objects are under way. Nothing was
+    /// done, and nothing is known; ask again.
+    Busy {
+        ticket: Ticket,
+    },
 }
 
 impl ObjectEvent {
@@ -351,7 +356,8 @@ impl ObjectEvent {
             | Self::Flushed { ticket, .. }
             | Self::Removed { ticket, .. }
             | Self::Copies { ticket, .. }
-            | Self::Kept { ticket, .. } => *ticket,
+            | Self::Kept { ticket, .. }
+            | Self::Busy { ticket } => *ticket,
         }
     }
 }

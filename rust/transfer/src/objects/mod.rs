@@ -9,7 +9,7 @@
 //! | `engine/objects` | the daemon's side of writes, and of what lies on the SSD |
 //! | `homes`, `hints`, `book` | across nodes: whose word on a name counts, and what does it know? |
 //! | `talk` | what do daemons say? |
-//! | `engine/cluster`, `quests`, `copying` | what follows |
+//! | `engine/cluster`, `quests`, `copying`, `doubts`, `anew` | what follows |
 //! | `pool`, `visit`, `copies`, `road`, `unused` | the client |
 //!
 //! `pool`, `visit` and `road` are shells, beside `client`; the engine uses the others.

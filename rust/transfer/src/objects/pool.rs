@@ -640,5 +640,10 @@ fn torn() -> Error {
 }
 
 pub(super) fn unexpected(event: &ObjectEvent) -> Error {
+    if let ObjectEvent::Busy { .. } = event {
+        return Error::retry(
+            "the daemon asks other nodes for too much already: ask again in a moment, or ask for more at a time",
+        );
+    }
     Error::bug(format!("the daemon answers something else: {event:?}"))
 }

@@ -114,6 +114,20 @@ pub enum Talk {
         ticket: Ticket,
         parts: Option<Vec<BlockKey>>,
     },
+    /// To a home: this member, or the sender itself, does not give this object.
+    Doubt {
+        head: Head,
+        holder: NodeId,
+    },
+    /// From a home: are these there? Those that are not, `Told` says.
+    Check {
+        heads: Vec<Head>,
+    },
+    /// From a home that has forgotten some: all that the receiver holds of its names is to be told. `Told` has this number at
+    /// the end, in place of a view.
+    Anew {
+        number: u64,
+    },
 }
 
 /// An object to be copied.

@@ -4,15 +4,17 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use pyengine_transfer::engine::Settings;
+use pyengine_transfer::engine::{Input, Settings};
 use pyengine_transfer::memory::Arena;
-use pyengine_transfer::messages::{DaemonOrder, LocalEvent, LocalRequest, Refusal};
+use pyengine_transfer::messages::{DaemonOrder, LocalEvent, LocalRequest, PeerMessage, Refusal};
 use pyengine_transfer::objects::classes::{self, CHUNK, Class, Trailer, tail};
+use pyengine_transfer::objects::hints::Head;
 use pyengine_transfer::objects::homes::Homes;
 use pyengine_transfer::objects::messages::{
     At, ObjectEvent, ObjectRequest, Reserved, Sighting, UNKNOWN, Wanted, chain, lone,
 };
 use pyengine_transfer::objects::reader::{Answer, Reader};
+use pyengine_transfer::objects::talk::Talk;
 use pyengine_transfer::transport::sim::{Faults, World};
 use pyengine_transfer::types::{BlockKey, NodeAddress};
 
@@ -332,6 +334,25 @@ impl Cluster {
     pub fn copies(&mut self, node: &str, name: u8, wanted: u32) -> u32 {
         let ticket = self.begin_copies(node, name, wanted);
         self.copied(node, ticket)
+    }
+
+    /// Has a home believe that a member holds a value of so many blocks under this name.
+    pub fn mislead(&mut self, home: &str, member: &str, name: u8, blocks: u32) {
+        let nonce = nonce(name, 77, 0);
+        let value = match blocks {
+            1 => lone(nonce[4..].try_into().expect("12")),
+            _ => chain(blocks, Some(&block_key(name, nonce, 1))),
+        };
+        let class = if blocks > 1 { Class::LARGEST.number() } else { 0 };
+        let head = Head { key: name_key(name.into()), value, class };
+        self.tell(home, member, vec![(head, true)]);
+    }
+
+    /// The home is told this in a member's name.
+    pub fn tell(&mut self, home: &str, member: &str, news: Vec<(Head, bool)>) {
+        let told = PeerMessage::Objects(Talk::Told { news, all: None, heard: false });
+        let input = Input::Peer { peer: member.into(), message: told };
+        self.world.act(home, |engine, now, out| engine.handle(input, now, out)).expect("it lives");
     }
 
     pub fn drain(&mut self, node: &str) {
