@@ -302,7 +302,7 @@ class Conductor:
 
     def _drain(self, report: DaemonHeartbeat, now: float) -> list[Action]:
         """The node's daemon says whether it drains."""
-        node = report.node.node
+        node, daemons = report.node.node, self.cluster.daemons
         actions: list[Action] = []
         if self.cluster.drains(node, report.draining):
             if report.draining:
@@ -311,10 +311,10 @@ class Conductor:
                 self.draining.end(node)
         if not report.draining:
             return actions
-        if not self.feed.synced(node):
-            # What it holds is not known yet: it is to wait.
+        if not self.feed.synced(node) or any(daemon.takes and not daemon.counters for daemon in daemons.values()):
+            # What it holds is not known yet, or what room others have: it is to wait.
             return [*actions, TellMoved(node, 0, 1)]
-        self.draining.begin(node, self.cluster.daemons, now)
+        self.draining.begin(node, daemons, now)
         return [*actions, *self._move_on(node, now)]
 
     def _move_on(self, node: str, now: float) -> list[Action]:

@@ -216,6 +216,16 @@ def test_a_drain_begins_when_all_is_known_that_the_node_holds() -> None:
     assert finish(world, drain(world, "node-0")) == (4, 0)
 
 
+def test_a_drain_waits_for_word_of_how_much_room_others_have() -> None:
+    world = World(*(worker(f"both-{k}", Role.BOTH, f"node-{k}") for k in range(2)))
+    keys = chain(*range(8))
+    world.store("node-0", keys)
+    use(world, keys)
+    assert told(drain(world, "node-0")) == (0, 1), "node-1 has not said yet how full it is"
+    world.on(world.pools["node-1"].heartbeat())
+    assert finish(world, drain(world, "node-0")) == (8, 0)
+
+
 def test_nodes_that_stop_together_do_not_wait_for_each_other() -> None:
     world = cluster(2)
     keys = chain(*range(4))
