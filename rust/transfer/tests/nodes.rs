@@ -402,6 +402,46 @@ fn a_holder_dies_while_it_sends() {
     cluster.all_idle();
 }
 
+// Goal: whoever cannot say which blocks an object has keeps nobody waiting. Method: its holder does not listen; or the asker
+// has no session with it when the home names it, and gets one at once. Then with a second holder, which gives it.
+#[test]
+fn a_holder_that_does_not_answer_keeps_nobody_waiting() {
+    let mut cluster = Cluster::new(24, &NODES);
+    for (name, deaf) in (0..12).flat_map(|name| [(name, true), (name, false)]) {
+        let second = match &*cluster.home(name) {
+            "c" => "d",
+            "d" => "c",
+            _ => continue,
+        };
+        assert_eq!(cluster.put("a", name, 1, 2), Some(true));
+        let value = cluster.verify("a", name);
+        for others in [false, true] {
+            if others {
+                assert_eq!(cluster.get(second, name), value);
+                cluster.world.run(SECOND);
+            }
+            if deaf {
+                cluster.world.deafen("a");
+            } else {
+                cluster.world.cut("a", "b");
+                cluster.world.run(20 * SECOND);
+            }
+            let asked = cluster.world.now();
+            let ticket = cluster.begin_get("b", name);
+            cluster.world.run(SECOND / 50);
+            cluster.world.heal("a", "b");
+            assert_eq!(cluster.got("b", name, ticket), value.filter(|_| others), "{name}");
+            let within = if deaf { 5 * SECOND } else { SECOND };
+            assert!(cluster.world.now() - asked < within, "{name}: who has no session is not waited for");
+            cluster.world.listen("a");
+            cluster.world.run(20 * SECOND);
+        }
+        assert!(NODES.iter().all(|node| cluster.get(node, name) == value), "{name}");
+        assert_eq!(cluster.remove(second, name), (true, vec![]));
+    }
+    cluster.all_idle();
+}
+
 #[test]
 fn what_is_removed_while_it_is_copied_is_gone() {
     let mut cluster = Cluster::new(13, &NODES);

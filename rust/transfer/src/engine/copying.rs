@@ -31,6 +31,8 @@ const BEGUN: usize = 64;
 const WAITING: usize = 1 << 16;
 /// Who wait for one copy; whoever comes later has another one made, which finds it here.
 const ASKERS: usize = 64;
+/// How long somebody may take to say which blocks an object has, though its session stands: it answers in microseconds.
+const PARTS_WITHIN: Nanos = 3 * SECOND;
 /// Objects that leave at a time.
 const LEAVING: usize = 64;
 
@@ -51,8 +53,8 @@ struct Job {
     askers: Vec<(Asker, u32)>,
     head: Head,
     from: Vec<NodeId>,
-    /// Who is asked for the keys of its other blocks.
-    asked: Option<NodeId>,
+    /// Who is asked for the keys of its other blocks, and until when.
+    asked: Option<(NodeId, Nanos)>,
     parts: Option<Vec<BlockKey>>,
     /// Blocks that are begun: those behind the head first, the head last.
     begun: usize,
@@ -313,12 +315,18 @@ impl Engine {
         }
     }
 
-    /// Each second: who waits for copies is told that they go on.
+    /// Each second: who waits for copies is told that they go on. Who does not say which blocks there are is asked no more.
     pub(super) fn copying_tick(&mut self) {
         if self.now < self.cluster.copying.tell {
             return;
         }
         self.cluster.copying.tell = self.now + SECOND;
+        let now = self.now;
+        for job in self.cluster.copying.jobs.values_mut() {
+            if job.asked.take_if(|(_, until)| *until <= now).is_some() {
+                job.from.pop();
+            }
+        }
         let mut askers: Vec<Asker> = Vec::new();
         for (asker, _) in self.cluster.copying.jobs.values().flat_map(|job| &job.askers) {
             if askers.last() != Some(asker) {
@@ -331,11 +339,16 @@ impl Engine {
     // -- keys of other blocks ----------------------------------------------------------------------------------------
 
     fn ask_parts(&mut self, number: u64) {
-        let Some(job) = self.cluster.copying.jobs.get_mut(&number).filter(|job| job.asked.is_none()) else { return };
+        let cluster = &mut self.cluster;
+        let Some(job) = cluster.copying.jobs.get(&number).filter(|job| job.asked.is_none()) else { return };
+        // Whom the home names may be gone by now, or not be known here yet: nobody would ever hear of such a one.
+        let joined = job.from.iter().rposition(|node| cluster.address(node).is_some());
+        let Some(job) = cluster.copying.jobs.get_mut(&number) else { return };
+        job.from.truncate(joined.map_or(0, |at| at + 1));
         let head = job.head;
         match job.from.last().cloned() {
             Some(node) => {
-                job.asked = Some(node.clone());
+                job.asked = Some((node.clone(), self.now + PARTS_WITHIN));
                 self.say(&node, PeerMessage::Objects(Talk::Parts { ticket: number, head }));
             }
             None => job.failed = true,
@@ -343,8 +356,8 @@ impl Engine {
     }
 
     pub(super) fn copy_parts(&mut self, number: Ticket, node: &NodeId, parts: Option<Vec<BlockKey>>) {
-        let job = self.cluster.copying.jobs.get_mut(&number).filter(|job| job.asked.as_ref() == Some(node));
-        let Some(job) = job else { return };
+        let asked = |job: &&mut Job| job.asked.as_ref().is_some_and(|(asked, _)| asked == node);
+        let Some(job) = self.cluster.copying.jobs.get_mut(&number).filter(asked) else { return };
         job.asked = None;
         let parts = parts.filter(|parts| are_of(&job.head, parts));
         if parts.is_none() {
@@ -362,7 +375,7 @@ impl Engine {
     pub(super) fn copies_lost(&mut self, node: &NodeId) {
         for job in self.cluster.copying.jobs.values_mut() {
             job.from.retain(|other| other != node);
-            job.asked.take_if(|asked| asked == node);
+            job.asked.take_if(|(asked, _)| asked == node);
         }
     }
 

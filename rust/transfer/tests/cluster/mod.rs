@@ -155,8 +155,8 @@ impl Cluster {
             if let Some(at) = self.told.iter().position(|(at, event)| at == node && event.ticket() == ticket) {
                 return Some(self.told.swap_remove(at).1);
             }
-            self.world.engine(node)?;
-            assert!(self.world.now() < until, "no answer at {node}");
+            let engine = self.world.engine(node)?;
+            assert!(self.world.now() < until, "no answer at {node}: {:?}", engine.unfinished());
             self.world.step();
         }
     }
