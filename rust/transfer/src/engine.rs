@@ -668,6 +668,7 @@ impl Engine {
         self.visits_late();
         self.fetches_late();
         self.redial_members();
+        self.pass_removals();
         self.hear_anew();
         self.quests_late();
         self.copying_tick();

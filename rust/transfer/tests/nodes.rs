@@ -286,6 +286,54 @@ fn who_cannot_be_told_of_a_removal_is_named_and_learns_it_later() {
     assert_eq!(cluster.remove(others[1], 1), (false, vec![]));
 }
 
+// Goal: a removal reaches all values of a name and all who hold them, or names who may. Method: nodes put a value each while
+// none reaches another; then they meet, and one of them removes the name after so many steps.
+#[test]
+fn a_removal_reaches_all_values_or_names_who_may_have_one() {
+    let mut cluster = Cluster::new(24, &NODES);
+    let (mut several, mut reached) = (0, 0);
+    for name in 0..40 {
+        NODES.iter().for_each(|node| cluster.cut_off(node));
+        cluster.world.run(10 * SECOND);
+        for (value, node) in (1..).zip(&NODES[..3]) {
+            assert_eq!(cluster.put(node, name, value, 1), Some(true));
+        }
+        NODES.iter().for_each(|node| cluster.bring_back(node));
+        for _ in 0..u64::from(name) * 5 {
+            cluster.world.step();
+        }
+        several += usize::from(cluster.verify_all(name).len() > 1);
+        let (_, missing) = cluster.remove(NODES[usize::from(name) % 4], name);
+        let have = cluster.have(name);
+        assert!(have.iter().all(|node| missing.contains(node)), "{name}: {have:?}, and missing {missing:?}");
+        reached += usize::from(missing.is_empty());
+        cluster.world.run(20 * SECOND);
+        cluster.remove("d", name);
+    }
+    assert!(several > 5 && reached > 5, "{several} {reached}");
+    cluster.all_idle();
+}
+
+// Goal: what a home forgets because of a removal is gone. Method: a holder has no session with who removes, but with the home.
+#[test]
+fn a_home_passes_a_removal_on() {
+    let mut cluster = Cluster::new(25, &NODES);
+    for name in 0..12 {
+        let (_, others) = home_and_others(&cluster, name);
+        let (holder, remover) = (others[0], others[1]);
+        assert_eq!(cluster.put(holder, name, 1, 1), Some(true));
+        cluster.world.cut(holder, remover);
+        cluster.world.run(10 * SECOND);
+        let (_, missing) = cluster.remove(remover, name);
+        assert_eq!(missing, [holder]);
+        cluster.world.run(5 * SECOND);
+        assert!(cluster.have(name).is_empty(), "{name} is there though its home has been told");
+        cluster.world.heal(holder, remover);
+        cluster.world.run(10 * SECOND);
+    }
+    cluster.all_idle();
+}
+
 #[test]
 fn two_values_that_meet_become_one() {
     let mut cluster = Cluster::new(6, &NODES);

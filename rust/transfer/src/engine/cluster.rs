@@ -31,6 +31,10 @@ pub(super) const PART: usize = 1024;
 const PARTS: usize = 4;
 /// Between two attempts to reach a member that the conductor has named: from, to.
 const REDIAL: (Nanos, Nanos) = (SECOND / 10, 2 * SECOND);
+/// After this time a home passes on a removal: whoever removes has told of it in milliseconds, or could not.
+const PASS_AFTER: Nanos = SECOND;
+/// Removals to be passed on, each of a batch and to one holder; what is beyond is passed on early.
+const PASSED: usize = 1024;
 /// More members than that are not asked: every session takes a thread, and a daemon has a limit of those.
 const MEMBERS: usize = 512;
 
@@ -77,6 +81,8 @@ pub(super) struct Cluster {
     /// What the homes are to be told after this input.
     news: Vec<(Head, bool)>,
     pub tellings: BTreeMap<NodeId, Telling>,
+    /// When a holder is told of removals, of which another node should have told it.
+    removals: VecDeque<(Nanos, NodeId, Vec<(BlockKey, BlockKey)>)>,
     /// The number with which all are to tell anew, since the last view; not before then again.
     pub anew: Option<u64>,
     pub anew_after: Nanos,
@@ -103,6 +109,7 @@ impl Cluster {
             view: 0,
             news: Vec::new(),
             tellings: BTreeMap::new(),
+            removals: VecDeque::new(),
             anew: None,
             anew_after: 0,
             doubts: BTreeMap::new(),
@@ -412,6 +419,41 @@ impl Engine {
         self.drop_own(&key, &value)
     }
 
+    /// As a home that is told of a removal: who removes may have no session with a holder, of whom nothing will be known
+    /// here after this. So it is told from here too, but later: a holder says only once that it had one, and that is for who removes.
+    fn pass_removal(&mut self, by: &NodeId, objects: &[(BlockKey, BlockKey)]) {
+        let mut drops: BTreeMap<NodeId, Vec<(BlockKey, BlockKey)>> = BTreeMap::new();
+        for (key, value) in objects {
+            let hinted = self.cluster.book().hinted(key).filter(|(head, _)| head.value == *value);
+            for holder in hinted.into_iter().flat_map(|(_, holders)| holders) {
+                if holder != *by && holder != self.node.node {
+                    drops.entry(holder).or_default().push((*key, *value));
+                }
+            }
+        }
+        for (holder, objects) in drops {
+            self.cluster.removals.push_back((self.now + PASS_AFTER, holder, objects));
+        }
+    }
+
+    /// Tells holders of removals whose time has come.
+    pub(super) fn pass_removals(&mut self) {
+        let due = |cluster: &Cluster| {
+            let full = cluster.removals.len() > PASSED;
+            cluster.removals.front().is_some_and(|(at, ..)| full || *at <= self.now)
+        };
+        let mut told = Vec::new();
+        while due(&self.cluster) {
+            told.extend(self.cluster.removals.pop_front());
+        }
+        // One who is gone is told when it comes back.
+        for (_, holder, objects) in told {
+            if self.cluster.address(&holder).is_some() {
+                self.say(&holder, PeerMessage::Objects(Talk::Drop { objects }));
+            }
+        }
+    }
+
     // -- telling homes -----------------------------------------------------------------------------------------------
 
     /// A member holds an object, or no more.
@@ -529,6 +571,7 @@ impl Engine {
                 self.say(node, PeerMessage::Objects(Talk::There { ticket, spots }));
             }
             Talk::Remove { ticket, objects } => {
+                self.pass_removal(node, &objects);
                 let removed = objects.into_iter().map(|(key, value)| self.remove_for_good(key, value)).collect();
                 self.say(node, PeerMessage::Objects(Talk::Removed { ticket, removed }));
             }
@@ -574,8 +617,10 @@ impl Engine {
 
     /// What this node knows of a name, as its home.
     pub(super) fn spot(&self, key: &BlockKey) -> Spot {
-        let spot = self.cluster.book().spot(key);
-        if spot.head.is_some() { spot } else { Spot { sure: spot.sure, ..self.own_spot(key) } }
+        let (spot, own) = (self.cluster.book().spot(key), self.own_spot(key));
+        // What is here is here, whatever is believed of names whose home is elsewhere.
+        let other = own.head.is_some() && own.head != spot.head;
+        if spot.head.is_some() && !other { spot } else { Spot { sure: spot.sure, ..own } }
     }
 
     /// What this node has of a name itself.

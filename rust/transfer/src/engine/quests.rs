@@ -1,9 +1,9 @@
 //! What clients ask of objects that may lie on other nodes, on its way through the cluster.
 //!
 //! ```text
-//! exists, bring, copies, remove:   ask the homes: who has these? --> not all sure? ask all others --> go on with what is known
+//! exists, bring, copies:           ask the homes: who has these? --> not all sure? ask all others --> go on with what is known
 //! reserve:                         claim the names at their homes --> not all sure? ask all others --> reserve what is free
-//! remove, then:                    tell all to drop what was found --> answered by all: done
+//! remove:                          ask all: who has these? --> tell all to drop what was found --> answered by all: done
 //! copies, then:                    tell who shall have them to take them --> told as they arrive
 //! ```
 //!
@@ -83,6 +83,8 @@ pub(super) struct Quest {
     keys: Vec<BlockKey>,
     /// Per key.
     found: Vec<Spot>,
+    /// Other values of these names, of which all are to be removed: places in `keys`.
+    more: Vec<(usize, Head)>,
     permits: Vec<Permit>,
     /// Where each key was claimed.
     claimed_at: Vec<Option<NodeId>>,
@@ -116,8 +118,9 @@ impl Engine {
             let event = ObjectEvent::Removed { ticket, removed, missing: Vec::new() };
             return self.tell(client, LocalEvent::Objects(event));
         }
-        let (removed, missing) = (vec![false; keys.len()], Vec::new());
-        self.begin_quest(Goal::Remove { client, ticket, removed, missing }, keys, Stage::Homes);
+        let (removed, missing) = (vec![false; keys.len()], self.cluster.missing());
+        // A name may have two values that have not met, and a home may not know all who have them.
+        self.begin_quest(Goal::Remove { client, ticket, removed, missing }, keys, Stage::All);
     }
 
     /// Sees to it that so many nodes have each of these.
@@ -162,6 +165,7 @@ impl Engine {
             stage,
             keys,
             found: vec![Spot::default(); count],
+            more: Vec::new(),
             permits: vec![Permit::Free; count],
             claimed_at: vec![None; count],
             awaited: BTreeMap::new(),
@@ -172,9 +176,8 @@ impl Engine {
         }
         let number = self.number();
         for (at, key) in quest.keys.iter().enumerate() {
-            let here = if matches!(quest.goal, Goal::Remove { .. }) { self.own_head(key) } else { None };
-            if here.is_some() {
-                quest.found[at].head = here;
+            if stage == Stage::All {
+                quest.found[at] = self.spot(key);
                 continue;
             }
             match self.cluster.home(key) {
@@ -189,6 +192,10 @@ impl Engine {
                     quest.awaited.entry(home).or_default().push(Some(at));
                 }
             }
+        }
+        if stage == Stage::All {
+            let all: Vec<Option<usize>> = (0..count).map(Some).collect();
+            quest.awaited = self.cluster.others().into_iter().map(|node| (node, all.clone())).collect();
         }
         for (node, places) in &quest.awaited {
             let (ticket, keys) = (number, quest.keys_at(places));
@@ -244,8 +251,12 @@ impl Engine {
     fn begin_removal(&mut self, number: u64, quest: &mut Quest) {
         quest.stage = Stage::Removal;
         quest.until = self.now + ANSWER_WITHIN;
+        let missing = self.cluster.missing();
+        if let Goal::Remove { missing: known, .. } = &mut quest.goal {
+            known.extend(missing);
+        }
         let heads = (0..).zip(&quest.found).filter_map(|(at, spot)| Some((at, spot.head?)));
-        let heads: Vec<(usize, Head)> = heads.collect();
+        let heads: Vec<(usize, Head)> = heads.chain(std::mem::take(&mut quest.more)).collect();
         if heads.is_empty() {
             return;
         }
@@ -335,7 +346,6 @@ impl Engine {
                 self.tell(client, LocalEvent::Objects(ObjectEvent::Reserved { ticket, blocks }));
             }
             Goal::Remove { client, ticket, removed, mut missing } => {
-                missing.extend(self.cluster.missing());
                 missing.sort_unstable();
                 missing.dedup();
                 self.tell(client, LocalEvent::Objects(ObjectEvent::Removed { ticket, removed, missing }));
@@ -401,11 +411,13 @@ impl Engine {
     pub(super) fn quest_spots(&mut self, number: u64, node: &NodeId, spots: Vec<Spot>) {
         let Some(mut quest) = self.take_quest(number, node, &[Stage::Homes, Stage::All]) else { return };
         let places = quest.awaited.remove(node).unwrap_or_default();
+        let removes = matches!(quest.goal, Goal::Remove { .. });
         for (at, spot) in places.into_iter().flatten().zip(spots) {
             let known = &mut quest.found[at];
             match (known.head, spot.head) {
                 (Some(mine), Some(its)) if mine.value == its.value => known.holders.extend(spot.holders),
                 (None, _) => *known = spot,
+                (Some(_), Some(other)) if removes && !quest.more.contains(&(at, other)) => quest.more.push((at, other)),
                 _ => {}
             }
         }
@@ -543,15 +555,13 @@ impl Quest {
     /// Somebody will not answer.
     fn lose(&mut self, node: &NodeId) {
         let places = self.awaited.remove(node).unwrap_or_default();
-        match self.stage {
+        if let Goal::Remove { missing, .. } = &mut self.goal {
+            // It may have what it has not said, or not been told.
+            missing.push(node.clone());
+        }
+        if self.stage == Stage::Claims {
             // All others are asked instead.
-            Stage::Claims => places.into_iter().flatten().for_each(|at| self.permits[at] = Permit::Unsure),
-            Stage::Removal => {
-                if let Goal::Remove { missing, .. } = &mut self.goal {
-                    missing.push(node.clone());
-                }
-            }
-            Stage::Homes | Stage::All | Stage::Copies => {}
+            places.into_iter().flatten().for_each(|at| self.permits[at] = Permit::Unsure);
         }
     }
 }

@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 
 use crate::types::BlockKey;
@@ -80,8 +80,9 @@ pub struct Hints {
     stamps: u64,
     /// Who claims, and how often.
     claims: FxHashMap<BlockKey, (Member, u32)>,
-    removed: FxHashMap<BlockKey, BlockKey>,
-    removals: VecDeque<BlockKey>,
+    /// By key and value: a name that was removed twice may come back with either.
+    removed: FxHashSet<(BlockKey, BlockKey)>,
+    removals: VecDeque<(BlockKey, BlockKey)>,
     /// Some were forgotten: what is not here may be somewhere. It costs a question to all
     /// for each name that is not known.
     forgot: bool,
@@ -96,7 +97,7 @@ impl Hints {
             order: VecDeque::new(),
             stamps: 0,
             claims: FxHashMap::default(),
-            removed: FxHashMap::default(),
+            removed: FxHashSet::default(),
             removals: VecDeque::new(),
             forgot: false,
         }
@@ -237,8 +238,8 @@ impl Hints {
         if self.hints.get(&key).is_some_and(|hint| hint.value == value) {
             self.hints.remove(&key);
         }
-        if self.removed.insert(key, value).is_none() {
-            self.removals.push_back(key);
+        if self.removed.insert((key, value)) {
+            self.removals.push_back((key, value));
         }
         if self.removals.len() > REMEMBERED
             && let Some(oldest) = self.removals.pop_front()
@@ -249,7 +250,7 @@ impl Hints {
 
     /// True if that very object was removed.
     pub fn was_removed(&self, key: &BlockKey, value: &BlockKey) -> bool {
-        self.removed.get(key) == Some(value)
+        self.removed.contains(&(*key, *value))
     }
 
     /// Forgets the names that are others' now.
@@ -401,6 +402,11 @@ mod tests {
         assert_eq!(hints.here(2, head(1, 0), all), Heard::Well, "put anew");
         hints.remove(key(1), head(1, 1).value);
         assert!(hints.holders(&key(1), all).is_some(), "that was another one");
+        hints.remove(key(1), head(1, 0).value);
+        for value in 0..2 {
+            let gone = Heard::Drop(head(1, value).value, vec![2]);
+            assert_eq!(hints.here(2, head(1, value), all), gone, "both stay removed");
+        }
         for name in 0..2 * REMEMBERED as u64 {
             hints.remove(key(name), key(0));
         }

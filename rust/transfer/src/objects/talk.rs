@@ -90,7 +90,8 @@ pub enum Talk {
         ticket: Ticket,
         removed: Vec<bool>,
     },
-    /// From a home: these are to go there. They were removed while nobody could say so, or another value of the name stays.
+    /// From a home: these are to go there. They were removed by one who could perhaps not say so, or another value of the
+    /// name stays.
     Drop {
         objects: Vec<(BlockKey, BlockKey)>,
     },
