@@ -66,6 +66,9 @@ pub(super) struct Telling {
     pub anew: Option<u64>,
 }
 
+/// Removals that a holder is to be told of: when, whom, and which names and values.
+type Passed = (Nanos, NodeId, Vec<(BlockKey, BlockKey)>);
+
 /// The engine's books about other nodes' objects.
 #[derive(Debug)]
 pub(super) struct Cluster {
@@ -82,7 +85,7 @@ pub(super) struct Cluster {
     news: Vec<(Head, bool)>,
     pub tellings: BTreeMap<NodeId, Telling>,
     /// When a holder is told of removals, of which another node should have told it.
-    removals: VecDeque<(Nanos, NodeId, Vec<(BlockKey, BlockKey)>)>,
+    removals: VecDeque<Passed>,
     /// The number with which all are to tell anew, since the last view; not before then again.
     pub anew: Option<u64>,
     pub anew_after: Nanos,
