@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from pyengine import _native
-from pyengine._native import View
+from pyengine._native import BugError, View
 from pyengine.config import check_ssd, parse_size
 from pyengine.secret import claim_ssd, read_secret
 from pyengine.transfer import _in_host_memory
@@ -196,14 +196,14 @@ class Pool:
 
         Copies are cache like the first one: each goes when its node needs the room.
         """
-        return self._native.replicate(keys, copies)
+        return self._native.replicate(keys, _copies(copies))
 
     # -- many: one message each way --------------------------------------------------------------------------------
 
     def batch_put(self, keys: Sequence[Key], values: Sequence[Any], copies: int = 1) -> list[bool]:
         """As `put`, for each. If some cannot be stored the others are, and the error of the first is raised: the same
         call may then be made again, as what is there is not stored twice."""
-        return self._native.put(keys, [_in_host_memory(value) for value in values], copies)
+        return self._native.put(keys, [_in_host_memory(value) for value in values], _copies(copies))
 
     def batch_get(self, keys: Sequence[Key]) -> list[View | None]:
         """As `get`, for each."""
@@ -426,6 +426,12 @@ _PAGE = 1024
 def _me() -> str:
     """This process, as a keeper of objects."""
     return f"process {os.getpid()}"
+
+
+def _copies(copies: int) -> int:
+    if not 0 <= copies < 1 << 32:
+        raise BugError(f"{copies} copies: give a number of nodes")
+    return copies
 
 
 def _keys(secret_file: str | Path | None) -> tuple[bytes, bytes]:

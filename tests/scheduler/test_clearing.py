@@ -5,9 +5,7 @@ Method: scripted events into the pure conductor; then the service with real daem
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from pyengine import _native
 from pyengine.scheduler import cli
 from pyengine.scheduler.clearing import MAX_CLEARINGS, PATIENCE
-from pyengine.scheduler.conductor import Conductor
 from pyengine.scheduler.events import (
     Action,
     Cleared,
@@ -31,9 +28,9 @@ from pyengine.scheduler.messages import Clear, ClearedNode, ClearOutcome
 from pyengine.scheduler.service import Service
 from pyengine.scheduler.types import Node, Role, tenant_number
 
+from .conftest import KEY
 from .world import SPEC, World, worker
 
-KEY = bytes(range(32))
 #: Seconds: far longer than any of this takes.
 GENEROUS = 60.0
 
@@ -116,18 +113,6 @@ def test_what_makes_no_sense_is_refused() -> None:
     # A conductor that knows nobody says so.
     nobody = World()
     assert outcomes(clear(nobody, tenant=1)) == [ClearOutcome(number=1, nodes=(), away=())]
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    tmp_path.chmod(0o700)
-    service = Service(Conductor(), f"ipc://{tmp_path}/conductor", "127.0.0.1:0", KEY)
-    thread = threading.Thread(target=service.run)
-    thread.start()
-    yield service
-    service.stop()
-    thread.join(GENEROUS)
-    service.close()
 
 
 def blocks(daemon: _native.Daemon) -> int:

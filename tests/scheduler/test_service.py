@@ -41,9 +41,9 @@ from pyengine.scheduler.messages import (
 from pyengine.scheduler.service import Service
 from pyengine.scheduler.types import Node, Plan, Role
 
+from .conftest import KEY
 from .world import BLOCK, NAMESPACE, SPEC, chain, worker
 
-KEY = bytes(range(32))
 #: Seconds: far longer than any of this takes.
 PATIENCE = 20.0
 
@@ -73,18 +73,6 @@ class Peer:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    tmp_path.chmod(0o700)
-    service = Service(Conductor(), f"ipc://{tmp_path}/conductor", "127.0.0.1:0", KEY)
-    thread = threading.Thread(target=service.run)
-    thread.start()
-    yield service
-    service.stop()
-    thread.join(PATIENCE)
-    service.close()
 
 
 @pytest.fixture

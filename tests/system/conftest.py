@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import httpx2
 import pytest
 
 from bench.server import START_TIMEOUT, Server
+
+from .. import waiting
 
 #: The VM of `make test-rdma` emulates its processors: all takes so many times longer there.
 SLOWNESS = 10 if "PYENGINE_TEST_RDMA" in os.environ else 1
@@ -27,12 +29,7 @@ needs_rdma = pytest.mark.skipif(
 )
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Polls counters that travel with heartbeats; there is no event to wait for in another process."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.05)
+until = partial(waiting.until, patience=PATIENCE)
 
 
 @pytest.fixture(scope="session")

@@ -217,6 +217,11 @@ def test_bad_input_says_what_to_do(pool: Pool) -> None:
         pool.put("name", "text")
     with pytest.raises(BugError, match="not contiguous"):
         pool.put("name", np.zeros((4, 4))[:, 1])
+    for copies in (-1, 1 << 40):
+        with pytest.raises(BugError, match=f"{copies} copies"):
+            pool.replicate(["a"], copies)
+        with pytest.raises(BugError, match=f"{copies} copies"):
+            pool.put("copied", b"value", copies=copies)
     with pytest.raises(BugError, match="2 keys and 1 values"):
         pool.batch_put(["a", "b"], [b""])
     assert not pool.exists("name") and not pool.exists("a")

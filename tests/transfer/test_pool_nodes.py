@@ -8,7 +8,7 @@ a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from bench.server import free_port
 from pyengine import Pool
 from pyengine._native import Daemon, GiveUpError, ReportEndpoint, RetryError, derive_key
 
+from ..waiting import until
 from .daemons import KEY, PATIENCE, SECRET, Transferd
 
 DRAM = 64 << 20
@@ -82,11 +83,7 @@ def content(view: Any) -> bytes | None:
     return None if view is None else bytes(view)
 
 
-def wait(until: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not until():
-        assert time.monotonic() < end, "it does not come"
-        time.sleep(0.01)
+wait = partial(until, what="what the nodes tell each other", patience=PATIENCE)
 
 
 @pytest.fixture

@@ -386,8 +386,19 @@ fn it_ends<K: Kind>(kind: K) {
 }
 
 macro_rules! suites {
-    ($($kind:ident: $type:ty => [$($expectation:ident),* $(,)?];)*) => {
-        $(mod $kind {
+    ($($kind:ident: $type:ty => $expectations:tt;)*) => { $(suite! { $kind, $type, $expectations })* };
+}
+
+macro_rules! suite {
+    ($kind:ident, $type:ty, all) => {
+        suite! { $kind, $type, [
+            what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
+            a_key_is_written_once, an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives,
+            too_large_is_full, it_ends,
+        ] }
+    };
+    ($kind:ident, $type:ty, [$($expectation:ident),* $(,)?]) => {
+        mod $kind {
             use super::*;
             $(#[test] fn $expectation() {
                 match <$type>::refusal() {
@@ -395,50 +406,18 @@ macro_rules! suites {
                     Some(why) => eprintln!("skipped: {why}"),
                 }
             })*
-        })*
+        }
     };
 }
 
 suites! {
-    memory: Memory => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
+    memory: Memory => all;
     null: Nothing => [what_is_written_is_read, what_is_not_there_is_missing, too_large_is_full, it_ends];
-    log: Ssds<1, 0> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
-    log_with_threads: Ssds<1, 3> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
-    two_logs: Ssds<2, 2> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
-    disk_by_threads: OnDisk<false> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
-    disk_by_ring: OnDisk<true> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
-    tmpfs_by_threads: OnTmpfs<false> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
-    tmpfs_by_ring: OnTmpfs<true> => [
-        what_is_written_is_read, what_is_written_verifies, what_is_not_there_is_missing, what_is_removed_is_gone,
-        a_key_is_written_once,
-        an_owner_is_cleared, it_makes_room, what_is_read_stays, it_gets_busy, it_survives, too_large_is_full, it_ends,
-    ];
+    log: Ssds<1, 0> => all;
+    log_with_threads: Ssds<1, 3> => all;
+    two_logs: Ssds<2, 2> => all;
+    disk_by_threads: OnDisk<false> => all;
+    disk_by_ring: OnDisk<true> => all;
+    tmpfs_by_threads: OnTmpfs<false> => all;
+    tmpfs_by_ring: OnTmpfs<true> => all;
 }
