@@ -52,6 +52,7 @@ class Worker:
     queued_requests: int = 0
     queued_tokens: int = 0
     running: int = 0
+    running_context: int = 0
     free_pages: int = 0
     cost: StepCost = field(default_factory=StepCost)
     counters: dict[str, float] = field(default_factory=dict)
@@ -86,6 +87,9 @@ class View:
     computed. running: sequences that decode or wait to. tbt: predicted gap between tokens with one sequence more.
     step_seconds, token_seconds, context_seconds: predicted cost of one prefill step, of one prompt token, of one
     token of its context. measured: whether predictions rest on samples. turn: plans made so far.
+    queued_requests, queued_tokens: waiting for prefill there, and their tokens still to compute. running_context:
+    tokens in the pages of what runs. sequence_seconds, history_seconds: predicted cost of a decoding sequence in a
+    step, and of a token of its context. error: of predictions of steps, relative.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -110,6 +114,13 @@ class View:
     context_seconds: F64
     measured: Bools
     turn: int
+    queued_requests: Ints
+    queued_tokens: Ints
+    running_context: Ints
+    max_sequences: Ints
+    sequence_seconds: F64
+    history_seconds: F64
+    error: F64
 
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
         """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
@@ -122,8 +133,29 @@ class View:
 class Group:
     """The workers of one (model, namespace): their columns, rewritten row by row."""
 
-    _INTS = ("node", "running", "free_pages", "pages", "pool_slots", "max_positions", "max_tokens_per_step")
-    _FLOATS = ("queue_seconds", "tbt", "step_seconds", "token_seconds", "context_seconds")
+    _INTS = (
+        "node",
+        "running",
+        "free_pages",
+        "pages",
+        "pool_slots",
+        "max_positions",
+        "max_tokens_per_step",
+        "queued_requests",
+        "queued_tokens",
+        "running_context",
+        "max_sequences",
+    )
+    _FLOATS = (
+        "queue_seconds",
+        "tbt",
+        "step_seconds",
+        "token_seconds",
+        "context_seconds",
+        "sequence_seconds",
+        "history_seconds",
+        "error",
+    )
     _BOOLS = ("both", "prefills", "decodes", "takes", "measured")
 
     def __init__(self, workers: Iterable[Worker], daemons: dict[str, Daemon]) -> None:
@@ -174,6 +206,13 @@ class Group:
             "decodes": info.role.decodes and not worker.stuck,
             "takes": daemon is not None and daemon.takes and daemon.node.incarnation == info.node.incarnation,
             "measured": cost.measured,
+            "queued_requests": worker.queued_requests + len(worker.assigned),
+            "queued_tokens": tokens,
+            "running_context": worker.running_context,
+            "max_sequences": info.max_sequences,
+            "sequence_seconds": sequence,
+            "history_seconds": history,
+            "error": cost.error,
         }
         for name, value in row.items():
             self._columns[name][self._row[info.worker]] = value
@@ -242,6 +281,7 @@ class Cluster:
         worker.progress = message.progress
         worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens
         worker.running, worker.free_pages = message.running, message.free_pages
+        worker.running_context = message.running_context
         worker.counters = dict(message.counters)
         for sample in message.samples:
             worker.cost.observe(sample)

@@ -47,6 +47,7 @@ from .messages import (
     ClusterState,
     GatewayAlive,
     GatewayHello,
+    PagesChanged,
     Planned,
     Rejected,
     Route,
@@ -54,6 +55,7 @@ from .messages import (
     WorkerAlive,
     WorkerHello,
     WorkerLeaving,
+    WorkerToConductor,
 )
 from .policies import Ask, find_admission, find_policy
 from .policies.base import ttft
@@ -205,10 +207,12 @@ class Conductor:
 
     # -- workers and time ------------------------------------------------------------------------------------------
 
-    def _on_worker(self, message: WorkerHello | WorkerAlive | WorkerLeaving, now: float) -> list[Action]:
+    def _on_worker(self, message: WorkerToConductor, now: float) -> list[Action]:
         match message:
             case WorkerHello():
                 changed = self.cluster.hello(message.info, now)
+            case PagesChanged():
+                return []
             case WorkerAlive():
                 changed = False
                 if self.cluster.heartbeat(message, now):
@@ -368,7 +372,19 @@ class Conductor:
                 load_by_node[row] = match.ssd[node] * view.block_bytes / self.links.rate(node, node)
         prefix = by_node[view.node]
         transfer = self._transfer_seconds(view, match, prefix, now)
-        ask = Ask(route.prompt_tokens, prefix, match.best, load_by_node[view.node], transfer, route.slo)
+        ask = Ask(
+            route.prompt_tokens,
+            prefix,
+            match.best,
+            load_by_node[view.node],
+            transfer,
+            route.slo,
+            device=np.zeros(len(view.workers), dtype=np.int64),
+            ssd=np.array([match.ssd.get(node, 0) for node in view.nodes], dtype=np.int64)[view.node],
+            output_tokens=float(route.max_tokens),
+            tenant=route.tenant,
+            priority=route.priority,
+        )
         choice = self.policy(view, ask, self._random)
         seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[choice.prefill])
         gap = float(view.tbt[choice.decode])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .messages import ConductorToGateway, GatewayToConductor, WorkerToConductor
+from .messages import ConductorToGateway, ConductorToWorker, GatewayToConductor, WorkerToConductor
 from .types import Medium, Node
 
 # -- events --------------------------------------------------------------------------------------------------------
@@ -136,6 +136,12 @@ class SendToGateway:
 
 
 @dataclass(frozen=True, slots=True)
+class SendToWorker:
+    worker: str
+    message: ConductorToWorker
+
+
+@dataclass(frozen=True, slots=True)
 class OrderDump:
     """The node's daemon is to send all its published blocks."""
 
@@ -183,4 +189,4 @@ class OrderClear:
     tenant: int | None
 
 
-Action: TypeAlias = SendToGateway | OrderDump | OrderReplicate | OrderClear | OrderMembers | TellMoved
+Action: TypeAlias = SendToGateway | SendToWorker | OrderDump | OrderReplicate | OrderClear | OrderMembers | TellMoved

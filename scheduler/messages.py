@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from .types import FinishReason, Namespace, Node, Plan, Rejection, SamplingParams, Slo, Source, WorkerInfo
+from .types import FinishReason, Namespace, Node, Plan, Rejection, Role, SamplingParams, Slo, Source, WorkerInfo
 
 PROTOCOL = 1
 
@@ -41,7 +41,11 @@ class GatewayAlive(Message, frozen=True):
 
 
 class Route(Message, frozen=True):
-    """Ask for a plan. keys: 16 bytes per full block of the prompt, no prompt. exclude: workers that just failed it."""
+    """Ask for a plan. keys: 16 bytes per full block of the prompt, no prompt. exclude: workers that just failed it.
+
+    priority: higher goes first; 0 is everybody's. waited: seconds since the client's request arrived, of what slo
+    counts.
+    """
 
     request: int
     attempt: int
@@ -53,6 +57,8 @@ class Route(Message, frozen=True):
     slo: Slo = Slo()
     tenant: str = ""
     exclude: tuple[str, ...] = ()
+    priority: int = 0
+    waited: float = 0.0
 
 
 class RouteEnded(Message, frozen=True):
@@ -148,7 +154,8 @@ class WorkerAlive(Message, frozen=True):
 
     progress: rounds of the worker's loop, which turns every second at least, also while all wait for KV from elsewhere;
     it stands still when the loop hangs.
-    queued_tokens: prompt tokens accepted and not computed yet. counters by Prometheus sample name.
+    queued_tokens: prompt tokens accepted and not computed yet; queue_seconds: until they are, as the worker predicts.
+    running_context: tokens in the pages of what runs. counters by Prometheus sample name.
     """
 
     worker: str
@@ -160,12 +167,34 @@ class WorkerAlive(Message, frozen=True):
     samples: tuple[StepSample, ...]
     counters: dict[str, float]
     loads: tuple[LoadSample, ...] = ()
+    queue_seconds: float = 0.0
+    running_context: int = 0
+
+
+class PagesChanged(Message, frozen=True):
+    """What the worker's device pages have, as packed changes (`changes.py`, tier device). first: all before is void.
+
+    Sent after every WorkerHello with `first` and all pages that have a key, and then whenever that changes.
+    """
+
+    worker: str
+    changes: bytes
+    first: bool = False
 
 
 class WorkerLeaving(Message, frozen=True):
     """A clean stop: finish nothing more, route nothing here."""
 
     worker: str
+
+
+# -- conductor -> worker -------------------------------------------------------------------------------------------
+
+
+class SetRole(Message, frozen=True):
+    """Take on this role: finish what was accepted, answer "wrong_role" to later work, and say WorkerHello anew."""
+
+    role: Role
 
 
 # -- gateway -> worker ---------------------------------------------------------------------------------------------
@@ -181,7 +210,7 @@ class Work(Message, frozen=True):
     tenant: for whom, in 64 bits; 0: nobody in particular.
     deadline: seconds from receipt after which the attempt is worthless; the grant is waited for at most as long.
     decode_incarnation: the decode worker's, part of the hand-off's tag.
-    sources, cached_blocks: as in Plan.
+    sources, cached_blocks: as in Plan. slo, waited, priority: as in Route.
     """
 
     request: int
@@ -199,6 +228,9 @@ class Work(Message, frozen=True):
     cached_blocks: int = 0
     tenant: int = 0
     deadline: float = 60.0
+    slo: Slo = Slo()
+    waited: float = 0.0
+    priority: int = 0
 
 
 class Abort(Message, frozen=True):
@@ -262,7 +294,8 @@ class WorkerPing(Message, frozen=True):
 
 
 GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear
-WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | WorkerLeaving
+WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
+ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
 ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome
 GatewayToWorker: TypeAlias = Work | Abort | GatewayPing

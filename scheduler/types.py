@@ -38,6 +38,10 @@ class Medium(enum.Enum):
     SSD = "ssd"
 
 
+#: Where a block may lie, as packed changes number it: a worker's pages, a node's DRAM, its SSD.
+TIERS = ("device", "dram", "ssd")
+
+
 class KvGroup(msgspec.Struct, frozen=True):
     """Layers whose KV has one shape. window: sliding-window length in tokens, None for full attention."""
 
@@ -184,10 +188,15 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Latency objectives in seconds; None: no objective."""
+    """What a client was promised, in seconds; None: nothing.
+
+    ttft: arrival to first token. tbt: gap between tokens. deadline: arrival to last token, after which the answer is
+    worthless and whoever works on it stops.
+    """
 
     ttft: float | None = None
     tbt: float | None = None
+    deadline: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ excluded) is already masked out of `view.prefills` and `view.decodes`; a policy 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +18,19 @@ from ..cost import F64
 from ..types import Slo
 
 
+def _nothing(prefill: int) -> F64:
+    return np.zeros(1)
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request against a view. Columns [W] over its workers.
 
     prefix: leading blocks of the prompt that the worker's node holds. best: leading blocks that somebody holds. Both
     leave at least one token to compute. load_seconds: to read from the node's SSD what of `prefix` its DRAM has not.
-    transfer_seconds: to fetch what `best` has beyond `prefix`.
+    transfer_seconds: to fetch what `best` has beyond `prefix`. device: leading blocks in the worker's own pages; ssd:
+    how many of `prefix` only the node's SSD has. output_tokens: predicted length of the answer. handoff_seconds: given
+    the row of the prefill worker, [W] to bring the prompt's KV from there to each worker. priority: higher goes first.
     """
 
     prompt_tokens: int
@@ -33,15 +39,25 @@ class Ask:
     load_seconds: F64
     transfer_seconds: F64
     slo: Slo
+    device: Ints
+    ssd: Ints
+    output_tokens: float
+    handoff_seconds: Callable[[int], F64] = _nothing
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Rows of the view. fetch: the prefill node is to fetch the blocks it lacks from whoever holds them."""
+    """Rows of the view. fetch: the prefill node is to fetch the blocks it lacks from whoever holds them.
+
+    terms: columns [W] that led to the choice, by name, for `conductor explain`.
+    """
 
     prefill: int
     decode: int
     fetch: bool = True
+    terms: Mapping[str, F64] = field(default_factory=dict)
 
 
 class Policy(Protocol):

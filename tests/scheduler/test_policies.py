@@ -66,9 +66,16 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         context_seconds=floats(0, 1e-5),
         measured=np.ones(count, dtype=bool),
         turn=draw(st.integers(0, 20)),
+        queued_requests=ints(0, 9),
+        queued_tokens=ints(0, 9999),
+        running_context=ints(0, 9999),
+        max_sequences=np.full(count, 32),
+        sequence_seconds=floats(0, 0.1),
+        history_seconds=floats(0, 1e-5),
+        error=floats(0, 1),
     )
     tokens = blocks * BLOCK + draw(st.integers(1, BLOCK))
-    return view, Ask(tokens, prefix, best, floats(0, 3), floats(0, 3), Slo())
+    return view, Ask(tokens, prefix, best, floats(0, 3), floats(0, 3), Slo(), ints(0, blocks), ints(0, blocks), 16.0)
 
 
 def algorithm_1(view: View, ask: Ask, threshold: float) -> list[float]:
