@@ -7,7 +7,7 @@
 HELD sequences hold nothing: the worker is asking pools for their KV. Pages are taken at admission, in `plan`.
 Everything here is pure bookkeeping: no clock, no device, no socket. `remove` ends a sequence in any state.
 
-The loop around it: `step = plan()`; copy `step.loads` into their pages and report `loaded`; run `step.slices` through
+The loop around it: `step = plan(now)`; copy `step.loads` into their pages and report `loaded`; run `step.slices` through
 the backend; `finish(step, tokens)` says what became of each.
 """
 
@@ -297,8 +297,11 @@ class Batcher:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Step:
-        """Decodes first, then chunks in arrival order, then newly admitted sequences, under the token budget."""
+    def plan(self, now: float) -> Step:
+        """Decodes first, then chunks in arrival order, then newly admitted sequences, under the token budget.
+
+        now: seconds on the caller's clock, the one that arrivals and deadlines are on.
+        """
         step = Step([], [], [])
         budget = self.max_tokens
         running = self._by_arrival(State.RUNNING)

@@ -44,7 +44,7 @@ class Route(Message, frozen=True):
     """Ask for a plan. keys: 16 bytes per full block of the prompt, no prompt. exclude: workers that just failed it.
 
     priority: higher goes first; 0 is everybody's. waited: seconds since the client's request arrived, of what slo
-    counts.
+    counts. admitted: an earlier attempt was planned, so this one is not refused for its objectives.
     """
 
     request: int
@@ -59,13 +59,23 @@ class Route(Message, frozen=True):
     exclude: tuple[str, ...] = ()
     priority: int = 0
     waited: float = 0.0
+    admitted: bool = False
 
 
 class RouteEnded(Message, frozen=True):
-    """The attempt is over (done, failed or aborted): its load is to be forgotten."""
+    """The attempt is over (done, failed or aborted): its load is to be forgotten.
+
+    ttft: seconds from the client's request to the attempt's first token; tbt: mean of the longest tenth of the gaps
+    between its tokens; negative: there were none. generated: tokens of this attempt. finished: the answer is whole; else
+    it would have been longer.
+    """
 
     request: int
     attempt: int
+    ttft: float = -1.0
+    generated: int = 0
+    tbt: float = -1.0
+    finished: bool = False
 
 
 class Clear(Message, frozen=True):

@@ -217,7 +217,7 @@ class Worker:
             self._end(self.mover.handed_off.popleft())
         self._report_failures()
         self._end_late()
-        step = self.batcher.plan()
+        step = self.batcher.plan(time.monotonic())
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
             self.mover.resume(sequence_id)
