@@ -445,3 +445,33 @@ def test_what_can_never_fit_is_refused_with_a_sentence() -> None:
         b.add(sequence(2, [1]))
     with pytest.raises(ValueError, match="earlier attempts"):
         b.add(sequence(3, [1], max_tokens=2, generated_before=2))
+
+
+def test_of_a_run_of_equal_decode_steps_one_is_observed() -> None:
+    b = batcher(pages=20)
+    for number in (1, 2):
+        b.add(sequence(number, [number] * 6, max_tokens=20, ignore_eos=True))
+        b.ready((number, 0), 0)
+    device = Device(b)
+    works = []
+    for _ in range(12):
+        step = b.plan(0.0)
+        works.append(b.work(step))
+        b.observe(works[-1], 0.25)
+        b.finish(step, device.execute(step))
+    # 8 tokens of the two prompts, then the other 4 beside the first one's decoding, then both decode.
+    assert works[0] == (8, 21 + 3, 0, 0)
+    assert works[1] == (4, 3 + 4 + 5 + 6, 1, 7)
+    assert works[2] == (0, 0, 2, 8 + 7)
+    assert works[-1] == (0, 0, 2, 17 + 16)
+    assert b.cost.samples == 3
+    assert b.running_context == 17 + 16
+    assert b.queued_tokens == b.queue_seconds == 0
+
+
+def test_the_queue_takes_as_long_as_its_steps_and_tokens() -> None:
+    b = batcher(pages=20)
+    b.add(sequence(1, [1] * 20))
+    b.add(sequence(2, [2] * 6))
+    step, token, context, _, _ = b.cost.fit().coefficients
+    assert b.queue_seconds == pytest.approx(4 * step + 26 * token + (210 + 21) * context)
