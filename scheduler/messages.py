@@ -90,6 +90,13 @@ class Clear(Message, frozen=True):
     tenant: int | None = None
 
 
+class OrderRole(Message, frozen=True):
+    """Have this worker take on a role. Whoever has said a GatewayHello may ask. A worker that is away does not hear."""
+
+    worker: str
+    role: Role
+
+
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
@@ -321,7 +328,7 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
