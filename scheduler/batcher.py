@@ -353,6 +353,11 @@ class Batcher:
 
     # -- many steps at once ----------------------------------------------------------------------------------------
 
+    @property
+    def runs(self) -> list[Sequence]:
+        """The RUNNING sequences, by arrival."""
+        return self._running
+
     def run_length(self) -> int:
         """How many further steps do nothing but compute one token of each RUNNING sequence, if nobody comes or goes:
         none takes a page, fills a block, ends a sequence, admits or preempts one, or is observed.
