@@ -31,6 +31,7 @@ from .events import (
     OrderReplicate,
     Replicated,
     SendToGateway,
+    SendToWorker,
     TellMoved,
     Tick,
     WorkerLost,
@@ -45,11 +46,13 @@ from .messages import (
     Explained,
     GatewayAlive,
     GatewayHello,
+    OrderRole,
     PagesChanged,
     Planned,
     Rejected,
     Route,
     RouteEnded,
+    SetRole,
     WorkerAlive,
     WorkerHello,
     WorkerLeaving,
@@ -160,6 +163,10 @@ class Conductor:
             case Explain():
                 found = self.router.decisions.find(message.request)
                 return [SendToGateway(name, Explained(number=message.number, explanation=found))]
+            case OrderRole():
+                worker = self.cluster.workers.get(message.worker)
+                away = worker is None or not worker.alive
+                return [] if away else [SendToWorker(message.worker, SetRole(role=message.role))]
 
     def _forget_gateway(self, name: str) -> None:
         self._gateways.pop(name, None)

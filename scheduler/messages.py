@@ -98,6 +98,13 @@ class Explain(Message, frozen=True):
     request: int | None = None
 
 
+class OrderRole(Message, frozen=True):
+    """Have this worker take on a role. Whoever has said a GatewayHello may ask. A worker that is away does not hear."""
+
+    worker: str
+    role: Role
+
+
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
@@ -325,6 +332,7 @@ class Failed(Message, frozen=True):
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
     "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
+    "late": the client's deadline has passed or cannot be met any more; to try again would be as late.
     """
 
     request: int
@@ -341,7 +349,7 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | Explain
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | Explain | OrderRole
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
