@@ -32,6 +32,7 @@ from .events import (
     GatewayLost,
     OrderClear,
     OrderDump,
+    OrderForget,
     OrderMembers,
     OrderReplicate,
     Replicated,
@@ -45,6 +46,7 @@ from .links import bind
 from .messages import (
     Clear,
     Codec,
+    Explain,
     GatewayAlive,
     GatewayHello,
     Message,
@@ -182,7 +184,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded() | Clear() | OrderRole():
+            case GatewayAlive() | Route() | RouteEnded() | Clear() | Explain() | OrderRole():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
@@ -214,6 +216,8 @@ class Service:
                 case OrderClear(node, order, namespace, tenant):
                     logger.info("asking %s to clear %s", node, _whose(namespace, tenant))
                     self._reports.order_clear(node, order, namespace, tenant)
+                case OrderForget(node, keys):
+                    self._reports.order_forget(node, keys)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
