@@ -19,6 +19,7 @@ from ..events import (
     FromGateway,
     FromWorker,
     OrderDump,
+    OrderForget,
     OrderReplicate,
     Replicated,
     SendToGateway,
@@ -224,6 +225,8 @@ class Simulation:
                     self.loop.after(self.delay, self.workers[worker].set_role, role)
                 case OrderReplicate():
                     self.loop.after(self.delay, self._replicate, action)
+                case OrderForget(node, keys):
+                    self.loop.after(self.delay, self.nodes[node].forget, keys)
                 case OrderDump(node):
                     self.loop.after(self.delay, self._dump, node)
                 case _:
