@@ -89,7 +89,8 @@ class View:
     token of its context. measured: whether predictions rest on samples. turn: plans made so far.
     queued_requests, queued_tokens: waiting for prefill there, and their tokens still to compute. running_context:
     tokens in the pages of what runs. sequence_seconds, history_seconds: predicted cost of a decoding sequence in a
-    step, and of a token of its context. error: of predictions of steps, relative.
+    step, and of a token of its context; base_seconds: of a step, whatever it computes. error: of predictions of steps,
+    relative.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -120,6 +121,7 @@ class View:
     max_sequences: Ints
     sequence_seconds: F64
     history_seconds: F64
+    base_seconds: F64
     error: F64
 
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
@@ -154,6 +156,7 @@ class Group:
         "context_seconds",
         "sequence_seconds",
         "history_seconds",
+        "base_seconds",
         "error",
     )
     _BOOLS = ("both", "prefills", "decodes", "takes", "measured")
@@ -177,6 +180,7 @@ class Group:
         """Rewrites the worker's row."""
         info, cost = worker.info, worker.cost
         step, token, context, sequence, history = cost.coefficients
+        base = step
         assigned = worker.assigned.values()
         tokens = worker.queued_tokens + sum(plan.prompt_tokens for plan in assigned)
         running = worker.running + worker.queued_requests + sum(plan.sequences for plan in assigned)
@@ -212,6 +216,7 @@ class Group:
             "max_sequences": info.max_sequences,
             "sequence_seconds": sequence,
             "history_seconds": history,
+            "base_seconds": base,
             "error": cost.error,
         }
         for name, value in row.items():

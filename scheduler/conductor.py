@@ -57,6 +57,7 @@ from .messages import (
     WorkerLeaving,
     WorkerToConductor,
 )
+from .outlook import Outlook
 from .policies import Ask, find_admission, find_policy
 from .policies.base import ttft
 from .prefix_index import Match, PrefixIndex, Run
@@ -97,18 +98,25 @@ class _Route:
 
 
 class Conductor:
-    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw.
+    """See the module. policy, admission: names; unknown ones raise UnknownName. roles: "auto": workers are told to take
+    on the role that is short. seed: of what policies draw.
 
     first_order: number of the first order to a daemon. One that outlives a conductor still answers its orders, and
     such an answer is not to be taken for one to this conductor's: so it is higher than any that was given before.
     """
 
     def __init__(
-        self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0, first_order: int = 1
+        self,
+        *,
+        policy: str = "kvcache-centric",
+        admission: str = "none",
+        roles: str = "fixed",
+        seed: int = 0,
+        first_order: int = 1,
     ) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
-        self.admission = find_admission(admission)
+        self.outlook = Outlook(find_admission(admission), roles)
         self.cluster = Cluster()
         self.index = PrefixIndex()
         self.feed = Feed(self.index)
@@ -134,9 +142,10 @@ class Conductor:
             case FromWorker():
                 return self._on_worker(event.message, now)
             case WorkerLost(worker):
+                self.outlook.lost(worker)
                 return self._state(now) if self.cluster.lost(worker) else []
             case GatewayLost(gateway):
-                self._forget_gateway(gateway)
+                self._forget_gateway(gateway, now)
                 return []
             case Tick():
                 return self._tick(now)
@@ -150,7 +159,7 @@ class Conductor:
         if isinstance(message, GatewayHello):
             known = self._gateways.get(name)
             if known is not None and known.incarnation != message.incarnation:
-                self._forget_gateway(name)
+                self._forget_gateway(name, now)
             self._gateways[name] = _Gateway(message.incarnation, now)
             return [SendToGateway(name, self._cluster_state())]
         gateway = self._gateways.get(name)
@@ -163,22 +172,23 @@ class Conductor:
             case RouteEnded():
                 route = self._routes.get((name, message.request))
                 if route is not None and route.attempt == message.attempt:
-                    self._end(name, message.request)
+                    self._end(name, message.request, now, message)
                 return []
             case Route():
                 return self._on_route(name, message, now)
             case Clear():
                 return self.clearings.begin(name, message, self.cluster.daemons, now)
 
-    def _forget_gateway(self, name: str) -> None:
+    def _forget_gateway(self, name: str, now: float) -> None:
         self._gateways.pop(name, None)
         self.clearings.forget(name)
         for gateway, request in [key for key in self._routes if key[0] == name]:
-            self._end(gateway, request)
+            self._end(gateway, request, now)
 
-    def _end(self, gateway: str, request: int) -> None:
+    def _end(self, gateway: str, request: int, now: float, message: RouteEnded | None = None) -> None:
         route = self._routes.pop((gateway, request), None)
         if route is not None:
+            self.outlook.ended((gateway, request), message, now)
             for worker in (route.prefill, route.decode):
                 self.cluster.unassign(worker, (gateway, request))
 
@@ -194,6 +204,7 @@ class Conductor:
         """Of the whole cluster, by Prometheus sample name: what workers and daemons report, and the conductor's own."""
         counters = self.cluster.counters()
         counters[f'pyengine_conductor_plans_total{{policy="{self.policy_name}"}}'] = self._plans
+        counters.update(self.outlook.counters())
         counters["pyengine_conductor_replicated_blocks_total"] = self._replicated
         counters["pyengine_conductor_moved_blocks_total"] = self._moved
         for kind, count in sorted(self._rejections.items()):
@@ -217,7 +228,9 @@ class Conductor:
                 changed = False
                 if self.cluster.heartbeat(message, now):
                     self._observe_loads(message)
+                    self.outlook.heartbeat(message, self.cluster.workers[message.worker])
             case WorkerLeaving():
+                self.outlook.lost(message.worker)
                 changed = self.cluster.lost(message.worker)
         return self._state(now) if changed else []
 
@@ -229,10 +242,12 @@ class Conductor:
 
     def _tick(self, now: float) -> list[Action]:
         lost = [name for name in self.cluster.silent(now) if self.cluster.lost(name)]
+        for name in lost:
+            self.outlook.lost(name)
         silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
         for name in silent:
-            self._forget_gateway(name)
-        actions = self.clearings.tick(now)
+            self._forget_gateway(name, now)
+        actions = [*self.clearings.tick(now), *self.outlook.tick(self.cluster, now)]
         if self._members_changed is not None and now - self._members_changed >= MEMBERS_AFTER:
             self._members_changed = None
             actions += self._members()
@@ -348,7 +363,7 @@ class Conductor:
         if known is not None:
             if route.attempt < known.attempt:
                 return []
-            self._end(gateway, route.request)
+            self._end(gateway, route.request, now)
         try:
             return self._plan(gateway, route, now)
         except Refused as refused:
@@ -385,16 +400,16 @@ class Conductor:
             route.slo,
             device=np.zeros(len(view.workers), dtype=np.int64),
             ssd=np.array([match.ssd.get(node, 0) for node in view.nodes], dtype=np.int64)[view.node],
-            output_tokens=float(route.max_tokens),
+            output_tokens=self.outlook.length(route),
             tenant=route.tenant,
             priority=route.priority,
         )
         choice = self.policy(view, ask, self._random)
         seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[choice.prefill])
         gap = float(view.tbt[choice.decode])
-        refusal = self.admission(view, ask, choice, seconds, gap)
-        if refusal is not None:
-            raise Refused("slo", refusal.reason, refusal.retry_after)
+        judgement = self.outlook.judge(route, view, ask, choice, seconds, gap, now)
+        if judgement.refusal is not None:
+            raise Refused(judgement.refusal.kind, judgement.refusal.reason, judgement.refusal.retry_after)
 
         prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
         here, node = int(prefix[choice.prefill]), prefill.node.node
@@ -417,6 +432,7 @@ class Conductor:
         )
         tokens = route.prompt_tokens - cached * view.block_tokens
         self._account(gateway, plan, tokens, view.block_bytes, now)
+        self.outlook.planned((gateway, plan.request), plan.attempt, judgement, now)
         return [SendToGateway(gateway, Planned(plan=plan)), *self._replicate(view, keys[: match.best], now)]
 
     def _transfer_seconds(self, view: View, match: Match, prefix: Ints, now: float) -> F64:
@@ -467,7 +483,7 @@ class Conductor:
         self._routes[key] = _Route(plan.attempt, plan.prefill.worker, plan.decode.worker)
         self._plans += 1
         while len(self._routes) > MAX_ROUTES:
-            self._end(*next(iter(self._routes)))
+            self._end(*next(iter(self._routes)), now)
 
     def _replicate(self, view: View, keys: list[bytes], now: float) -> list[Action]:
         # Whatever the policy: what is hot is moved when its node drains.
@@ -482,6 +498,7 @@ class Conductor:
         """Raises AssertionError if a part contradicts itself or the others."""
         self.cluster.check()
         self.index.check()
+        self.outlook.check()
         for name, worker in self.cluster.workers.items():
             for gateway, request in worker.assigned:
                 route = self._routes[gateway, request]

@@ -66,8 +66,8 @@ class RouteEnded(Message, frozen=True):
     """The attempt is over (done, failed or aborted): its load is to be forgotten.
 
     ttft: seconds from the client's request to the attempt's first token; tbt: mean of the longest tenth of the gaps
-    between its tokens; negative: there were none. generated: tokens of this attempt. finished: the answer is whole; else
-    it would have been longer.
+    between its tokens; negative: there were none. generated: tokens of this attempt. finished: the answer is whole;
+    else it would have been longer.
     """
 
     request: int

@@ -72,6 +72,7 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         max_sequences=np.full(count, 32),
         sequence_seconds=floats(0, 0.1),
         history_seconds=floats(0, 1e-5),
+        base_seconds=floats(0, 0.1),
         error=floats(0, 1),
     )
     tokens = blocks * BLOCK + draw(st.integers(1, BLOCK))
