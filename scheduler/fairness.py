@@ -5,9 +5,9 @@ with the time constant WINDOW. What was admitted in all is what the cluster can 
 
     sum over tenants of min(demand, x * weight) = sum of use
 
-A tenant is above its share if its use is above x * weight. That can only be while somebody is refused: otherwise demand
-is use, and x is as large as anybody's use. Who asks for more than its share by asking again and again gains nothing: of
-its demand no more counts than its share.
+A tenant is above its share if its use is above x * weight, and content if it is below. To be above can only be while
+somebody is refused: otherwise demand is use, and x is as large as anybody's use. Who asks for more than its share by
+asking again and again gains nothing: of its demand no more counts than its share.
 """
 
 from __future__ import annotations
@@ -101,6 +101,10 @@ class Shares:
     def above(self, tenant: str, now: float, level: float | None = None) -> bool:
         """Whether it has had more than its share."""
         return self.excess(tenant, now, level) > 1.0 + TOLERANCE
+
+    def content(self, tenant: str, now: float, level: float | None = None) -> bool:
+        """Whether it asks for less than its share: then it goes before those that would take more if they could."""
+        return self.excess(tenant, now, level) < 1.0 - TOLERANCE
 
     def wait(self, tenant: str, now: float) -> float:
         """Seconds until its use has faded to its fair share, if it asks for nothing meanwhile."""

@@ -4,7 +4,8 @@
          `joins`                                          `done` of `length`
 
 Nobody tells the conductor of single tokens, and of requests only when they end. Between, heartbeats correct: if fewer
-sequences run than should, those that were to join last are late; if more, the next ones were early. An answer that goes
+sequences run than should, those that were to join last are late (but who was once counted runs); if more, the next ones
+were early. An answer that goes
 on beyond its predicted length gets a new one, of those that long (`lengths.py`).
 
 Columns over requests, kept dense (who ends is replaced by the last), so a question is a few passes over arrays.
@@ -33,13 +34,13 @@ FIRST_ROWS = 256
 UNKNOWN_GAP = 0.05
 
 _FLOATS = ("joins", "done", "length", "leaves", "tbt", "prefill_seconds")
-_INTS = ("prefill", "decode", "prompt", "most", "table", "priority", "tenant")
+_INTS = ("prefill", "decode", "prompt", "most", "table", "priority", "tenant", "seen")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One planned request. joins: when its prefill should end. most: max_tokens. table: of its length. tbt: promised
-    gap, infinite if none. prefill_seconds: predicted to compute its prompt.
+    """One planned request. joins: when its prefill should end. most: max_tokens. table, length: of its answer. tbt:
+    promised gap, infinite if none. prefill_seconds: predicted to compute its prompt.
     """
 
     prefill: str
@@ -48,6 +49,7 @@ class Entry:
     prompt: int
     most: int
     table: int
+    length: float
     tbt: float
     prefill_seconds: float
     priority: int = 0
@@ -92,13 +94,11 @@ class Forecast:
         if len(self._keys) >= MAX_ENTRIES:
             self.unforeseen += 1
             return
-        self._settle(now)
         row = len(self._keys)
         if row == len(self._columns["joins"]):
             self._columns = {name: np.concatenate([c, np.zeros_like(c)]) for name, c in self._columns.items()}
         self._keys.append(key)
         self._row[key] = row
-        length = self._lengths.expected_one(entry.table, entry.most)
         decode = self._number(entry.decode)
         values: dict[str, float] = {
             "prefill": self._number(entry.prefill),
@@ -112,8 +112,9 @@ class Forecast:
             "priority": entry.priority,
             "tenant": self._tenants.number(entry.tenant),
             "done": 0.0,
-            "length": length,
-            "leaves": max(entry.joins, now) + length * float(self._gap[decode]),
+            "seen": 0,
+            "length": entry.length,
+            "leaves": max(entry.joins, now) + entry.length * float(self._gap[decode]),
         }
         for name, value in values.items():
             self._columns[name][row] = value
@@ -239,17 +240,16 @@ class Forecast:
     def _reconcile(self, number: int, running: int, now: float) -> None:
         rows = np.flatnonzero(self._of("decode") == number)
         self._strangers[number] = max(running - len(rows), 0)
-        rows = rows[np.argsort(self._of("joins")[rows], kind="stable")]
-        joins = self._of("joins")
+        joins, seen = self._of("joins"), self._of("seen")
+        # Who was among those that ran before is first, then who should have joined first.
+        rows = rows[np.lexsort((joins[rows], 1 - seen[rows]))]
         there = int((joins[rows] <= now).sum())
-        if running < there:
-            late = rows[running:there]
-            # One that has given tokens for a second does run; what the heartbeat has not counted has just ended.
-            late = late[joins[late] > now - 2 * HEARTBEAT_EVERY]
-            joins[late] = now + HEARTBEAT_EVERY
-            self._of("done")[late] = 0.0
-        elif running > there:
-            joins[rows[there:running]] = now
+        late = rows[running:there]
+        late = late[seen[late] == 0]
+        joins[late] = now + HEARTBEAT_EVERY
+        self._of("done")[late] = 0.0
+        joins[rows[there:running]] = now
+        seen[rows[:running]] = 1
 
     def _relength(self, now: float) -> None:
         done = self._of("done")

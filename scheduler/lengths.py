@@ -33,8 +33,11 @@ SHRINK = 8.0
 FORGETTING = 0.999
 #: Tables at most; the one unused for longest goes. One is 5 KiB.
 MAX_TABLES = 1024
-#: A table is made anew when its parent has learnt so many more answers.
+#: A table is made anew when it has learnt this share of new answers, or its parent STALE more.
+NEWS = 1 / 32
 STALE = 16
+#: Values of max_tokens for which a table remembers what it said.
+MAX_SAID = 64
 #: Bins (EDGES[k], EDGES[k+1]]: single tokens first, then a quarter of an octave, up to beyond any context.
 EDGES: Ints = np.unique(np.concatenate([[0], np.round(2.0 ** (np.arange(88) / 4))]).astype(np.int64))
 BINS = len(EDGES) - 1
@@ -42,7 +45,9 @@ BINS = len(EDGES) - 1
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """Answers that ended in each bin, and that were cut there [BINS]. row: in the predictor's matrices."""
+    """Answers that ended in each bin, and that were cut there [BINS]. row: in the predictor's matrices, made of so many
+    own answers and of its parent's. said: lengths that follow, by max_tokens.
+    """
 
     row: int
     parent: _Table | None
@@ -50,6 +55,7 @@ class _Table:
     cut: F64 = field(default_factory=lambda: np.zeros(BINS))
     learnt: int = 0
     made_of: tuple[int, int] = (-1, -1)
+    said: dict[int, float] = field(default_factory=dict)
 
     def counts(self) -> tuple[F64, F64]:
         """Own counts with the parent's share."""
@@ -76,11 +82,19 @@ class LengthPredictor:
         self._off = self._signed = self._total = 0.0
         self._refresh(self._all)
 
-    def row(self, tenant: str, prompt_tokens: int, max_tokens: int) -> int:
-        """The table for such a request, as a number for `expected`. Others may take it over when it is long unused."""
+    def first(self, tenant: str, prompt_tokens: int, max_tokens: int) -> tuple[int, float]:
+        """The table for such a request, as a number for `expected`, and the length of its answer as predicted at first.
+
+        Others may take the number over when the table is long unused.
+        """
         table = self._table(tenant, prompt_tokens, max_tokens)
         self._refresh(table)
-        return table.row
+        length = table.said.get(max_tokens)
+        if length is None:
+            if len(table.said) >= MAX_SAID:
+                table.said.clear()
+            length = table.said[max_tokens] = self.expected_one(table.row, max_tokens)
+        return table.row, length
 
     def expected(self, rows: Ints, generated: F64, max_tokens: Ints) -> F64:
         """[N] whole lengths of answers of which so many tokens are there."""
@@ -155,12 +169,13 @@ class LengthPredictor:
         return table
 
     def _refresh(self, table: _Table) -> None:
-        """Makes the table's rows of counts, if these have changed enough."""
+        """Makes the table's rows of its counts, if these have changed enough."""
         above = table.parent.learnt if table.parent is not None else 0
         own, theirs = table.made_of
-        if own == table.learnt and above - theirs < STALE:
+        if table.learnt - own <= own * NEWS and above - theirs < STALE and own >= 0:
             return
         table.made_of = (table.learnt, above)
+        table.said.clear()
         ended, cut = table.counts()
         at_risk = np.cumsum((ended + cut)[::-1])[::-1] - cut / 2
         hazard = np.divide(ended, at_risk, out=np.zeros(BINS), where=at_risk > 0)

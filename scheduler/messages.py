@@ -303,7 +303,8 @@ class Failed(Message, frozen=True):
     """This attempt is over at this worker. kind tells the gateway what to do:
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
-    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
+    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "late": its deadline has
+    passed or must be missed, the client gets 504. "bug": the client gets 500.
     """
 
     request: int

@@ -71,8 +71,7 @@ class Outlook:
 
     def length(self, route: Route) -> float:
         """Tokens that the answer is expected to have."""
-        row = self.lengths.row(route.tenant, route.prompt_tokens, route.max_tokens)
-        return self.lengths.expected_one(row, route.max_tokens)
+        return self.lengths.first(route.tenant, route.prompt_tokens, route.max_tokens)[1]
 
     def judge(
         self, route: Route, view: View, ask: Ask, choice: Choice, ttft: float, tbt: float, now: float
@@ -98,13 +97,15 @@ class Outlook:
             if self._roles == "auto" and (planner := self._planner(route.model)) is not None:
                 planner.ask(work.prefill, work.decode, now)
         promised = ask.slo.tbt
+        table, length = self.lengths.first(route.tenant, route.prompt_tokens, route.max_tokens)
         entry = Entry(
             prefill=view.workers[prefill].worker,
             decode=view.workers[decode].worker,
             joins=now + ttft,
             prompt=route.prompt_tokens,
             most=route.max_tokens,
-            table=self.lengths.row(route.tenant, route.prompt_tokens, route.max_tokens),
+            table=table,
+            length=length,
             # What is missed from the beginning on binds nobody else.
             tbt=math.inf if promised is None or tbt > promised else promised,
             prefill_seconds=work.prefill,

@@ -10,17 +10,20 @@ the highest load is as low as it can be, that load is
 with b' = BOTH_WORTH * b. The last term: what a worker of role both has prefilled it decodes itself, so the decode
 workers get no more than what the prefill workers have computed.
 
-A switch is made only if L after it is below (1 - margin) * L before it. The same L judges the reverse, hence
+A goal is so many workers of one role taking on another. Towards the best of them one worker is switched if L at the
+goal is below (1 - margin) * L here; then all is judged anew. The same L judges the way back, hence
 
 Why it does not oscillate. Let P and D be constant and the estimates within a factor 1 +- e of them. L grows with both,
-so each estimate of L is within that factor too. A switch from A to B then means
+so each estimate of L is within that factor too. That the goal G is chosen at A then means
 
-    (1 - e) L(B)  <=  L^(B)  <  (1 - m) L^(A)  <=  (1 - m)(1 + e) L(A)
+    (1 - e) L(G)  <=  L^(G)  <  (1 - m) L^(A)  <=  (1 - m)(1 + e) L(A)
 
-and if m > 2e / (1 + e), L(B) < L(A): every switch lowers the true L. L is a function of (p, d, b) alone, so no state
-comes back, and as there are finitely many, switching ends. `margin` is taken as the larger of MARGIN and that bound,
-with e from what the estimates vary by, so the argument holds for bursty load too: then nothing is switched until more
-is known. Two standard errors are meant by e; beyond these, the dwell time limits what chance can do.
+and if m > 2e / (1 + e), L(G) < L(A). Along the way from A to G each term of L is a constant over a linear function of
+the workers that have switched, so L is convex there, and lower after the first of them: every switch lowers the true L.
+L is a function of (p, d, b) alone, so no state comes back, and as there are finitely many, switching ends. `margin` is
+the larger of MARGIN and that bound, with e from what the estimates vary by, so the argument holds for bursty load too:
+then nothing is switched until more is known. By e two standard errors are meant; beyond these, the dwell time limits
+what chance can do.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from .types import Role
 
 #: Seconds over which load is smoothed: many requests, and short beside the tides of a day.
 WINDOW = 120.0
-#: A switch must lower the highest load by this share of it at least: it costs the worker's cache of pages, and a drain.
+#: A goal must lower the highest load by this share of it at least: each switch costs a worker's pages, and a drain.
 MARGIN = 0.15
 #: Below this load nobody gains by a switch.
 ENOUGH = 0.3
@@ -138,7 +141,7 @@ class Planner:
         self.decode.add(decode, now)
 
     def decide(self, members: Iterable[Member], now: float) -> Switch | None:
-        """The one switch that helps most, if any does enough. It is taken as ordered."""
+        """The first switch towards the goal that helps most, if any does enough. It is taken as ordered."""
         workers = sorted(members, key=lambda member: (member.busy, member.name))
         if self._waits(workers, now):
             return None
@@ -151,17 +154,19 @@ class Planner:
             return None
         margin = max(MARGIN, 2 * error / (1 + error))
         best, most = None, (1.0 - margin) * load
-        for member in workers:
-            for role in Role:
-                after = dict(count)
-                after[member.role] -= 1
-                after[role] += 1
-                if member.fixed or role is member.role or not after[member.role]:
-                    continue
-                then = highest_load(prefill, decode, (after[Role.PREFILL], after[Role.DECODE], after[Role.BOTH]))
-                if then < most:
-                    why = f"highest load {load:.2f} with {_say(count)}, {then:.2f} with {_say(after)}"
-                    best, most = Switch(member.name, role, why), then
+        for source in Role:
+            free = [member for member in workers if member.role is source and not member.fixed]
+            for moved in range(1, min(len(free), count[source] - 1) + 1):
+                for role in Role:
+                    if role is source:
+                        continue
+                    goal = dict(count)
+                    goal[source] -= moved
+                    goal[role] += moved
+                    then = highest_load(prefill, decode, (goal[Role.PREFILL], goal[Role.DECODE], goal[Role.BOTH]))
+                    if then < most:
+                        why = f"highest load {load:.2f} with {_say(count)}, {then:.2f} with {_say(goal)}"
+                        best, most = Switch(free[0].name, role, why), then
         if best is not None:
             self._order = (best.worker, best.role, now)
             self._switched = now

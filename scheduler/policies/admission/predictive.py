@@ -1,7 +1,7 @@
 """Ours: each request is judged by the batch it will be in, each answer has its own predicted length.
 
 Time to first token: as the policy predicts it, without prompts that this one may overtake: those of lower priority, and
-those of tenants that have had more than their fair share of late, if this one's has not. Waiting for room in the decode
+those of tenants that have had all of their fair share of late, if this one's has not. Waiting for room in the decode
 worker's pages counts: a prefill does not begin before.
 
 Gap between tokens: the batch of the chosen decode worker from when this prompt is computed until this answer ends. It
@@ -68,9 +68,9 @@ def _overtaken(case: Case) -> float:
         return 0.0
     behind = priorities < case.ask.priority
     level = case.shares.level(case.now)
-    if np.isfinite(level) and not case.shares.above(case.ask.tenant, case.now, level):
-        heavy = {name: case.shares.above(name, case.now, level) for name in dict.fromkeys(tenants)}
-        behind |= (priorities == case.ask.priority) & np.array([heavy[name] for name in tenants])
+    if np.isfinite(level) and case.shares.content(case.ask.tenant, case.now, level):
+        others = {name: case.shares.content(name, case.now, level) for name in dict.fromkeys(tenants)}
+        behind |= (priorities == case.ask.priority) & np.array([not others[name] for name in tenants])
     # Some of it may have been computed meanwhile: what is queued in all is known better.
     return min(float(seconds[behind].sum()), float(case.view.queue_seconds[case.choice.prefill]))
 
