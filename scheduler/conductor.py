@@ -36,6 +36,7 @@ from .events import (
     OrderReplicate,
     Replicated,
     SendToGateway,
+    SendToWorker,
     TellMoved,
     Tick,
     WorkerLost,
@@ -47,11 +48,13 @@ from .messages import (
     ClusterState,
     GatewayAlive,
     GatewayHello,
+    OrderRole,
     PagesChanged,
     Planned,
     Rejected,
     Route,
     RouteEnded,
+    SetRole,
     WorkerAlive,
     WorkerHello,
     WorkerLeaving,
@@ -178,6 +181,10 @@ class Conductor:
                 return self._on_route(name, message, now)
             case Clear():
                 return self.clearings.begin(name, message, self.cluster.daemons, now)
+            case OrderRole():
+                worker = self.cluster.workers.get(message.worker)
+                away = worker is None or not worker.alive
+                return [] if away else [SendToWorker(message.worker, SetRole(role=message.role))]
 
     def _forget_gateway(self, name: str, now: float) -> None:
         self._gateways.pop(name, None)

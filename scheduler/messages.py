@@ -90,6 +90,13 @@ class Clear(Message, frozen=True):
     tenant: int | None = None
 
 
+class OrderRole(Message, frozen=True):
+    """Have this worker take on a role. Whoever has said a GatewayHello may ask. A worker that is away does not hear."""
+
+    worker: str
+    role: Role
+
+
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
@@ -303,8 +310,8 @@ class Failed(Message, frozen=True):
     """This attempt is over at this worker. kind tells the gateway what to do:
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
-    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "late": its deadline has
-    passed or must be missed, the client gets 504. "bug": the client gets 500.
+    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
+    "late": the client's deadline has passed or cannot be met any more, and to try again would be as late: 504.
     """
 
     request: int
@@ -321,7 +328,7 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
