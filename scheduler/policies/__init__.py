@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from .admission import ADMISSIONS, Admission
 from .base import Ask, Choice, Policy
@@ -46,7 +46,8 @@ def find_policy(name: str) -> Policy:
 def find_admission(name: str) -> Admission:
     """An admission by name. Raises UnknownName."""
     if name in ADMISSIONS:
-        return ADMISSIONS[name]
+        made: Admission = EntryPoint(name, ADMISSIONS[name], GROUP).load()()
+        return made
     raise UnknownName(_unknown("admission", name, ADMISSIONS))
 
 

@@ -72,8 +72,8 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         max_sequences=np.full(count, 32),
         sequence_seconds=floats(0, 0.1),
         history_seconds=floats(0, 1e-5),
-        error=floats(0, 1),
         base_seconds=floats(0, 0.1),
+        error=floats(0, 1),
         correction=np.ones(count),
         inlines=np.zeros(count, dtype=bool),
     )
