@@ -446,8 +446,7 @@ class Batcher:
 
     def _place(self, sequence: Sequence) -> Place:
         if sequence.handed_off:
-            # Its first token is with the client: the second is due.
-            latest = sequence.arrived
+            latest = -math.inf
         elif sequence.ttft < math.inf:
             have = max(sequence.computed, sequence.available)
             seconds = self._prompt_seconds(have, len(sequence.tokens)) if self.cost.measured else 0.0

@@ -64,6 +64,16 @@ def test_prompts_are_computed_by_slack_and_not_as_they_came() -> None:
     assert completions(b, Device(b), 0.0) == [2, 3, 1, 0, 4]
 
 
+def test_an_answer_that_has_begun_elsewhere_goes_on_before_any_prompt_is_begun() -> None:
+    b = measured(batcher(pages=100, max_sequences=1))
+    waiting(b, 0, 8, ttft=0.1)
+    b.add(sequence(1, [1] * 8, handed_off=True, ignore_eos=True))
+    b.first_token((1, 0), 2)
+    b.ready((1, 0), 8)
+    (load,) = b.plan(0.0).loads
+    assert load.id == (1, 0)
+
+
 def test_a_more_urgent_prompt_overtakes_one_that_is_half_computed() -> None:
     b = measured(batcher(pages=100))
     device = Device(b)
@@ -241,6 +251,11 @@ def test_two_prompts_share_what_room_there_is() -> None:
     assert first == 40
     assert 0 < second < 400
     assert EXACT.seconds(work) <= 0.2 * 1.0001
+
+
+def test_all_prompts_together_get_the_least_if_nothing_can_be_kept() -> None:
+    room = Room(EXACT, StepWork(0, 0, 4, 400), 0.001, 512)
+    assert [room.take(0, 20), room.take(0, 400), room.take(0, 400)] == [20, 12, 0]
 
 
 def test_the_batcher_asks_those_that_decode_in_the_step() -> None:
