@@ -21,6 +21,8 @@ from pyengine.scheduler.types import Slo
 
 from .worlds import BLOCK, cluster, model, request, simulated
 
+#: Disciplines of coupled workers.
+OTHERS = ["ours", "ours", "vllm", "vllm-pc", "vllm-cp"]
 FOLDER = Path(tempfile.mkdtemp(prefix="models-"))
 
 
