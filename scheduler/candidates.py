@@ -20,7 +20,7 @@ SPARE_SLOTS = 1
 class Refused(Exception):
     """The request gets no plan. reason: for the client; retry_after: seconds, None if waiting does not help.
 
-    kind: for counters: "absent", "too_large", "unknown_model", "slo".
+    kind: for counters: "absent", "too_large", "unknown_model", "slo", "policy" (it failed).
     """
 
     def __init__(self, kind: str, reason: str, retry_after: float | None) -> None:

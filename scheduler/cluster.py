@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .cost import F64, StepCost
 from .messages import DEAD_AFTER, HEARTBEAT_EVERY, WorkerAlive
+from .recent import Recent
 from .types import Node, Role, WorkerInfo
 
 Bools = npt.NDArray[np.bool_]
@@ -29,11 +30,12 @@ STUCK_AFTER = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """What a plan adds to its worker until heartbeats show it."""
+    """What a plan adds to its worker until heartbeats show it. context: tokens that will lie in its decode pages."""
 
     at: float
     prompt_tokens: int
     sequences: int
+    context: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +43,7 @@ class Worker:
     """One worker as last heard of.
 
     moved: when its progress last changed, or it had nothing to do. assigned: plans by (gateway, request) that its
-    heartbeats cannot show yet.
+    heartbeats cannot show yet. recent: what it was given in the last minutes.
     """
 
     info: WorkerInfo
@@ -57,6 +59,7 @@ class Worker:
     cost: StepCost = field(default_factory=StepCost)
     counters: dict[str, float] = field(default_factory=dict)
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
 
     @property
     def stuck(self) -> bool:
@@ -65,12 +68,13 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of."""
+    """One node's daemon as last heard of. blocks: published by it, once for each medium."""
 
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    blocks: int = 0
 
     @property
     def takes(self) -> bool:
@@ -89,7 +93,10 @@ class View:
     token of its context. measured: whether predictions rest on samples. turn: plans made so far.
     queued_requests, queued_tokens: waiting for prefill there, and their tokens still to compute. running_context:
     tokens in the pages of what runs. sequence_seconds, history_seconds: predicted cost of a decoding sequence in a
-    step, and of a token of its context. error: of predictions of steps, relative.
+    step, and of a token of its context. error: of predictions of steps, relative. inlines: decode workers that may take
+    this request whole, its prefill inside their batches. cached_blocks: that its node holds. recent_prompt,
+    recent_computed, recent_output: tokens of the prompts it was given in the last minutes, of these to compute, and of
+    the answers it was to decode, as predicted (`recent.py`).
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -121,6 +128,11 @@ class View:
     sequence_seconds: F64
     history_seconds: F64
     error: F64
+    inlines: Bools
+    cached_blocks: Ints
+    recent_prompt: Ints
+    recent_computed: Ints
+    recent_output: Ints
 
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
         """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
@@ -145,6 +157,10 @@ class Group:
         "queued_tokens",
         "running_context",
         "max_sequences",
+        "cached_blocks",
+        "recent_prompt",
+        "recent_computed",
+        "recent_output",
     )
     _FLOATS = (
         "queue_seconds",
@@ -156,7 +172,7 @@ class Group:
         "history_seconds",
         "error",
     )
-    _BOOLS = ("both", "prefills", "decodes", "takes", "measured")
+    _BOOLS = ("both", "prefills", "decodes", "takes", "measured", "inlines")
 
     def __init__(self, workers: Iterable[Worker], daemons: dict[str, Daemon]) -> None:
         self._workers = sorted(workers, key=lambda worker: worker.info.worker)
@@ -208,11 +224,15 @@ class Group:
             "measured": cost.measured,
             "queued_requests": worker.queued_requests + len(worker.assigned),
             "queued_tokens": tokens,
-            "running_context": worker.running_context,
+            "running_context": worker.running_context + sum(plan.context for plan in assigned),
             "max_sequences": info.max_sequences,
             "sequence_seconds": sequence,
             "history_seconds": history,
             "error": cost.error,
+            "cached_blocks": daemon.blocks if daemon is not None else 0,
+            "recent_prompt": worker.recent.prompt,
+            "recent_computed": worker.recent.computed,
+            "recent_output": worker.recent.output,
         }
         for name, value in row.items():
             self._columns[name][self._row[info.worker]] = value
@@ -262,6 +282,7 @@ class Cluster:
             if known.info.incarnation == info.incarnation:
                 worker.assigned, worker.running = known.assigned, known.running
                 worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
+                worker.recent = known.recent
         worker.free_pages = info.pages if not worker.running else 0
         self.workers[info.worker] = worker
         self.workers.move_to_end(info.worker)
@@ -288,6 +309,7 @@ class Cluster:
         # Work planned before the last heartbeat but one has reached the worker: its own counts show it now.
         shown = now - 2 * HEARTBEAT_EVERY
         worker.assigned = {key: plan for key, plan in worker.assigned.items() if plan.at > shown}
+        worker.recent.expire(now)
         self.touch(message.worker)
         return True
 
@@ -311,6 +333,12 @@ class Cluster:
         if worker is not None and worker.alive:
             worker.assigned[key] = plan
             self.touch(name)
+
+    def gave(self, name: str, now: float, prompt: int = 0, computed: int = 0, output: int = 0) -> None:
+        """A plan gives the worker a prompt, of which so much is to compute, or an answer to decode: for `Recent`."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.recent.add(now, prompt, computed, output)
 
     def unassign(self, name: str, key: tuple[str, int]) -> None:
         worker = self.workers.get(name)

@@ -57,7 +57,7 @@ from .messages import (
     WorkerLeaving,
     WorkerToConductor,
 )
-from .policies import Ask, find_admission, find_policy
+from .policies import Ask, PolicyFailed, decide, find_admission, find_policy
 from .policies.base import ttft
 from .prefix_index import Match, PrefixIndex, Run
 from .replication import Copy, Replicator
@@ -265,6 +265,7 @@ class Conductor:
                 self.feed.on_dump(report, now)
             case DaemonHeartbeat():
                 daemon.counters = dict(report.counters)
+                daemon.blocks = report.count
                 order = self.feed.on_heartbeat(report, now)
                 actions = self._drain(report, now)
             case Replicated():
@@ -389,7 +390,10 @@ class Conductor:
             tenant=route.tenant,
             priority=route.priority,
         )
-        choice = self.policy(view, ask, self._random)
+        try:
+            choice = decide(self.policy_name, self.policy, view, ask, self._random)
+        except PolicyFailed as failed:
+            raise Refused("policy", str(failed), None) from failed
         seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[choice.prefill])
         gap = float(view.tbt[choice.decode])
         refusal = self.admission(view, ask, choice, seconds, gap)
@@ -416,7 +420,7 @@ class Conductor:
             f" {cached - here} to fetch",
         )
         tokens = route.prompt_tokens - cached * view.block_tokens
-        self._account(gateway, plan, tokens, view.block_bytes, now)
+        self._account(gateway, plan, tokens, route.prompt_tokens, ask.output_tokens, view.block_bytes, now)
         return [SendToGateway(gateway, Planned(plan=plan)), *self._replicate(view, keys[: match.best], now)]
 
     def _transfer_seconds(self, view: View, match: Match, prefix: Ints, now: float) -> F64:
@@ -449,13 +453,17 @@ class Conductor:
             others += stand_ins
         return [*runs, *others, *self.index.runs(keys, first, {to, *(run.node for run in runs)})]
 
-    def _account(self, gateway: str, plan: Plan, tokens: int, block_bytes: int, now: float) -> None:
-        """Takes the plan's load into account until heartbeats show it, or it ends."""
+    def _account(
+        self, gateway: str, plan: Plan, tokens: int, prompt: int, output: float, block_bytes: int, now: float
+    ) -> None:
+        """Takes the plan's load into account until heartbeats show it, or it ends. tokens: to compute of its prompt."""
         key = (gateway, plan.request)
         alone = plan.prefill.worker == plan.decode.worker
-        self.cluster.assign(plan.prefill.worker, key, Assigned(now, tokens, int(alone)))
+        self.cluster.gave(plan.prefill.worker, now, prompt, tokens)
+        self.cluster.gave(plan.decode.worker, now, output=int(output))
+        self.cluster.assign(plan.prefill.worker, key, Assigned(now, tokens, int(alone), prompt if alone else 0))
         if not alone:
-            self.cluster.assign(plan.decode.worker, key, Assigned(now, 0, 1))
+            self.cluster.assign(plan.decode.worker, key, Assigned(now, 0, 1, prompt))
         at = 0
         for source in plan.sources:
             # Who only stands in for others, and the node's own SSD, send nothing.
