@@ -54,8 +54,8 @@ class LeastHarm:
     reuse: chance that a block which makes room would have been wanted again.
     """
 
-    worth: float = 300.0
-    doubt: float = 0.1
+    worth: float = 3000.0
+    doubt: float = 0.05
     reuse: float = 0.05
     replicates: ClassVar[bool] = True
 
@@ -129,6 +129,7 @@ class LeastHarm:
         """[W] that a predicted time exceeds the objective; nothing is promised without one."""
         if objective is None:
             return np.zeros(len(seconds))
-        scale = max(self.doubt * objective, 1e-9)
-        chance: F64 = 1.0 / (1.0 + np.exp(np.clip((objective - seconds) / scale, -50.0, 50.0)))
+        half = 0.5 / max(self.doubt * objective, 1e-9)
+        # The logistic curve as a tanh, which never overflows.
+        chance: F64 = 0.5 + 0.5 * np.tanh((seconds - objective) * half)
         return chance

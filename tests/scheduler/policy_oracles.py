@@ -36,6 +36,10 @@ def least(rows: Iterable[int], key: Callable[[int], Key]) -> list[int]:
     return [row for row, k in keys.items() if k[:-1] == lowest[:-1] and math.isclose(k[-1], lowest[-1], rel_tol=1e-9)]
 
 
+def cheapest(costs: dict[int, float]) -> list[int]:
+    return least(costs, lambda row: (costs[row],))
+
+
 def prefillers(view: View) -> list[int]:
     return [i for i in range(len(view.workers)) if view.prefills[i]]
 
@@ -217,7 +221,7 @@ def netkv(view: View, ask: Ask) -> Expected:
     return Expected(cache_aware(view, ask).prefill, paired(view, decode), lambda _: False)
 
 
-def least_harm(view: View, ask: Ask, worth: float = 300.0, doubt: float = 0.1, reuse: float = 0.05) -> Expected:
+def least_harm(view: View, ask: Ask, worth: float = 3000.0, doubt: float = 0.05, reuse: float = 0.05) -> Expected:
     """Seconds that it costs itself and others, worker by worker; then the best pair against the best single worker."""
 
     def chance(seconds: float, objective: float | None) -> float:
@@ -268,9 +272,14 @@ def least_harm(view: View, ask: Ask, worth: float = 300.0, doubt: float = 0.1, r
     apart = [i for i in prefillers(view) if not view.both[i]]
     starts = least(apart, lambda i: (prefill_part(i),)) if apart and decoders(view) else []
     pairs = {p: least(decoders(view), partial(ending_key, p)) for p in starts}
-    costs = {p: prefill_part(p) + ending(p, pairs[p][0]) for p in starts} | {i: whole(i) for i in alone}
-    chosen = least(costs, lambda i: (costs[i],))
-    return Expected(chosen, lambda p: pairs.get(p, [p]), lambda p: first(p)[2])
+    singles = {i: whole(i) for i in alone}
+    # Equal beginnings are drawn before their ends are known, so each is held against the single workers.
+    chosen = {
+        row
+        for p in starts or [-1]
+        for row in cheapest(singles | ({p: prefill_part(p) + ending(p, pairs[p][0])} if p >= 0 else {}))
+    }
+    return Expected(sorted(chosen), lambda p: pairs.get(p, [p]), lambda p: first(p)[2])
 
 
 ORACLES: dict[str, Oracle] = {
