@@ -26,6 +26,9 @@ PRIOR: F64 = np.array(UNMEASURED.coefficients)
 PRIOR_WEIGHT = 0.01
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
 FORGETTING = 0.99
+#: Of the prior, what each sample brings back.
+FRESH = (1 - FORGETTING) * PRIOR_WEIGHT
+EYE: F64 = np.eye(len(PRIOR))
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 
@@ -61,7 +64,7 @@ class StepCost:
         self.decode_context = 0.0
         self._fit: CostFit | None = None
         # Unknowns are coefficients in units of the prior: the prior is all ones and the matrix well conditioned.
-        self._matrix: F64 = PRIOR_WEIGHT * np.eye(len(PRIOR))
+        self._matrix: F64 = PRIOR_WEIGHT * EYE
         self._vector: F64 = PRIOR_WEIGHT * np.ones(len(PRIOR))
         self._coefficients: F64 = PRIOR
 
@@ -113,9 +116,8 @@ class StepCost:
         if work.decode_sequences:
             self.decode_context = work.decode_context / work.decode_sequences
         row = features * PRIOR / seconds
-        fresh = (1 - FORGETTING) * PRIOR_WEIGHT
-        self._matrix = FORGETTING * self._matrix + np.outer(row, row) + fresh * np.eye(len(PRIOR))
-        self._vector = FORGETTING * self._vector + row + fresh
+        self._matrix = FORGETTING * self._matrix + row[:, None] * row + FRESH * EYE
+        self._vector = FORGETTING * self._vector + row + FRESH
         self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR
 
 

@@ -25,7 +25,7 @@ COSTS = (0.01, 0.002, 2e-8, 0.003, 1e-6)
 
 def measured(b: Batcher) -> Batcher:
     """Its cost model is exact."""
-    b.cost = exact()
+    b.cost.__dict__.update(exact().__dict__)
     return b
 
 
@@ -160,14 +160,14 @@ def test_to_plan_with_a_thousand_waiting_looks_at_few() -> None:
     for number in range(1000):
         waiting(b, number, 8, ttft=1000.0)
     made = 0
-    place = b._place
+    place = b._urgency.place
 
     def counted(sequence: Any) -> Any:
         nonlocal made
         made += 1
         return place(sequence)
 
-    b._place = counted  # type: ignore[method-assign]
+    b._urgency.place = counted  # type: ignore[method-assign]
     device = Device(b)
     for _ in range(20):
         step = b.plan(0.0)
