@@ -13,7 +13,7 @@ DECODES = 2
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One step: each of `sequences` computes `count` tokens from position `start` on. length: what it comes to later."""
+    """One step: each of `sequences` computes `count` tokens from position `start` on, of `length` later."""
 
     sequences: int
     start: int

@@ -57,7 +57,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self.samples = 0
-        #: Mean relative error of predictions made just before each sample, running; 1 before the first.
+        #: Mean relative error of predictions made just before each sample, of the last ten or so; 1 before the second.
         self.error = 1.0
         #: Mean context of a computed prompt token, and of a decoding sequence, in the latest samples.
         self.prompt_context = 0.0
@@ -109,7 +109,8 @@ class StepCost:
         features = np.array([1.0, *work])
         seconds = max(seconds, SHORTEST)
         error = abs(float(features @ self._coefficients) - seconds) / seconds
-        self.error = error if not self.samples else 0.9 * self.error + 0.1 * error
+        if self.samples:  # before the first nothing was predicted, but guessed
+            self.error += (error - self.error) / min(self.samples, 10)
         self.samples += 1
         if work.prefill_tokens:
             self.prompt_context = work.prefill_context / work.prefill_tokens

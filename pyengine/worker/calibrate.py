@@ -28,12 +28,13 @@ def calibrate(
 ) -> None:
     """Measures a few steps and lets `cost` observe them. What fails is logged: the worker can do without.
 
-    Nobody may hold pages meanwhile. No step is begun that will probably not end in time; the very first one, which pays
-    for much that no later one does, is begun in any case and not measured.
+    Nobody may hold pages meanwhile. limit: seconds, after a first step that is not measured, as it pays for much that
+    no later one does (weights are read, buffers made); the first request would have paid. No step is begun that will
+    probably not end in time, as far as those before it tell.
     """
-    until = time.monotonic() + limit
     try:
         _compute(backend, Probe(1, 0, 1, 1))
+        until = time.monotonic() + limit
         worst = 0.0
         for probe in probes(max_tokens, max_sequences):
             if not _fits(backend, probe, pages):
