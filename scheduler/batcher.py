@@ -271,8 +271,8 @@ class Batcher:
         room = Room(self.cost, self.work(step), strictest, self.max_tokens)
         queue = self._queue
         prompts = queue.by_urgency(prompts, now)[::-1] if len(prompts) > 1 else prompts
-        # Tokens of those whose KV is on its way into pages: enough for a step ahead is enough.
-        ahead = sum(len(s.tokens) - s.computed for s in self._loading.values())
+        # Tokens to compute of those whose KV is on its way into pages: enough for a step ahead is enough.
+        ahead = sum(len(s.tokens) - s.available for s in self._loading.values())
         # A sequence that was just preempted shows that pages are short: admit nobody in the same step.
         admitting = not step.preempted
         while budget or (admitting and ahead < self.max_tokens):
@@ -287,7 +287,7 @@ class Batcher:
                     queue.short, admitting = True, False
                     continue
                 if sequence.state is State.LOADING:
-                    ahead += len(sequence.tokens) - sequence.computed
+                    ahead += len(sequence.tokens) - sequence.available
                     continue
             if budget:
                 count = room.take(sequence.computed, min(budget, len(sequence.tokens) - sequence.computed))

@@ -301,6 +301,19 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     assert order.index(9) < order.index(1)
 
 
+def test_pools_supply_ahead_of_a_full_step_but_for_one_step_only() -> None:
+    """What is on its way into pages while others compute is ready when they have done; more would only hold pages."""
+    b = batcher(pages=100, max_sequences=16)
+    waiting(b, 0, 40)
+    for number in range(1, 9):
+        b.add(sequence(number, [number % 3] * (3 * BLOCK + 3), ignore_eos=True))
+        b.ready((number, 0), 3 * BLOCK)
+    step = b.plan(0.0)
+    assert [(p.id[0], p.count) for p in step.slices] == [(0, 8)]
+    # 3 tokens each are left to compute, a step computes 8.
+    assert [load.id[0] for load in step.loads] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("end", ["remove", "preempt"])
 def test_who_waits_for_one_that_goes_computes_itself(end: str) -> None:
     b = batcher(pages=12, max_sequences=8)
