@@ -71,6 +71,8 @@ STALL = 3600.0
 REST = 2.0
 #: Tokens that clients allow an answer to have, unless it has more: traces do not say.
 LIMIT = 4096
+#: Of the model, unless the trace has more.
+POSITIONS = 131_072
 GATEWAY = "gateway"
 MODEL = "model"
 
@@ -114,6 +116,10 @@ class Simulation:
     # -- building --------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
+        longest = max(
+            (model.request.prompt_tokens + self.limit_of(model.request) for model in self.requests), default=0
+        )
+        positions = max(POSITIONS, longest + 1)
         for spec in self.spec.workers:
             time = StepTime.load(spec.model)
             for _ in range(spec.count):
@@ -130,7 +136,7 @@ class Simulation:
                     tokenizer="none",
                     namespace=self.namespace,
                     vocab_size=EOS + 1,
-                    max_positions=1 << 30,
+                    max_positions=positions,
                     pages=spec.pages * spec.stages,
                     pool_slots=node.dram,
                     max_tokens_per_step=spec.max_tokens_per_step,

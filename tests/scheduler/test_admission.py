@@ -27,7 +27,7 @@ from pyengine.scheduler.policies.kvcache_centric import KvCacheCentric
 from pyengine.scheduler.sim.policies.baseline import Baseline
 from pyengine.scheduler.types import Role, Slo
 
-from .test_policies import situations
+from .situations import situations
 from .world import BLOCK
 
 NOW = 50.0
@@ -217,6 +217,7 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
         "error": np.zeros(3),
         "correction": np.ones(3),
         "inlines": np.zeros(3, dtype=bool),
+        **dict.fromkeys(("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=int)),
         **dict.fromkeys(("queued_requests", "queued_tokens", "running_context"), np.zeros(3, dtype=np.int64)),
     }
     view = View(workers=infos, nodes=("n0", "n1", "n2"), block_tokens=16, block_bytes=1, turn=0, **(fields | columns))

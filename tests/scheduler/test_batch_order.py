@@ -25,7 +25,7 @@ COSTS = (0.01, 0.002, 2e-8, 0.003, 1e-6)
 
 def measured(b: Batcher) -> Batcher:
     """Its cost model is exact."""
-    b.cost = exact()
+    b.cost.__dict__.update(exact().__dict__)
     return b
 
 
@@ -160,14 +160,14 @@ def test_to_plan_with_a_thousand_waiting_looks_at_few() -> None:
     for number in range(1000):
         waiting(b, number, 8, ttft=1000.0)
     made = 0
-    place = b._place
+    place = b._urgency.place
 
     def counted(sequence: Any) -> Any:
         nonlocal made
         made += 1
         return place(sequence)
 
-    b._place = counted  # type: ignore[method-assign]
+    b._urgency.place = counted  # type: ignore[method-assign]
     device = Device(b)
     for _ in range(20):
         step = b.plan(0.0)
@@ -299,6 +299,19 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     # The one that shares nothing did not wait for those that wait.
     order = [id for id, _, _ in computed]
     assert order.index(9) < order.index(1)
+
+
+def test_pools_supply_ahead_of_a_full_step_but_for_one_step_only() -> None:
+    """What is on its way into pages while others compute is ready when they have done; more would only hold pages."""
+    b = batcher(pages=100, max_sequences=16)
+    waiting(b, 0, 40)
+    for number in range(1, 9):
+        b.add(sequence(number, [number % 3] * (3 * BLOCK + 3), ignore_eos=True))
+        b.ready((number, 0), 3 * BLOCK)
+    step = b.plan(0.0)
+    assert [(p.id[0], p.count) for p in step.slices] == [(0, 8)]
+    # 3 tokens each are left to compute, a step computes 8.
+    assert [load.id[0] for load in step.loads] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("end", ["remove", "preempt"])
