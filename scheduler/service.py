@@ -20,8 +20,7 @@ from .conductor import Conductor
 from .events import (
     Action,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     Cleared,
     DaemonGone,
     DaemonHeartbeat,
@@ -33,10 +32,12 @@ from .events import (
     GatewayLost,
     OrderClear,
     OrderDump,
+    OrderForget,
     OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
+    SendToWorker,
     TellMoved,
     Tick,
     WorkerLost,
@@ -45,9 +46,12 @@ from .links import bind
 from .messages import (
     Clear,
     Codec,
+    Explain,
     GatewayAlive,
     GatewayHello,
     Message,
+    OrderRole,
+    PagesChanged,
     ProtocolError,
     Route,
     RouteEnded,
@@ -56,7 +60,7 @@ from .messages import (
     WorkerHello,
     WorkerLeaving,
 )
-from .types import Medium, Node
+from .types import Node
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +176,7 @@ class Service:
             case WorkerLeaving():
                 self._workers.pop(message.worker, None)
                 self._on(FromWorker(message))
-            case WorkerAlive():
+            case WorkerAlive() | PagesChanged():
                 self._on(FromWorker(message))
             case GatewayHello():
                 # A gateway that dials in anew has another identity: the old one is forgotten.
@@ -180,7 +184,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded() | Clear():
+            case GatewayAlive() | Route() | RouteEnded() | Clear() | Explain() | OrderRole():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
@@ -196,6 +200,8 @@ class Service:
             match action:
                 case SendToGateway(gateway, message):
                     self._outgoing.setdefault(gateway, []).append(message)
+                case SendToWorker(worker, message):
+                    self._send_to_worker(worker, message)
                 case OrderDump(node):
                     logger.info("asking %s for all its blocks", node)
                     self._reports.order_dump(node)
@@ -210,9 +216,20 @@ class Service:
                 case OrderClear(node, order, namespace, tenant):
                     logger.info("asking %s to clear %s", node, _whose(namespace, tenant))
                     self._reports.order_clear(node, order, namespace, tenant)
+                case OrderForget(node, keys):
+                    self._reports.order_forget(node, keys)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
+
+    def _send_to_worker(self, worker: str, message: Message) -> None:
+        identity = self._workers.get(worker)
+        if identity is not None:
+            try:
+                self._router.send_multipart([identity, self._codec.encode([message])], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # If it is gone, `_probe` will say so; what it was to do is then nobody's.
+                logger.warning("worker %s could not be told: %s", worker, error.strerror)
 
     def _probe(self) -> None:
         """Notices links that are gone. A ROUTER hears of no disconnect, but refuses to send to a peer that has left."""
@@ -257,13 +274,10 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
     match report:
         case _native.DaemonHello():
             return DaemonHello(node, report.next_sequence)
-        case _native.BlockStored():
-            return BlockStored(node, report.sequence, report.key, report.parent, report.position, Medium(report.medium))
-        case _native.BlockRemoved():
-            return BlockRemoved(node, report.sequence, report.key, Medium(report.medium))
+        case _native.BlocksChanged():
+            return BlocksChanged(node, report.sequence, report.changes)
         case _native.BlockDump():
-            blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
-            return BlockDump(node, report.sequence, report.part, blocks, report.last)
+            return BlockDump(node, report.sequence, report.part, report.blocks, report.last)
         case _native.DaemonHeartbeat():
             return DaemonHeartbeat(
                 node, report.next_sequence, report.count, report.xor, report.counters, report.draining

@@ -183,7 +183,7 @@ def test_a_policy_that_fails_costs_one_request_and_is_counted(other_package: Pat
         assert (refusal.kind, refusal.retry_after) == ("policy", None)
         assert re.match(says, refusal.reason)
     assert world.conductor.counters()['pyengine_conductor_rejections_total{reason="policy"}'] == 2
-    world.conductor.policy = find_policy("kvcache-centric")
+    world.conductor.router.policy = find_policy("kvcache-centric")
     assert world.plan(chain(1)).prefill.worker == "b-prefill"
 
 

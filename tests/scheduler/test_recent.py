@@ -36,15 +36,15 @@ def test_the_view_shows_what_workers_were_given_and_what_their_nodes_hold() -> N
     world.on(world.pools["n1"].heartbeat())
     world.plan(keys, max_tokens=16)
     info = world.workers["p"]
-    view = world.conductor.cluster.view("model", info.namespace.digest(), 0)
+    view = world.conductor.cluster.view("model", info.namespace.digest(), 0, world.now)
     assert view is not None
     prompt = 3 * 16 + 5
     assert view.cached_blocks.tolist() == [0, 2]
     assert view.recent_prompt.tolist() == [0, prompt]
     assert view.recent_computed.tolist() == [0, prompt - 32]
     assert view.recent_output.tolist() == [16, 0]
-    assert view.running_context.tolist() == [prompt, 0]
+    assert view.running_context.tolist() == [prompt + 1, 0]
     world.wait(WINDOW + 2.0)
-    view = world.conductor.cluster.view("model", info.namespace.digest(), 0)
+    view = world.conductor.cluster.view("model", info.namespace.digest(), 0, world.now)
     assert view is not None
     assert not (view.recent_prompt.any() or view.recent_output.any() or view.running_context.any())
