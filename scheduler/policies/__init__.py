@@ -74,7 +74,8 @@ def find_policy(text: str) -> Policy:
 def find_admission(name: str) -> Admission:
     """An admission by name. Raises UnknownName."""
     if name in ADMISSIONS:
-        return ADMISSIONS[name]
+        made: Admission = EntryPoint(name, ADMISSIONS[name], GROUP).load()()
+        return made
     raise unknown("admission", name, ADMISSIONS)
 
 

@@ -304,7 +304,7 @@ def test_admission_at_arrival_keeps_its_promise() -> None:
     assert late.retry_after is not None
     assert late.retry_after > 1
     assert "objective is 1 ms" in world.refusal([], 5, slo=Slo(tbt=0.001)).reason
-    assert 'pyengine_conductor_rejections_total{reason="slo"}' in world.conductor.counters()
+    assert 'pyengine_conductor_rejections_total{reason="slo_ttft"}' in world.conductor.counters()
 
 
 def test_stale_attempts_are_dropped_and_new_ones_replace_them() -> None:
