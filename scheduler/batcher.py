@@ -7,8 +7,8 @@
 HELD sequences hold nothing: the worker is asking pools for their KV. Pages are taken at admission, in `plan`.
 Everything here is pure bookkeeping: no clock, no device, no socket. `remove` ends a sequence in any state.
 
-The loop around it: `step = plan()`; copy `step.loads` into their pages and report `loaded`; run `step.slices` through
-the backend; `finish(step, tokens)` says what became of each.
+The loop around it: `step = plan(now)`; copy `step.loads` into their pages and report `loaded`; run `step.slices`
+through the backend; `observe` how long that took; `finish(step, tokens)` says what became of each.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .blocks import BlockPool
+from .cost import StepCost, StepWork
 from .types import FinishReason, SamplingParams, cacheable_blocks
 
 SequenceId: TypeAlias = tuple[int, int]
@@ -178,7 +179,10 @@ class Batcher:
         self.max_positions = max_positions
         self.eos = eos
         self.sequences: dict[SequenceId, Sequence] = {}
+        #: Of this worker's steps, as `observe` has seen them.
+        self.cost = StepCost()
         self._key_of = key_of
+        self._observed: tuple[int, int, int] | None = None
         self._in: dict[State, dict[SequenceId, Sequence]] = {state: {} for state in State}
         self._arrivals = 0
         # In order of admission: those that ran before come first, then by arrival.
@@ -194,6 +198,34 @@ class Batcher:
             for sequence in self.sequences.values()
             if sequence.state is not State.FINISHED and (sequence.started or not sequence.handed_off)
         )
+
+    @property
+    def queue_seconds(self) -> float:
+        """Predicted, until all prompts accepted so far are computed beside what decodes now."""
+        tokens = self.queued_tokens
+        step, token, context, sequence, history = self.cost.fit().coefficients
+        decodes = [s for s in self._in[State.RUNNING].values() if s.computed >= s.prompt_tokens]
+        step += sequence * len(decodes) + history * sum(s.computed for s in decodes)
+        return -(-tokens // self.max_tokens) * step + tokens * token + self._queued_context() * context
+
+    def _queued_context(self) -> int:
+        """Summed context of the tokens that `queued_tokens` counts."""
+        return (
+            sum(
+                max(
+                    sequence.prompt_tokens * (sequence.prompt_tokens + 1) - sequence.computed * (sequence.computed + 1),
+                    0,
+                )
+                for sequence in self.sequences.values()
+                if sequence.state is not State.FINISHED and (sequence.started or not sequence.handed_off)
+            )
+            // 2
+        )
+
+    @property
+    def running_context(self) -> int:
+        """Tokens whose KV is in the pages of what runs."""
+        return sum(sequence.computed for sequence in self._in[State.RUNNING].values())
 
     @property
     def running(self) -> int:
@@ -297,8 +329,11 @@ class Batcher:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Step:
-        """Decodes first, then chunks in arrival order, then newly admitted sequences, under the token budget."""
+    def plan(self, now: float) -> Step:
+        """Decodes first, then chunks in arrival order, then newly admitted sequences, under the token budget.
+
+        now: seconds on the caller's clock, the one that arrivals and deadlines are on.
+        """
         step = Step([], [], [])
         budget = self.max_tokens
         running = self._by_arrival(State.RUNNING)
@@ -317,6 +352,35 @@ class Batcher:
             if budget and sequence.state is State.RUNNING:
                 budget -= self._slice(sequence, budget, step)
         return step
+
+    def work(self, step: Step) -> StepWork:
+        """What the step computes, as the cost model counts it; sequences removed since `plan` count no more.
+
+        A token decodes that is computed alone behind its prompt; of what was preempted, the answer is recomputed like a
+        prompt.
+        """
+        prefill = prefill_context = decode = decode_context = 0
+        for planned in step.slices:
+            sequence = self.sequences.get(planned.id)
+            if sequence is None:
+                continue
+            end = planned.start + planned.count
+            if planned.count == 1 and planned.start >= sequence.prompt_tokens:
+                decode += 1
+                decode_context += end
+            else:
+                prefill += planned.count
+                prefill_context += planned.count * planned.start + planned.count * (planned.count + 1) // 2
+        return StepWork(prefill, prefill_context, decode, decode_context)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step took so long. Of a run of steps that decode the same number of sequences the first counts: the others
+        would say the same again, and a thousand of them would drown what else was learnt.
+        """
+        alike = work[:3]
+        if alike != self._observed:
+            self._observed = alike
+            self.cost.observe(work, seconds)
 
     def finish(self, step: Step, tokens: list[int]) -> list[Outcome]:
         """The step was computed; `tokens` parallel to `step.slices`, -1 where none was sampled.

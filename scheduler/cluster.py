@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .cost import F64, StepCost
-from .messages import DEAD_AFTER, HEARTBEAT_EVERY, WorkerAlive
+from .cost import F64, UNMEASURED
+from .messages import DEAD_AFTER, HEARTBEAT_EVERY, CostFit, WorkerAlive
 from .types import Node, Role, WorkerInfo
 
 Bools = npt.NDArray[np.bool_]
@@ -54,7 +54,7 @@ class Worker:
     running: int = 0
     running_context: int = 0
     free_pages: int = 0
-    cost: StepCost = field(default_factory=StepCost)
+    cost: CostFit = UNMEASURED
     counters: dict[str, float] = field(default_factory=dict)
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
 
@@ -283,8 +283,9 @@ class Cluster:
         worker.running, worker.free_pages = message.running, message.free_pages
         worker.running_context = message.running_context
         worker.counters = dict(message.counters)
-        for sample in message.samples:
-            worker.cost.observe(sample)
+        if message.cost.measured or not worker.cost.measured:
+            # A worker that has just been restarted knows less of its speed than its last life did.
+            worker.cost = message.cost
         # Work planned before the last heartbeat but one has reached the worker: its own counts show it now.
         shown = now - 2 * HEARTBEAT_EVERY
         worker.assigned = {key: plan for key, plan in worker.assigned.items() if plan.at > shown}

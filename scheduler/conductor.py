@@ -354,7 +354,11 @@ class Conductor:
         except Refused as refused:
             self._rejections[refused.kind] = self._rejections.get(refused.kind, 0) + 1
             rejection = Rejection(
-                request=route.request, attempt=route.attempt, reason=refused.reason, retry_after=refused.retry_after
+                request=route.request,
+                attempt=route.attempt,
+                reason=refused.reason,
+                retry_after=refused.retry_after,
+                kind=refused.kind,
             )
             return [SendToGateway(gateway, Rejected(rejection=rejection))]
 

@@ -148,7 +148,10 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself when it dials the conductor. work: the ZeroMQ endpoint where gateways send work."""
+    """What a worker says of itself when it dials the conductor. work: the ZeroMQ endpoint where gateways send work.
+
+    pinned: it keeps its role, whatever the conductor would like.
+    """
 
     worker: str
     incarnation: int
@@ -164,6 +167,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pool_slots: int
     max_tokens_per_step: int
     max_sequences: int
+    pinned: bool = False
 
 
 class WorkerRef(msgspec.Struct, frozen=True):
@@ -218,12 +222,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was not planned. retry_after: predicted wait in seconds, None: never by waiting."""
+    """Why a request was not planned. retry_after: predicted wait in seconds, None: never by waiting.
+
+    kind: as the conductor counts it ("absent", "too_large"...); "slo_ttft", "slo_tbt", "slo_deadline" and "share" are
+    those of admission.
+    """
 
     request: int
     attempt: int
     reason: str
     retry_after: float | None = None
+    kind: str = ""
 
 
 def cacheable_blocks(prompt_tokens: int, block_tokens: int) -> int:

@@ -21,7 +21,7 @@ from pyengine.backend import Backend, Slice
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
-from pyengine.scheduler.messages import Abort, Failed, Message, Note, PrefillReport, StepSample, Tokens, Work
+from pyengine.scheduler.messages import Abort, CostFit, Failed, Message, Note, PrefillReport, Tokens, Work
 from pyengine.scheduler.types import KEY_BYTES, FinishReason, Role
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ REMEMBERED_ENDS = 4096
 RECOMPUTE_STEPS = 4
 #: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
 HOPELESS_STEPS = 3
-#: Step samples kept for the next heartbeat.
-SAMPLES = 256
 
 
 class WorkerBroken(RuntimeError):
@@ -48,6 +46,9 @@ class Load(NamedTuple):
     running: int
     waiting: int
     queued_tokens: int
+    queue_seconds: float
+    running_context: int
+    cost: CostFit
 
 
 class Worker:
@@ -94,10 +95,9 @@ class Worker:
         self.mover = KvMover(backend, self.batcher, spec, incarnation)
         self.recompute_limit = RECOMPUTE_STEPS * max_tokens
         self.work: dict[SequenceId, Work] = {}
-        self.samples: list[StepSample] = []
         self.progress = 0
         self.busy = False
-        self.load = Load(0, 0, 0)
+        self.load = self._load()
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
@@ -217,7 +217,7 @@ class Worker:
             self._end(self.mover.handed_off.popleft())
         self._report_failures()
         self._end_late()
-        step = self.batcher.plan()
+        step = self.batcher.plan(time.monotonic())
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
             self.mover.resume(sequence_id)
@@ -229,8 +229,19 @@ class Worker:
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
         self.busy = bool(out) or not step.empty or self.mover.lost is not None
-        self.load = Load(self.batcher.running, self.batcher.waiting, self.batcher.queued_tokens)
+        self.load = self._load()
         return out
+
+    def _load(self) -> Load:
+        batcher = self.batcher
+        return Load(
+            running=batcher.running,
+            waiting=batcher.waiting,
+            queued_tokens=batcher.queued_tokens,
+            queue_seconds=batcher.queue_seconds,
+            running_context=batcher.running_context,
+            cost=batcher.cost.fit(),
+        )
 
     def take_ended(self) -> list[SequenceId]:
         """Attempts that have ended since the last call: no message of theirs follows those that `step` has returned."""
@@ -254,23 +265,11 @@ class Worker:
         began = time.perf_counter()
         tokens = self._execute(step.slices)
         seconds = time.perf_counter() - began
-        prefill = prefill_context = decode = decode_context = 0
-        for planned in step.slices:
-            sequence = self._sequences.get(planned.id)
-            if sequence is None:  # the backend could not compute it
-                continue
-            end = planned.start + planned.count
-            if planned.start >= sequence.prompt_tokens:
-                decode += planned.count
-                decode_context += end
-            else:
-                prefill += planned.count
-                prefill_context += planned.count * planned.start + planned.count * (planned.count + 1) // 2
-        self.counters["prefill"] += prefill
-        self.counters["decode"] += decode
-        self.counters["steps"] += prefill + decode > 0
-        if prefill + decode and len(self.samples) < SAMPLES:
-            self.samples.append(StepSample(prefill, prefill_context, decode, decode_context, seconds))
+        work = self.batcher.work(step)
+        self.counters["prefill"] += work.prefill_tokens
+        self.counters["decode"] += work.decode_sequences
+        self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
+        self.batcher.observe(work, seconds)
         for outcome in self.batcher.finish(step, tokens):
             self._outcome(outcome)
 

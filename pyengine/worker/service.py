@@ -36,6 +36,8 @@ DAEMON_LATE = 10.0
 SIGNAL_LATE = 1.0
 #: Seconds between attempts to reach a daemon that died.
 RECONNECT_EVERY = 0.2
+#: The coefficients of `CostFit`, as metrics name them: seconds per each of these.
+COST_TERMS = ("step", "prompt_token", "prompt_context_token", "decoding_sequence", "decoding_context_token")
 #: Milliseconds the idle loop sleeps at most; every event wakes it before.
 IDLE_POLL = 1000
 
@@ -213,7 +215,6 @@ class WorkerService:
     def _alive(self) -> WorkerAlive:
         """The heartbeat; runs on the links' thread and only reads plain counters."""
         worker, batcher = self._worker, self._worker.batcher
-        samples, worker.samples = worker.samples, []
         loads, worker.mover.loads = worker.mover.loads, []
         return WorkerAlive(
             worker=self._config.worker,
@@ -222,9 +223,11 @@ class WorkerService:
             queued_tokens=worker.load.queued_tokens,
             running=worker.load.running,
             free_pages=batcher.pool.free,
-            samples=tuple(samples),
+            cost=worker.load.cost,
             counters=sample_names(self._config.worker, worker),
             loads=tuple(loads),
+            queue_seconds=worker.load.queue_seconds,
+            running_context=worker.load.running_context,
         )
 
 
@@ -252,6 +255,7 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
     """The worker's counters as Prometheus samples."""
     label = f'worker="{name}"'
     counters, moved, load = worker.counters, worker.mover.counters, worker.load
+    terms = zip(COST_TERMS, load.cost.coefficients, strict=True)
     return {
         f'pyengine_worker_tokens_total{{{label},phase="prefill"}}': counters["prefill"],
         f'pyengine_worker_tokens_total{{{label},phase="decode"}}': counters["decode"],
@@ -266,6 +270,9 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
         f'pyengine_worker_pages{{{label},state="referenced"}}': worker.batcher.pool.referenced,
         f"vllm:num_requests_running{{{label}}}": load.running,
         f"vllm:num_requests_waiting{{{label}}}": load.waiting,
+        f"pyengine_cost_error{{{label}}}": load.cost.error,
+        f"pyengine_cost_samples_total{{{label}}}": load.cost.samples,
+        **{f'pyengine_cost_seconds{{{label},per="{term}"}}': seconds for term, seconds in terms},
     }
 
 

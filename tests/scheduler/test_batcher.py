@@ -165,7 +165,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans())
     def step(self, lost: int, abort: bool, late: bool) -> None:
-        step = self.batcher.plan()
+        step = self.batcher.plan(0.0)
         self.batcher.check()
         assert sum(planned.count for planned in step.slices) <= self.batcher.max_tokens
         self.loading += step.loads
@@ -246,7 +246,7 @@ def run(b: Batcher, device: Device, steps: int = 1000) -> dict[tuple[int, int], 
     """Steps until nothing more can be planned; returns the tokens of each sequence."""
     answers: dict[tuple[int, int], list[int]] = {}
     for _ in range(steps):
-        step = b.plan()
+        step = b.plan(0.0)
         if step.empty:
             break
         for id in step.preempted:
@@ -268,7 +268,7 @@ def test_decodes_come_first_and_chunks_share_the_rest_of_the_budget() -> None:
     b.ready((2, 0), 0)
     counts = []
     for _ in range(3):
-        step = b.plan()
+        step = b.plan(0.0)
         counts.append([(planned.id[0], planned.count, planned.sample) for planned in step.slices])
         b.finish(step, device.execute(step))
     assert counts == [[(1, 1, True), (2, 7, False)], [(1, 1, True), (2, 7, False)], [(1, 1, True), (2, 6, True)]]
@@ -285,7 +285,7 @@ def test_a_second_turn_reuses_the_pages_of_the_first() -> None:
     second = prompt + answer
     b.add(sequence(2, second))
     b.ready((2, 0), 0)
-    step = b.plan()
+    step = b.plan(0.0)
     # The KV of the last token of the answer was never computed: reusable are the full blocks before it.
     assert b.sequences[2, 0].cached == (len(second) - 1) // BLOCK * BLOCK
     assert step.slices[0].start == b.sequences[2, 0].cached
@@ -297,10 +297,10 @@ def test_the_whole_prompt_cached_still_computes_a_token() -> None:
     for number in (1, 2):
         b.add(sequence(number, [1] * 8))
         b.ready((number, 0), 8)
-        step = b.plan()
+        step = b.plan(0.0)
         device.load(step.loads)
         if not step.slices:
-            step = b.plan()
+            step = b.plan(0.0)
         assert (step.slices[0].start, step.slices[0].count) == (4, 4)
         b.finish(step, device.execute(step))
         b.remove((number, 0))
@@ -316,7 +316,7 @@ def test_a_handed_off_sequence_computes_only_its_own_tokens() -> None:
     assert b.first_token((1, 0), next_token(prompt)) is None
     assert b.queued_tokens == 0
     b.ready((1, 0), 6)
-    step = b.plan()
+    step = b.plan(0.0)
     (load,) = step.loads
     assert (load.first_block, load.blocks, step.slices) == (0, 2, [])
     device.load(step.loads)
@@ -332,7 +332,7 @@ def test_lost_blocks_of_a_hand_off_are_recomputed_and_counted() -> None:
     b.add(sequence(1, prompt, handed_off=True, ignore_eos=True))
     b.first_token((1, 0), next_token(prompt))
     b.ready((1, 0), 6)
-    step = b.plan()
+    step = b.plan(0.0)
     device.load(step.loads, {(1, 0): 1})
     run(b, device)
     assert b.sequences[1, 0].recomputed == 4
@@ -353,7 +353,7 @@ def test_the_youngest_is_preempted_and_its_answer_does_not_change() -> None:
     together: dict[tuple[int, int], list[int]] = {}
     preempted = []
     for _ in range(200):
-        step = b.plan()
+        step = b.plan(0.0)
         preempted += step.preempted
         for id in step.preempted:
             b.ready(id, 0)
@@ -378,7 +378,7 @@ def test_preempted_sequences_are_admitted_before_new_ones() -> None:
         b.ready((number, 0), 0)
     preempted: list[tuple[int, int]] = []
     for _ in range(20):
-        step = b.plan()
+        step = b.plan(0.0)
         preempted += step.preempted
         if preempted:
             break
@@ -386,7 +386,7 @@ def test_preempted_sequences_are_admitted_before_new_ones() -> None:
     assert preempted == [(2, 0)]
     b.ready((2, 0), 0)
     b.remove((1, 0))
-    assert next(planned.id for planned in b.plan().slices) == (2, 0)
+    assert next(planned.id for planned in b.plan(0.0).slices) == (2, 0)
 
 
 def test_why_sequences_end() -> None:
@@ -402,7 +402,7 @@ def test_why_sequences_end() -> None:
         b.ready(new.id, 0)
         device, outcomes = Device(b), []
         while new.state is not State.FINISHED:
-            step = b.plan()
+            step = b.plan(0.0)
             outcomes += b.finish(step, device.execute(step))
         assert [outcome.index for outcome in outcomes] == list(
             range(new.generated_before, new.generated_before + count)
@@ -414,7 +414,7 @@ def test_why_sequences_end() -> None:
         new.sampling = SamplingParams(stop_token_ids=ends, ignore_eos=ignore)
         b.add(new)
         b.ready(new.id, 0)
-        (outcome,) = b.finish(b.plan(), [7 if ends else EOS])
+        (outcome,) = b.finish(b.plan(0.0), [7 if ends else EOS])
         assert outcome.finish is FinishReason.STOP
 
 
@@ -423,7 +423,7 @@ def test_a_prefill_part_ends_with_its_first_token_and_keeps_its_pages() -> None:
     device = Device(b)
     b.add(sequence(1, [1] * 6, first_only=True, ignore_eos=True))
     b.ready((1, 0), 0)
-    step = b.plan()
+    step = b.plan(0.0)
     (outcome,) = b.finish(step, device.execute(step))
     assert (outcome.finish, outcome.prefilled, outcome.index) == (None, True, 0)
     assert b.sequences[1, 0].state is State.FINISHED
@@ -445,3 +445,33 @@ def test_what_can_never_fit_is_refused_with_a_sentence() -> None:
         b.add(sequence(2, [1]))
     with pytest.raises(ValueError, match="earlier attempts"):
         b.add(sequence(3, [1], max_tokens=2, generated_before=2))
+
+
+def test_of_a_run_of_equal_decode_steps_one_is_observed() -> None:
+    b = batcher(pages=20)
+    for number in (1, 2):
+        b.add(sequence(number, [number] * 6, max_tokens=20, ignore_eos=True))
+        b.ready((number, 0), 0)
+    device = Device(b)
+    works = []
+    for _ in range(12):
+        step = b.plan(0.0)
+        works.append(b.work(step))
+        b.observe(works[-1], 0.25)
+        b.finish(step, device.execute(step))
+    # 8 tokens of the two prompts, then the other 4 beside the first one's decoding, then both decode.
+    assert works[0] == (8, 21 + 3, 0, 0)
+    assert works[1] == (4, 3 + 4 + 5 + 6, 1, 7)
+    assert works[2] == (0, 0, 2, 8 + 7)
+    assert works[-1] == (0, 0, 2, 17 + 16)
+    assert b.cost.samples == 3
+    assert b.running_context == 17 + 16
+    assert b.queued_tokens == b.queue_seconds == 0
+
+
+def test_the_queue_takes_as_long_as_its_steps_and_tokens() -> None:
+    b = batcher(pages=20)
+    b.add(sequence(1, [1] * 20))
+    b.add(sequence(2, [2] * 6))
+    step, token, context, _, _ = b.cost.fit().coefficients
+    assert b.queue_seconds == pytest.approx(4 * step + 26 * token + (210 + 21) * context)

@@ -24,6 +24,7 @@ import zmq
 
 from pyengine import _native
 from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.cost import UNMEASURED
 from pyengine.scheduler.links import dial
 from pyengine.scheduler.messages import (
     ClusterState,
@@ -171,7 +172,7 @@ def test_counters_of_workers_and_daemons_reach_the_gateway(dialled: Callable[[],
         queued_tokens=0,
         running=0,
         free_pages=1,
-        samples=(),
+        cost=UNMEASURED,
         counters={"pyengine_worker_steps_total": 3},
     )
     loop.send(alive)

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.cost import UNMEASURED, StepCost, StepWork
 from pyengine.scheduler.events import (
     Action,
     BlockDump,
@@ -26,7 +27,6 @@ from pyengine.scheduler.messages import (
     Planned,
     Rejected,
     Route,
-    StepSample,
     WorkerAlive,
     WorkerHello,
 )
@@ -152,7 +152,7 @@ class World:
             "queued_tokens": 0,
             "running": 0,
             "free_pages": self.workers[name].pages,
-            "samples": (),
+            "cost": UNMEASURED,
             "counters": {},
         }
         return self.on(FromWorker(WorkerAlive(**(fields | changes))))  # type: ignore[arg-type]
@@ -172,9 +172,13 @@ class World:
 
     def measured(self, name: str, seconds_per_token: float) -> None:
         """The worker's steps have been measured: this many seconds per prompt token and per decoding sequence."""
-        samples = [StepSample(n, 0, 0, 0, n * seconds_per_token) for n in (64, 128, 256, 512)]
-        samples += [StepSample(0, 0, n, 0, n * seconds_per_token) for n in (1, 2, 4, 8)]
-        self.alive(name, samples=tuple(samples) * 5)
+        cost = StepCost()
+        for _ in range(5):
+            for n in (64, 128, 256, 512):
+                cost.observe(StepWork(n, 0, 0, 0), n * seconds_per_token)
+            for n in (1, 2, 4, 8):
+                cost.observe(StepWork(0, 0, n, 0), n * seconds_per_token)
+        self.alive(name, cost=cost.fit())
 
     def route(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> list[Action]:
         fields: dict[str, object] = {

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from pyengine.backends.fake import FakeBackend
+from pyengine.scheduler.cost import UNMEASURED
 from pyengine.scheduler.links import bind, dial
 from pyengine.scheduler.messages import (
     Abort,
@@ -50,7 +51,14 @@ WORK = Work(
     decode_incarnation=1,
 )
 ALIVE = WorkerAlive(
-    worker="w", progress=0, queued_requests=0, queued_tokens=0, running=0, free_pages=0, samples=(), counters={}
+    worker="w",
+    progress=0,
+    queued_requests=0,
+    queued_tokens=0,
+    running=0,
+    free_pages=0,
+    cost=UNMEASURED,
+    counters={},
 )
 
 
