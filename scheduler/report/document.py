@@ -77,17 +77,30 @@ def text(report: Report, summary: Summary, slo: Slo) -> str:
 
 
 def provenance(facts: Mapping[str, object]) -> str:
-    """One fact a line; what is nested stands in the JSON, and shows here as far as it fits."""
+    """One fact a line. What is nested stands in the JSON as a whole; here, a cluster by its workers, else what fits."""
     if not facts:
         return ""
-    width = max(len(name) for name in facts)
-    return "\n".join(f"{name.ljust(width)}  {_short(plain(value))}" for name, value in facts.items())
+    lines = {name: _workers(value) if name == "cluster" else _short(plain(value)) for name, value in facts.items()}
+    # How it was scheduled is said by names of its own: policy, admission, seed.
+    lines.pop("run", None)
+    width = max(len(name) for name in lines)
+    return "\n".join(f"{name.ljust(width)}  {line}" for name, line in lines.items())
+
+
+def _workers(cluster: object) -> str:
+    """The shape of a cluster: "8 prefill + 8 decode of llama3-70b-a800"."""
+    found = plain(cluster)
+    if not isinstance(found, dict) or "workers" not in found:
+        return _short(found)
+    groups = [f"{worker['count']} {worker['role']}" for worker in found["workers"]]
+    kinds = dict.fromkeys(str(worker["model"]).rpartition("/")[2] for worker in found["workers"])
+    return f"{' + '.join(groups)} of {', '.join(kinds)}"
 
 
 def _short(value: Any, limit: int = 160) -> str:
     match value:
         case dict():
-            shown = ", ".join(f"{name} {_short(item, limit)}" for name, item in value.items())
+            shown = "; ".join(f"{name}: {_short(item, limit)}" for name, item in value.items())
         case list():
             shown = ", ".join(_short(item, limit) for item in value) or "-"
         case float():

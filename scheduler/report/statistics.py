@@ -76,7 +76,7 @@ def _flips(seeds: int, random: np.random.Generator) -> F64:
     """[F, N] signs; the first leaves all as they are."""
     if seeds <= EXACT_SEEDS:
         bits = np.arange(2**seeds)[:, None] >> np.arange(seeds) & 1
-        return 1.0 - 2.0 * bits
+        return np.where(bits == 1, -1.0, 1.0)
     signs: F64 = random.choice([-1.0, 1.0], size=(RANDOM_FLIPS, seeds))
     signs[0] = 1.0
     return signs
@@ -93,4 +93,5 @@ def _statistic(differences: F64) -> F64:
     # A spread that is mere rounding is none.
     error = np.where(error <= 1e-12 * mean, 0.0, error)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(mean == 0, 0.0, mean / error)
+        size: F64 = np.where(mean == 0, 0.0, mean / error)
+    return size

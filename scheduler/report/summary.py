@@ -115,12 +115,13 @@ def summarize(report: Report, slo: Slo) -> Summary:
     )
 
 
-def needed_stretch(records: Records, slo: Slo, share: float) -> float:
-    """By how much all objectives would have to be longer for `share` of the requests to meet them; inf: no length does.
+def needed_stretch(records: Records, slo: Slo, share: float, kept: Slo = Slo()) -> float:  # noqa: B008 (immutable)
+    """By how much all objectives would have to be longer for `share` of the requests to meet them, and to be within
+    `kept` as well; inf: no length does.
 
     1 or less: they are met as they are. A request that is not done meets none.
     """
-    stretch = np.where(_done(records), 0.0, np.inf)
+    stretch = np.where(effective(records, kept), 0.0, np.inf)
     finished = records.finished - records.arrival
     for values, limit in ((records.ttft, slo.ttft), (records.tbt, slo.tbt), (finished, slo.deadline)):
         if limit is not None:
