@@ -749,7 +749,7 @@ class KvMover:
 
     # -- write-through --------------------------------------------------------------------------------------------
 
-    def write_through(self, sequence: Sequence, filled: list[Filled]) -> None:
+    def write_through(self, sequence: Sequence, filled: Run[Filled]) -> None:
         """Caches blocks that this worker computed, if the pool has room at once; it never makes a step wait."""
         waiting = sum(map(len, self._write_through.values()))
         room = WRITE_THROUGH_BLOCKS - waiting if self.pool is not None else 0

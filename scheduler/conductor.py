@@ -20,8 +20,7 @@ from .draining import Drains
 from .events import (
     Action,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     Cleared,
     DaemonGone,
     DaemonHeartbeat,
@@ -59,7 +58,7 @@ from .messages import (
 )
 from .policies import Ask, find_admission, find_policy
 from .policies.base import ttft
-from .prefix_index import Match, PrefixIndex, Run
+from .prefix_index import Index, Match, PrefixIndex, Run
 from .replication import Copy, Replicator
 from .spreading import spread
 from .types import (
@@ -101,16 +100,23 @@ class Conductor:
 
     first_order: number of the first order to a daemon. One that outlives a conductor still answers its orders, and
     such an answer is not to be taken for one to this conductor's: so it is higher than any that was given before.
+    index: empty; what nodes hold. None: the plain one, which is slow.
     """
 
     def __init__(
-        self, *, policy: str = "kvcache-centric", admission: str = "none", seed: int = 0, first_order: int = 1
+        self,
+        *,
+        policy: str = "kvcache-centric",
+        admission: str = "none",
+        seed: int = 0,
+        first_order: int = 1,
+        index: Index | None = None,
     ) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
         self.admission = find_admission(admission)
         self.cluster = Cluster()
-        self.index = PrefixIndex()
+        self.index: Index = PrefixIndex() if index is None else index
         self.feed = Feed(self.index)
         self.links = LinkCost()
         self.replicator = Replicator(self.index, first_order)
@@ -259,8 +265,8 @@ class Conductor:
             return []
         order, actions = False, list[Action]()
         match report:
-            case BlockStored() | BlockRemoved():
-                order = self.feed.on_event(report, now)
+            case BlocksChanged():
+                order = self.feed.on_changes(report, now)
             case BlockDump():
                 self.feed.on_dump(report, now)
             case DaemonHeartbeat():
@@ -365,16 +371,15 @@ class Conductor:
     def _plan(self, gateway: str, route: Route, now: float) -> list[Action]:
         view = candidates(self.cluster, route, self._plans)
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
-        keys = [route.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(blocks)]
+        keys = route.keys[: blocks * KEY_BYTES]
         match = self.index.match(keys)
-        by_node = np.zeros(len(view.nodes), dtype=np.int64)
+        slots = self.index.slots(view.nodes)
+        prefix = match.held[slots][view.node]
+        ssd = match.ssd[slots]
         load_by_node = np.zeros(len(view.nodes))
-        for row, node in enumerate(view.nodes):
-            if node in match.nodes:
-                by_node[row] = match.nodes[node]
-            if node in match.ssd:
-                load_by_node[row] = match.ssd[node] * view.block_bytes / self.links.rate(node, node)
-        prefix = by_node[view.node]
+        for row in np.flatnonzero(ssd):
+            node = view.nodes[row]
+            load_by_node[row] = ssd[row] * view.block_bytes / self.links.rate(node, node)
         transfer = self._transfer_seconds(view, match, prefix, now)
         ask = Ask(
             route.prompt_tokens,
@@ -384,7 +389,7 @@ class Conductor:
             transfer,
             route.slo,
             device=np.zeros(len(view.workers), dtype=np.int64),
-            ssd=np.array([match.ssd.get(node, 0) for node in view.nodes], dtype=np.int64)[view.node],
+            ssd=ssd[view.node],
             output_tokens=float(route.max_tokens),
             tenant=route.tenant,
             priority=route.priority,
@@ -400,7 +405,7 @@ class Conductor:
         here, node = int(prefix[choice.prefill]), prefill.node.node
         fetched = self._fetched(keys, here, node, view.block_bytes, now) if choice.fetch else []
         cached = max((run.last for run in fetched), default=here)
-        sources = [*self.index.only_on_ssd(keys[:here], node), *fetched]
+        sources = [*self.index.only_on_ssd(keys[: here * KEY_BYTES], node), *fetched]
         plan = Plan(
             request=route.request,
             attempt=route.attempt,
@@ -412,26 +417,29 @@ class Conductor:
             cached_blocks=cached,
             predicted_ttft=seconds,
             predicted_tbt=gap,
-            why=f"{self.policy_name}: {here} blocks at {node}, {match.ssd.get(node, 0)} of them on its SSD only,"
+            why=f"{self.policy_name}: {here} blocks at {node}, {ask.ssd[choice.prefill]} of them on its SSD only,"
             f" {cached - here} to fetch",
         )
         tokens = route.prompt_tokens - cached * view.block_tokens
         self._account(gateway, plan, tokens, view.block_bytes, now)
-        return [SendToGateway(gateway, Planned(plan=plan)), *self._replicate(view, keys[: match.best], now)]
+        return [SendToGateway(gateway, Planned(plan=plan)), *self._replicate(view, keys[: match.best * KEY_BYTES], now)]
 
     def _transfer_seconds(self, view: View, match: Match, prefix: Ints, now: float) -> F64:
         """[W] to fetch what somebody holds beyond each worker's own prefix, from whoever holds most."""
         if not match.best:
             return np.zeros(len(view.workers))
-        source = max(match.nodes, key=lambda node: (match.nodes[node], -match.ssd.get(node, 0), node))
+        # Which node it is does not depend on slots: they tell who came first.
+        most = np.flatnonzero(match.held == match.held.max())
+        most = most[match.ssd[most] == match.ssd[most].min()]
+        source, loaded = max((self.index.name(slot), int(match.ssd[slot])) for slot in most.tolist())
         rate = self.links.rates(source, view.nodes)[view.node]
         blocks = match.best - prefix
         size = blocks * view.block_bytes
         # Which of its blocks are on SSD is not asked: those that are fetched, at worst.
-        read = np.minimum(blocks, match.ssd.get(source, 0)) * view.block_bytes / self.links.rate(source, source)
+        read = np.minimum(blocks, loaded) * view.block_bytes / self.links.rate(source, source)
         return np.where(size > 0, self.links.queue(source, now) + LINK_DELAY + size / rate + read, 0.0)
 
-    def _fetched(self, keys: list[bytes], first: int, to: str, block_bytes: int, now: float) -> list[Run]:
+    def _fetched(self, keys: bytes, first: int, to: str, block_bytes: int, now: float) -> list[Run]:
         """Who has what `to` lacks from block `first` on, each for a part; behind them who else has it, should they
         fail.
         """
@@ -469,7 +477,8 @@ class Conductor:
         while len(self._routes) > MAX_ROUTES:
             self._end(*next(iter(self._routes)))
 
-    def _replicate(self, view: View, keys: list[bytes], now: float) -> list[Action]:
+    def _replicate(self, view: View, reused: bytes, now: float) -> list[Action]:
+        keys = [reused[i : i + KEY_BYTES] for i in range(0, len(reused), KEY_BYTES)]
         # Whatever the policy: what is hot is moved when its node drains.
         hot = self.replicator.hit(keys, now)
         copy = self.replicator.propose(view, keys[:hot], now) if self.policy.replicates else None

@@ -44,6 +44,11 @@ class StepWork(NamedTuple):
     decode_context: int
 
 
+def context_of(start: int, end: int) -> int:
+    """Summed context of positions `start` to `end` (exclusive): each sees itself and all before it."""
+    return (end * (end + 1) - start * (start + 1)) // 2
+
+
 class StepCost:
     """Least squares on relative errors, with forgetting, shrunk towards the prior so that it never runs away."""
 

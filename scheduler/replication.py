@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cluster import View
-from .prefix_index import PrefixIndex
+from .prefix_index import Index
 
 #: Hits within about HALF_LIFE seconds that justify one more copy.
 HOT = 4.0
@@ -48,7 +48,7 @@ class _Order:
 class Replicator:
     """Heat of blocks, and the copies under way."""
 
-    def __init__(self, index: PrefixIndex, first: int = 0) -> None:
+    def __init__(self, index: Index, first: int = 0) -> None:
         self._index = index
         self._heat: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         self._orders: dict[int, _Order] = {}
@@ -83,7 +83,7 @@ class Replicator:
         able = [row for row in rows if view.nodes[view.node[row]] not in holders | busy]
         to = view.nodes[view.node[min(able, key=lambda row: (view.queue_seconds[row], row))]]
         first = next(i for i, key in enumerate(keys) if not self._index.holds(to, key))
-        runs = self._index.runs(keys[: first + MAX_BLOCKS], first, {to})
+        runs = self._index.runs(b"".join(keys[: first + MAX_BLOCKS]), first, {to})
         if not runs:
             return None
         copy = Copy(self.number(), runs[0].node, to, runs[0].first, runs[0].last)

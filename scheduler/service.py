@@ -20,8 +20,7 @@ from .conductor import Conductor
 from .events import (
     Action,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     Cleared,
     DaemonGone,
     DaemonHeartbeat,
@@ -56,7 +55,7 @@ from .messages import (
     WorkerHello,
     WorkerLeaving,
 )
-from .types import Medium, Node
+from .types import Node
 
 logger = logging.getLogger(__name__)
 
@@ -257,13 +256,10 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
     match report:
         case _native.DaemonHello():
             return DaemonHello(node, report.next_sequence)
-        case _native.BlockStored():
-            return BlockStored(node, report.sequence, report.key, report.parent, report.position, Medium(report.medium))
-        case _native.BlockRemoved():
-            return BlockRemoved(node, report.sequence, report.key, Medium(report.medium))
+        case _native.BlocksChanged():
+            return BlocksChanged(node, report.sequence, report.changes)
         case _native.BlockDump():
-            blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
-            return BlockDump(node, report.sequence, report.part, blocks, report.last)
+            return BlockDump(node, report.sequence, report.part, report.blocks, report.last)
         case _native.DaemonHeartbeat():
             return DaemonHeartbeat(
                 node, report.next_sequence, report.count, report.xor, report.counters, report.draining

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import OrderedDict
 from typing import NamedTuple
@@ -122,6 +123,8 @@ class Worker:
         if self._turned_away(work):
             return
         tokens = np.frombuffer(work.token_ids, np.uint32).tolist()
+        now = time.monotonic()
+        arrived, slo = now - work.waited, work.slo
         sequence = Sequence(
             id=identity,
             tokens=tokens,
@@ -132,6 +135,12 @@ class Worker:
             sampling=work.sampling,
             first_only=work.part == "prefill",
             handed_off=work.part == "decode",
+            arrived=arrived,
+            ttft=math.inf if slo.ttft is None else slo.ttft,
+            tbt=math.inf if slo.tbt is None else slo.tbt,
+            deadline=math.inf if slo.deadline is None else arrived + slo.deadline,
+            priority=work.priority,
+            tenant=work.tenant,
         )
         try:
             self.batcher.add(sequence)
@@ -146,13 +155,14 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
-        self._due[identity] = due = time.monotonic() + work.deadline
+        self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
         self.mover.begin(sequence, work)
 
     def _turned_away(self, work: Work) -> bool:
         """Answers work that is not for this worker, or that nobody could do."""
-        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role is Role.BOTH}
+        # A decode worker computes short prompts in its decode batches, if the conductor sends it any.
+        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role.decodes}
         if work.part in needs and not needs[work.part]:
             self._refuse(work, "wrong_role", f"a {self.role.value} worker does not take the part {work.part!r}")
         elif work.namespace != self.namespace:
@@ -181,8 +191,11 @@ class Worker:
             return "its tenant is out of range"
         if work.cached_blocks < 0:
             return f"{work.cached_blocks} of its blocks are cached"
-        if not work.deadline >= 0.0:
-            return f"{work.deadline} is no number of seconds"
+        promised = [each for each in (work.slo.ttft, work.slo.tbt, work.slo.deadline) if each is not None]
+        if not work.deadline >= 0.0 or not all(0.0 <= each < math.inf for each in (work.waited, *promised)):
+            return "its deadline, its objectives or how long it has waited are no numbers of seconds"
+        if not -(2**31) <= work.priority < 2**31:
+            return "its priority is out of range"
         if not work.token_ids or len(work.token_ids) % 4:
             return f"{len(work.token_ids)} bytes are no token ids"
         tokens = np.frombuffer(work.token_ids, np.uint32)
@@ -242,6 +255,11 @@ class Worker:
             running_context=batcher.running_context,
             cost=batcher.cost.fit(),
         )
+
+    @property
+    def due(self) -> float:
+        """When `step` will find somebody late (time.monotonic), if nothing happens before."""
+        return min(self._next_due, self.batcher.next_late)
 
     def take_ended(self) -> list[SequenceId]:
         """Attempts that have ended since the last call: no message of theirs follows those that `step` has returned."""
@@ -382,8 +400,12 @@ class Worker:
         return dataclasses.replace(step, slices=within)
 
     def _end_late(self) -> None:
-        """Ends attempts that are worthless by now, should their gateway have forgotten to."""
+        """Ends what cannot be in time any more for its client, and attempts that are worthless by now, should their
+        gateway have forgotten to.
+        """
         now = time.monotonic()
+        for sequence_id in self.batcher.late(now):
+            self._fail(sequence_id, "late", "the answer cannot be complete by its deadline")
         if now < self._next_due:
             return
         for sequence_id in [sequence_id for sequence_id, due in self._due.items() if due <= now]:

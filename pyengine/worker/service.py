@@ -138,7 +138,8 @@ class WorkerService:
                 if self._worker.idle and not rested:
                     self._worker.check()
                 rested = self._worker.idle
-                self._poll.poll(IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000)
+                longest = IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000
+                self._poll.poll(min(longest, max(self._worker.due - time.monotonic(), 0.0) * 1000 + 1))
 
     def close(self) -> None:
         """Leaves the cluster and frees the model. What ran here is retried elsewhere by its gateway."""

@@ -6,11 +6,18 @@ before it writes. Hypothesis drives arrivals, pool answers, losses, aborts and s
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import enum
 import hashlib
+import itertools
+import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -27,10 +34,10 @@ def key_of(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + bytes(tokens), digest_size=8).digest()
 
 
-def keys_of(tokens: list[int]) -> list[bytes]:
+def keys_of(tokens: list[int], block: int = BLOCK) -> list[bytes]:
     keys: list[bytes] = []
-    for i in range(len(tokens) // BLOCK):
-        keys.append(key_of(keys[-1] if keys else ROOT, tokens[i * BLOCK : (i + 1) * BLOCK]))
+    for i in range(len(tokens) // block):
+        keys.append(key_of(keys[-1] if keys else ROOT, tokens[i * block : (i + 1) * block]))
     return keys
 
 
@@ -96,6 +103,7 @@ def sequence(
     handed_off: bool = False,
     ignore_eos: bool = False,
     generated_before: int = 0,
+    **more: Any,
 ) -> Sequence:
     return Sequence(
         id=(number, 0),
@@ -107,7 +115,48 @@ def sequence(
         generated_before=generated_before,
         first_only=first_only,
         handed_off=handed_off,
+        **more,
     )
+
+
+def dump(value: object) -> object:
+    """All state, by value."""
+    match value:
+        case dict():
+            return [(dump(k), dump(v)) for k, v in value.items()]
+        case list() | tuple():
+            return [dump(each) for each in value]
+        case np.ndarray():
+            return value.tolist()
+        case Sequence():
+            return [(name, dump(getattr(value, name))) for name in Sequence.__slots__]
+        case enum.Enum() | SamplingParams():
+            return value
+        case itertools.count():
+            return repr(value)
+        case _ if hasattr(value, "__dict__"):
+            return dump({name: each for name, each in vars(value).items() if name != "_key_of"})
+        case _:
+            return value
+
+
+def full_step(b: Batcher) -> list[Load]:
+    """One step that samples zeros."""
+    step = b.plan(0.0)
+    for id in step.preempted:
+        b.ready(id, 0)
+    b.observe(b.work(step), 0.1)
+    b.finish(step, [0 if planned.sample else -1 for planned in step.slices])
+    return step.loads
+
+
+def plain_step(b: Batcher) -> bool:
+    """The same; whether it did nothing but compute a token of each running sequence."""
+    before = [(s.id, len(s.tokens) + 1, len(s.pages), s.computed // b.pool.block_tokens) for s in b._running]
+    samples = b.cost.samples
+    loads = full_step(b)
+    after = [(s.id, len(s.tokens), len(s.pages), s.computed // b.pool.block_tokens) for s in b._running]
+    return before == after and not loads and b.cost.samples == samples
 
 
 def batcher(pages: int = 8, **limits: int) -> Batcher:
@@ -123,17 +172,30 @@ class BatcherMachine(RuleBasedStateMachine):
         self.number = 0
         self.answers: dict[tuple[int, int], list[int]] = {}
         self.loading: list[Load] = []
+        self.now = 0.0
 
     @rule(
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=20),
         max_tokens=st.integers(1, 14),
         kind=st.sampled_from(["both", "prefill", "decode"]),
+        ttft=st.sampled_from([math.inf, 2.0, 20.0]),
+        tbt=st.sampled_from([math.inf, 0.05, 1.0]),
+        deadline=st.sampled_from([math.inf, math.inf, 30.0]),
+        priority=st.sampled_from([0, 0, 1]),
+        tenant=st.integers(0, 2),
     )
-    def arrive(self, tokens: list[int], max_tokens: int, kind: str) -> None:
+    def arrive(self, tokens: list[int], max_tokens: int, kind: str, deadline: float, **more: Any) -> None:
         if kind == "decode" and (max_tokens == 1 or next_token(tokens) == EOS):
             return  # ended at the prefill side
         new = sequence(
-            self.number, tokens, max_tokens=max_tokens, first_only=kind == "prefill", handed_off=kind == "decode"
+            self.number,
+            tokens,
+            max_tokens=max_tokens,
+            first_only=kind == "prefill",
+            handed_off=kind == "decode",
+            arrived=self.now,
+            deadline=self.now + deadline,
+            **more,
         )
         needed = len(tokens) + (kind != "prefill")
         try:
@@ -165,8 +227,11 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans())
     def step(self, lost: int, abort: bool, late: bool) -> None:
-        step = self.batcher.plan(0.0)
+        self.drop_late()
+        step = self.batcher.plan(self.now)
         self.batcher.check()
+        work = self.batcher.work(step)
+        self.batcher.observe(work, 0.01 + 0.01 * work.prefill_tokens + 0.02 * work.decode_sequences)
         assert sum(planned.count for planned in step.slices) <= self.batcher.max_tokens
         self.loading += step.loads
         if not late:
@@ -189,6 +254,20 @@ class BatcherMachine(RuleBasedStateMachine):
                 assert mine.tokens == self.answers[planned.id]
                 over = outcome.finish is not None or mine.first_only
                 assert over == (mine.state is State.FINISHED)
+
+    def drop_late(self) -> None:
+        before = self.batcher.next_late
+        late = self.batcher.late(self.now)
+        assert not late or self.now >= before, "somebody is late who was not to be yet"
+        for s in self.batcher.sequences.values():
+            due = s.deadline <= self.now and s.state is not State.FINISHED
+            assert not due or s.id in late
+        for id in late:
+            self.batcher.remove(id)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(lost=st.integers(0, 2))
     def load(self, lost: int) -> None:
@@ -223,6 +302,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if not hasattr(self, "batcher"):
             return
         for _ in range(5000):
+            self.now += 0.01
             self.reap()
             if self.batcher.idle:
                 break
@@ -236,6 +316,56 @@ class BatcherMachine(RuleBasedStateMachine):
             self.step(0, False, False)
         assert self.batcher.idle, "somebody starves"
         assert self.batcher.pool.referenced == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30), st.booleans()), min_size=1, max_size=5),
+    pages=st.integers(6, 30),
+    block=st.sampled_from([4, 7]),
+    width=st.integers(1, 5),
+    most=st.integers(1, 9),
+)
+def test_a_run_is_what_single_steps_are_and_could_not_be_longer(
+    prompts: list[tuple[int, int, bool]], pages: int, block: int, width: int, most: int
+) -> None:
+    b = Batcher(
+        BlockPool(pages, block),
+        max_tokens=8,
+        max_sequences=width,
+        max_queue=16,
+        max_positions=40,
+        eos=frozenset([EOS]),
+        key_of=key_of,
+    )
+    for number, (length, max_tokens, handed_off) in enumerate(prompts):
+        new = sequence(number, [number] * length, max_tokens=max_tokens + handed_off, handed_off=handed_off)
+        new.keys = keys_of(new.tokens, block)
+        with contextlib.suppress(TooLarge):
+            b.add(new)
+            if not handed_off or b.first_token(new.id, 0) is None:
+                b.ready(new.id, length if handed_off else 0)
+    for _ in range(1000):
+        for s in [s for s in b.sequences.values() if s.state is State.FINISHED]:
+            b.remove(s.id)
+        if b.idle:
+            break
+        length = b.run_length()
+        count = min(most, length)
+        singly = copy.deepcopy(b)
+        b.run(count)
+        for _ in range(count):
+            event("a step of a run")
+            assert plain_step(singly), "not a step of a run"
+        assert dump(b) == dump(singly)
+        b.check()
+        may_admit = b._standing and not b._short  # whether it can is looked at by the next `plan`
+        if count == length and b._observed == (0, 0, len(b._running)) and not may_admit:
+            event("the end of a run")
+            assert not plain_step(singly), "the run could have been longer"
+        for load in full_step(b):
+            b.loaded(load.id, b.sequences[load.id].available)
+    assert b.idle
 
 
 BatcherMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

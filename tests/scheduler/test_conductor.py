@@ -37,7 +37,9 @@ from pyengine.scheduler.messages import (
     WorkerHello,
     WorkerLeaving,
 )
+from pyengine.scheduler.native_index import NativeIndex
 from pyengine.scheduler.policies import POLICIES
+from pyengine.scheduler.prefix_index import Index, PrefixIndex
 from pyengine.scheduler.types import Medium, Namespace, Node, Role, Slo, Source
 
 from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
@@ -440,8 +442,8 @@ def events(seed: int) -> list[tuple[Event, float]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_events_and_seed_give_the_same_actions(policy: str) -> None:
-    def digest(seed: int) -> str:
-        conductor = Conductor(policy=policy, seed=seed)
+    def digest(seed: int, index: type[Index] = PrefixIndex) -> str:
+        conductor = Conductor(policy=policy, seed=seed, index=index())
         hashed = hashlib.sha256()
         for event, now in events(5):
             for action in conductor.on(event, now):
@@ -450,6 +452,6 @@ def test_same_events_and_seed_give_the_same_actions(policy: str) -> None:
             conductor.check()
         return hashed.hexdigest()
 
-    assert digest(1) == digest(1)
+    assert digest(1) == digest(1) == digest(1, NativeIndex)
     if policy == "random":
         assert digest(1) != digest(2)

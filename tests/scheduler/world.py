@@ -6,13 +6,13 @@ import hashlib
 import itertools
 from dataclasses import dataclass, field
 
+from pyengine.scheduler.changes import Change, pack
 from pyengine.scheduler.conductor import Conductor
 from pyengine.scheduler.cost import UNMEASURED, StepCost, StepWork
 from pyengine.scheduler.events import (
     Action,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     DaemonHeartbeat,
     DaemonHello,
     Event,
@@ -30,6 +30,7 @@ from pyengine.scheduler.messages import (
     WorkerAlive,
     WorkerHello,
 )
+from pyengine.scheduler.prefix_index import TIER
 from pyengine.scheduler.types import KvGroup, KvSpec, Medium, Namespace, Node, Plan, Rejection, Role, Slo, WorkerInfo
 
 BLOCK = 16
@@ -77,15 +78,18 @@ class Pool:
     #: Slots of its DRAM.
     slots: int = 10_000
 
-    def store(self, key: bytes, parent: bytes, position: int, medium: Medium = Medium.DRAM) -> BlockStored:
+    def store(self, key: bytes, parent: bytes, position: int, medium: Medium = Medium.DRAM) -> BlocksChanged:
         self.blocks[key, medium] = (parent, position)
         self.sequence += 1
-        return BlockStored(self.node, self.sequence - 1, key, parent, position, medium)
+        return self.changed(Change(False, TIER[medium], key, parent, position))
 
-    def remove(self, key: bytes, medium: Medium = Medium.DRAM) -> BlockRemoved:
+    def remove(self, key: bytes, medium: Medium = Medium.DRAM) -> BlocksChanged:
         del self.blocks[key, medium]
         self.sequence += 1
-        return BlockRemoved(self.node, self.sequence - 1, key, medium)
+        return self.changed(Change(True, TIER[medium], key))
+
+    def changed(self, change: Change) -> BlocksChanged:
+        return BlocksChanged(self.node, self.sequence - 1, pack([change]))
 
     def heartbeat(self) -> DaemonHeartbeat:
         xor = 0
@@ -101,10 +105,10 @@ class Pool:
         return DaemonHeartbeat(self.node, self.sequence, len(self.blocks), digest, counters, self.draining)
 
     def dump(self, parts: int = 1) -> list[BlockDump]:
-        blocks = [(key, *where, medium) for (key, medium), where in self.blocks.items()]
+        blocks = [Change(False, TIER[medium], key, *where) for (key, medium), where in self.blocks.items()]
         cuts = [len(blocks) * i // parts for i in range(parts + 1)]
         return [
-            BlockDump(self.node, self.sequence, i, blocks[a:b], i == parts - 1)
+            BlockDump(self.node, self.sequence, i, pack(blocks[a:b]), i == parts - 1)
             for i, (a, b) in enumerate(itertools.pairwise(cuts))
         ]
 

@@ -1,0 +1,350 @@
+"""The gateway, modelled: a request's attempts, its tokens by number only, retries, and what clients saw.
+
+The production state machine (`pyengine/gateway/request.py`) puts token ids in order; it lives on a floor above, and
+would cost more than all else here. This has its states and its rules for retries, and counts tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..messages import Planned, Rejected, Route, RouteEnded
+from ..types import KEY_BYTES, Plan, Slo, Source, WorkerRef, cacheable_blocks
+from .jobs import Job, times
+from .node import NodeModel
+from .trace import Request
+from .worker import WorkerModel
+
+if TYPE_CHECKING:
+    from .cluster import Simulation
+
+#: As the gateway's: failures in a row, the pauses after them, seconds of failing, and the pause before a rejected
+#: question is asked again while workers are missing.
+MAX_FAILURES = 8
+BACK_OFF = (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)
+PATIENCE = 5.0
+REJECTED_PAUSE = 0.2
+
+#: Outcomes, as `report.Records` numbers them.
+DONE, REJECTED, DROPPED, OPEN = range(4)
+
+
+class State(enum.Enum):
+    ROUTING = "routing"
+    RUNNING = "running"
+    BACKING_OFF = "backing off"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a worker is sent of an attempt: `messages.Work` without its tokens."""
+
+    request: RequestModel
+    attempt: int
+    part: str
+    incarnation: int
+    prompt_tokens: int
+    generated: int
+    keys: bytes
+    sources: tuple[Source, ...]
+    handoff: Handoff | None
+    slo: Slo
+    waited: float
+    priority: int
+    tenant: str
+
+    @property
+    def id(self) -> tuple[int, int]:
+        return self.request.number, self.attempt
+
+
+class Handoff:
+    """One attempt's way from its prefill to its decode worker: the grant, and who waits for it."""
+
+    def __init__(self, sim: Simulation, node: NodeModel) -> None:
+        self.sim = sim
+        self.node = node
+        self._decode: tuple[WorkerModel, Job, int] | None = None
+        self._prefill: tuple[WorkerModel, Job] | None = None
+
+    def open(self, job: Job) -> None:
+        """The prefill worker's question has come: it is answered when the grant stands."""
+        worker = self.sim.workers[job.work.request.prefill]
+        self._prefill = worker, job
+        self._answer()
+
+    def granted(self, worker: WorkerModel, job: Job, here: int) -> None:
+        self._decode = worker, job, here
+        self._answer()
+
+    def _answer(self) -> None:
+        if self._prefill is not None and self._decode is not None:
+            worker, job = self._prefill
+            self.sim.loop.after(self.sim.delay, worker.open, job, self._decode[2])
+
+    def complete(self) -> None:
+        """The last byte and the note behind it have come."""
+        if self._decode is not None:
+            worker, job, _ = self._decode
+            worker.complete(job)
+
+
+class RequestModel:
+    """One request, from its arrival to its outcome.
+
+    spans: where its tokens so far came: ends of a worker's steps, and ranges of them.
+    """
+
+    def __init__(self, sim: Simulation, number: int, request: Request) -> None:
+        self.sim = sim
+        self.number = number
+        self.request = request
+        self.output_tokens = request.output_tokens
+        self.state = State.BACKING_OFF
+        self.attempt = -1
+        self.plan: Plan | None = None
+        self.outcome = OPEN
+        self.held = 0
+        self._base = 0
+        self.prefill = self.decode = ""
+        self.prefill_seconds = 0.0
+        self.finished = math.nan
+        self.first_token = math.nan
+        self.predicted = math.nan
+        self.cached: int | None = None
+        self.reused: list[int] = []
+        self.failures = 0
+        self.prefills = 0
+        self.admitted = False
+        self._spans: list[tuple[WorkerModel, list[list[int]]]] = []
+        self._live: list[tuple[WorkerModel, Job]] = []
+        self._excluded: tuple[str, ...] = ()
+        self._failing_since: float | None = None
+
+    # -- attempts --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A new attempt: its prompt is the prompt and the tokens held."""
+        if self.state is not State.BACKING_OFF:
+            return
+        sim = self.sim
+        self.attempt += 1
+        self.state = State.ROUTING
+        self._base = self.held
+        length = self.request.prompt_tokens + self.held
+        self.keys = sim.keys_of(self, length)
+        sim.ask(
+            Route(
+                request=self.number,
+                attempt=self.attempt,
+                model=sim.model,
+                namespace=sim.namespace_digest,
+                keys=self.keys[: KEY_BYTES * cacheable_blocks(length, sim.block_tokens)],
+                prompt_tokens=length,
+                max_tokens=sim.limit_of(self.request) - self.held,
+                slo=sim.spec.slo,
+                tenant=self.request.tenant,
+                exclude=self._excluded,
+                priority=self.request.priority,
+                waited=sim.loop.now - self.request.arrival,
+                admitted=self.admitted,
+            )
+        )
+
+    def on_answer(self, message: Planned | Rejected) -> None:
+        if isinstance(message, Planned):
+            self._on_planned(message.plan)
+        else:
+            self._on_rejected(message)
+
+    def _on_planned(self, plan: Plan) -> None:
+        if self.state is not State.ROUTING or plan.attempt != self.attempt:
+            return
+        sim = self.sim
+        self.state = State.RUNNING
+        self.plan = plan
+        self.admitted = True
+        self.prefill, self.decode = plan.prefill.worker, plan.decode.worker
+        if math.isnan(self.predicted):
+            self.predicted = plan.predicted_ttft
+        alone = plan.prefill.worker == plan.decode.worker
+        handoff = None if alone else Handoff(sim, sim.workers[plan.decode.worker].node)
+        parts = [("both", plan.prefill)] if alone else [("decode", plan.decode), ("prefill", plan.prefill)]
+        for part, worker in parts:
+            work = Work(
+                self,
+                self.attempt,
+                part,
+                worker.incarnation,
+                self.request.prompt_tokens + self.held,
+                self.held,
+                self.keys,
+                plan.sources,
+                handoff,
+                sim.spec.slo,
+                sim.loop.now - self.request.arrival,
+                self.request.priority,
+                self.request.tenant,
+            )
+            sim.loop.after(sim.delay, sim.workers[worker.worker].accept, work)
+        if not all(sim.reachable(worker) for worker in (plan.prefill, plan.decode)):
+            # Its link is gone already: nobody would tell.
+            gone = next(w for w in (plan.prefill, plan.decode) if not sim.reachable(w))
+            sim.loop.after(sim.delay, self.on_lost, gone.worker, self.attempt)
+
+    def _on_rejected(self, message: Rejected) -> None:
+        refusal = message.rejection
+        now = self.sim.loop.now
+        if self.state is not State.ROUTING or refusal.attempt != self.attempt:
+            return
+        if self.sim.servable and (refusal.retry_after is None or self._failing_since is None):
+            self._over(REJECTED if not self.held else DROPPED)
+            return
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since >= PATIENCE:
+            self._over(REJECTED if not self.held else DROPPED)
+            return
+        self.state = State.BACKING_OFF
+        self.sim.loop.after(REJECTED_PAUSE, self.start)
+
+    # -- what workers say ------------------------------------------------------------------------------------------
+
+    def begun(self, worker: WorkerModel, job: Job) -> None:
+        """A worker has accepted a part: asked for its tokens, should it die."""
+        self._live.append((worker, job))
+
+    def on_prefilled(self, attempt: int, cached: int, reused: list[int]) -> None:
+        self.prefills += 1
+        if attempt == self.attempt and self.cached is None:
+            self.cached = min(cached, self.request.prompt_tokens)
+            self.reused = list(reused)
+
+    def on_first_token(self, attempt: int, worker: WorkerModel, job: Job) -> None:
+        """It is on the client's screen."""
+        if self.state is State.RUNNING and attempt == self.attempt:
+            if math.isnan(self.first_token):
+                self.first_token = self.sim.loop.now
+            self.failures = 0
+            self._failing_since = None
+            self._excluded = ()
+
+    def on_tokens(self, attempt: int, worker: WorkerModel, job: Job, last: bool) -> None:
+        """A part has got all its tokens; last: with them the answer is whole."""
+        if self.state is not State.RUNNING or attempt != self.attempt:
+            return
+        if job.work.part == "prefill":
+            self.on_first_token(attempt, worker, job)
+        self._hold(worker, job)
+        if last:
+            self._over(DONE, abort=job.work.part == "prefill")
+
+    def _hold(self, worker: WorkerModel, job: Job) -> None:
+        spans = [[first, end] for first, end in job.tokens]
+        self._spans.append((worker, spans))
+        self.held += sum(end - first for first, end in spans)
+
+    def on_failed(self, attempt: int, worker: str, kind: str) -> None:
+        if self.state is not State.RUNNING or attempt != self.attempt or self.plan is None:
+            return
+        if kind == "too_large":
+            self._over(REJECTED, gone=worker)
+        elif kind == "late":
+            self._over(DROPPED, gone=worker)
+        else:
+            both = {self.plan.prefill.worker, self.plan.decode.worker}
+            self._retry({"retry": both, "wrong_role": {worker}}.get(kind, set()), worker)
+
+    def on_lost(self, worker: str, attempt: int) -> None:
+        """The link to a worker of its plan is gone."""
+        if self.state is State.RUNNING and attempt == self.attempt:
+            self._retry({worker}, worker)
+
+    def late(self) -> None:
+        """Its deadline has passed."""
+        if self.state is not State.OVER:
+            self._over(DROPPED)
+
+    def _retry(self, excluded: set[str], gone: str) -> None:
+        now = self.sim.loop.now
+        if self._failing_since is None:
+            self._failing_since = now
+        self.failures += 1
+        self._collect()
+        if self.failures > MAX_FAILURES or now - self._failing_since >= PATIENCE:
+            self._over(DROPPED, gone=gone)
+            return
+        self._release(gone)
+        self._excluded = tuple(sorted(excluded))
+        self.state = State.BACKING_OFF
+        pause = BACK_OFF[min(self.failures, len(BACK_OFF)) - 1]
+        if pause:
+            self.sim.loop.after(pause, self.start)
+        else:
+            self.start()
+
+    def _collect(self) -> None:
+        """Tokens that came from parts that are over now, unless they were whole."""
+        for worker, job in self._live:
+            if job.work.part != "prefill" and job.work.attempt == self.attempt:
+                worker.touch()
+                if job.tokens:
+                    self._hold(worker, job)
+        self._live.clear()
+
+    def _release(self, gone: str | None, *, decode_only: bool = False, done: bool = False) -> None:
+        """Ends the attempt everywhere but at the worker that is gone or has ended it itself."""
+        sim, plan = self.sim, self.plan
+        if plan is not None:
+            workers: dict[str, WorkerRef] = {worker.worker: worker for worker in (plan.prefill, plan.decode)}
+            for name in workers:
+                if name != gone and not (decode_only and name == plan.prefill.worker):
+                    sim.loop.after(sim.delay, sim.workers[name].end, (self.number, self.attempt))
+        ttft, tbt = -1.0, -1.0
+        if self._spans:
+            ttft, tbt = self.first_token - self.request.arrival, tail(self.gaps())
+        sim.tell(
+            RouteEnded(
+                request=self.number,
+                attempt=self.attempt,
+                ttft=-1.0 if math.isnan(ttft) else ttft,
+                generated=self.held - self._base,
+                tbt=tbt,
+                finished=done,
+            )
+        )
+        self.plan = None
+
+    def _over(self, outcome: int, gone: str | None = None, *, abort: bool = False) -> None:
+        if outcome == DONE:
+            self.finished = self.sim.loop.now
+            if not abort:
+                # Both parts are over at their workers.
+                self.plan = None
+            self._release(gone, decode_only=abort, done=True)
+        elif self.state in (State.ROUTING, State.RUNNING):
+            self._release(gone)
+        self.state = State.OVER
+        self.outcome = outcome
+        self.sim.over(self)
+
+    # -- what clients saw ------------------------------------------------------------------------------------------
+
+    def gaps(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Seconds between its tokens, the first at its place."""
+        came = [times(worker.ends, spans) for worker, spans in self._spans if spans]
+        return np.diff(np.concatenate(came)) if came else np.empty(0)
+
+
+def tail(gaps: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    """Mean of the longest tenth of the gaps, at least one; 0 without any."""
+    if not len(gaps):
+        return 0.0
+    count = -(-len(gaps) // 10)
+    return float(np.partition(gaps, len(gaps) - count)[-count:].mean())

@@ -1,0 +1,258 @@
+"""A worker's steps: the production Batcher plans them, `StepTime` says how long they take.
+
+Fast-forward: while the Batcher says that its steps are all alike, they are computed at once. Whatever touches the
+worker in the middle of that cuts it at the step under way, and nobody can see that it was computed in one go: the same
+floats are added in the same order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..batcher import Outcome, SequenceId, State, Step
+from ..cost import StepWork
+from .compute import StepTime
+from .engine import Loop
+from .jobs import Job, token
+from .standin import _Runs
+
+#: Steps computed at once, at most.
+LONGEST_RUN = 1 << 12
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Equal steps computed at once: when each ends, and who is in them."""
+
+    began: float
+    ends: npt.NDArray[np.float64]
+    jobs: list[Job]
+
+
+class Steps(ABC):
+    """ends: when steps ended, in order. steps: begun so far. jobs: all that are in the Batcher, and others.
+
+    stages: nodes that compute a chunk one after the other, each its share of the layers; the first is free for the next
+    chunk as soon as it has passed its own on.
+    """
+
+    batcher: _Runs
+
+    def __init__(self, loop: Loop, number: int, time: StepTime, stages: int, *, fast_forward: bool) -> None:
+        self.loop = loop
+        self.number = number
+        self.time = time
+        self.stages = stages
+        self.alive = True
+        self.ends = array("d")
+        self.steps = 0
+        self.jobs: dict[SequenceId, Job] = {}
+        self._fast_forward = fast_forward
+        self._turn = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Whatever is under way will not end."""
+        self._turn += 1
+        self._step: Step | None = None
+        self._run: Run | None = None
+        self._stage_free = [0.0] * self.stages
+
+    # -- what the worker does about them ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load(self, job: Job, first: int, blocks: int) -> None:
+        """Blocks are to be copied into their pages; `Batcher.loaded` when they are there."""
+
+    @abstractmethod
+    def _resume(self, job: Job) -> None:
+        """It was preempted: `Batcher.ready` again."""
+
+    @abstractmethod
+    def _computes(self, job: Job, until: int, seconds: float) -> None:
+        """A step begins that computes its prompt up to token `until`, and spends so much of its time on that."""
+
+    @abstractmethod
+    def _outcome(self, job: Job, outcome: Outcome) -> None:
+        """A step has ended; its token, if there is one, is counted."""
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """There may be something to compute."""
+        if self._step is None and self._run is None and self.alive:
+            self._next_step()
+
+    def _next_step(self) -> None:
+        if self._fast_forward and self._begin_run():
+            return
+        now = self.loop.now
+        step = self.batcher.plan(now)
+        for id in step.preempted:
+            self._resume(self.jobs[id])
+        for load in step.loads:
+            self._load(self.jobs[load.id], load.first_block, load.blocks)
+        if step.slices:
+            self._begin(step, now)
+        elif step.preempted:
+            self.loop.at(now, self._wake)
+
+    def _begin(self, step: Step, now: float) -> None:
+        work = self.batcher.work(step)
+        prefill = []
+        jobs = []
+        for planned in step.slices:
+            job = self.jobs[planned.id]
+            if planned.count > 1 or planned.start < job.work.prompt_tokens:
+                prefill.append((planned.start, planned.count))
+                jobs.append(job)
+        seconds = self.time.seconds(prefill, work.decode_sequences, work.decode_context)
+        self.batcher.observe(work, seconds)
+        tokens = work.prefill_tokens + work.decode_sequences
+        for (start, count), job in zip(prefill, jobs, strict=True):
+            self._computes(job, start + count, seconds * count / tokens)
+        self.steps += 1
+        self._turn += 1
+        self._step = step
+        end = now + seconds
+        if self.stages > 1:
+            end = self._pass_on(seconds / self.stages, now)
+        self.loop.step(end, self.number, self._turn, self._end_step)
+
+    def _pass_on(self, seconds: float, now: float) -> float:
+        """A chunk goes from stage to stage: each begins when it has it and is free. Returns when the first has done."""
+        at = now
+        for stage in range(self.stages):
+            at = max(at, self._stage_free[stage]) + seconds
+            self._stage_free[stage] = at
+        return self._stage_free[0]
+
+    def _end_step(self, turn: int) -> None:
+        if turn != self._turn:
+            return
+        if self._run is not None:
+            self._advance(len(self._run.ends))
+            self._run = None
+        else:
+            self._finish_step()
+        self._wake()
+
+    def _finish_step(self) -> None:
+        step, self._step = self._step, None
+        assert step is not None, "a step was under way"
+        tokens = []
+        for planned in step.slices:
+            job = self.jobs.get(planned.id)
+            if not planned.sample:
+                tokens.append(-1)
+            else:
+                tokens.append(token(job.work, job.sequence.generated) if job is not None else 0)
+        outcomes = [(self.jobs[outcome.id], outcome) for outcome in self.batcher.finish(step, tokens)]
+        if self.stages > 1:
+            self.loop.at(self._stage_free[-1], self._leave, outcomes)
+        else:
+            self._leave(outcomes)
+
+    def _leave(self, outcomes: list[tuple[Job, Outcome]]) -> None:
+        """A step has left the last stage."""
+        end = len(self.ends)
+        self.ends.append(self.loop.now)
+        for job, outcome in outcomes:
+            if self.jobs.get(outcome.id) is not job:
+                continue
+            if outcome.token is not None:
+                _got(job, end, end + 1)
+            self._outcome(job, outcome)
+
+    # -- fast-forward ----------------------------------------------------------------------------------------------
+
+    def _begin_run(self) -> bool:
+        """Computes as many equal steps at once as there are, if there are several."""
+        batcher = self.batcher
+        count = min(batcher.run_length(), LONGEST_RUN)
+        if count < 2:
+            return False
+        jobs = [self.jobs[sequence.id] for sequence in batcher.in_state(State.RUNNING)]
+        context = sum(len(job.sequence.tokens) for job in jobs)
+        # The step that ends an answer is not like those before it.
+        count = min(count, min(job.left for job in jobs) - 1)
+        if count < 2 or any(job.sequence.computed < job.work.prompt_tokens for job in jobs):
+            # The last token of a prompt, alone in its step, is computed like a prompt.
+            return False
+        base, per_sequence, per_token = self.time.decode_coefficients
+        contexts = np.arange(context, context + count * len(jobs), len(jobs), dtype=np.float64)
+        times = np.empty(count + 1)
+        times[0] = now = self.loop.now
+        times[1:] = (base + per_sequence * len(jobs)) + per_token * contexts
+        self._run = Run(now, np.add.accumulate(times)[1:], jobs)
+        self._turn += 1
+        batcher.observe(StepWork(0, 0, len(jobs), context), float(times[1]))
+        self.loop.step(float(self._run.ends[-1]), self.number, self._turn, self._end_step)
+        return True
+
+    def _advance(self, count: int) -> None:
+        """The first `count` steps of the run are over."""
+        run = self._run
+        assert run is not None, "there is a run"
+        first = len(self.ends)
+        self.ends.extend(run.ends[:count])
+        self.steps += count
+        self.batcher.run(count)
+        for job in run.jobs:
+            _got(job, first, first + count)
+
+    def _over(self) -> int:
+        """Steps of the run that are over by now."""
+        run = self._run
+        return 0 if run is None else int(np.searchsorted(run.ends, self.loop.now, side="right"))
+
+    def touch(self) -> None:
+        """To be called before anything happens to this worker: ends a run with the step under way."""
+        run = self._run
+        if run is None:
+            return
+        done = self._over()
+        if done:
+            self._advance(done)
+        began = float(run.ends[done - 1]) if done else run.began
+        self._run = None
+        self._step = self.batcher.plan(began)
+        assert not self._step.loads and len(self._step.slices) == len(run.jobs), "the steps were not equal"
+        self.steps += 1
+        self._turn += 1
+        self.loop.step(float(run.ends[done]), self.number, self._turn, self._end_step)
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> int:
+        """Steps begun, those of a run that are over included."""
+        return self.steps + self._over()
+
+    def running_context(self) -> int:
+        """Tokens in the pages of what runs, as of the last step."""
+        return self.batcher.running_context + self._over() * (len(self._run.jobs) if self._run else 0)
+
+    def queue_seconds(self) -> float:
+        """Until all prompts accepted so far are computed, as the worker predicts."""
+        if self._run is not None and self.batcher.queued_tokens:
+            self.touch()
+        return self.batcher.queue_seconds
+
+    def gap(self) -> float:
+        """Seconds of a step with all that decodes here, by the cost model; 0 without."""
+        sequences = sum(job.sequence.generated > job.work.generated for job in self.jobs.values())
+        return self.time.seconds((), sequences, self.running_context() + sequences)
+
+
+def _got(job: Job, first: int, last: int) -> None:
+    """It has got a token at each of these ends of steps."""
+    if job.tokens and job.tokens[-1][1] == first:
+        job.tokens[-1][1] = last
+    else:
+        job.tokens.append([first, last])
