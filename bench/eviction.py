@@ -1,7 +1,7 @@
 """Eviction policies on the traces of the paper: hits and prefill seconds saved, by capacity.
 
 Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: more hits, more seconds saved). The
-pool and the policies are those that serve; only their memory is missing (`_native.CacheModel`). Requests come one after
+pool and the policies are those that serve; only their memory is missing (`_native.PoolModel`). Requests come one after
 the other, in the order of their raw arrivals: nothing is jittered, and none is in use while the next one comes. All
 blocks of a prompt are shared as the trace says, its last, partial one too. One pool serves all requests.
 
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.common import line, mean, note
-from pyengine._native import EVICTION_POLICIES, CacheModel
+from pyengine._native import EVICTION_POLICIES, PoolModel
 
 ROOT = Path(__file__).parents[1]
 TRACES = {"conversation": "conversation_trace", "synthetic": "synthetic_trace", "report": "arxiv_first1000"}
@@ -108,7 +108,7 @@ def judge(trace: Trace, hits: Iterable[int]) -> Result:
 def replay(trace: Trace, policy: str, capacity: float) -> Result:
     """The production pool under this policy."""
     blocks = int(min(capacity, trace.distinct + 1))
-    model = CacheModel(policy, blocks, costs=(PER_TOKEN, PER_PAIR, BLOCK_TOKENS))
+    model = PoolModel(policy, blocks, costs=(PER_TOKEN, PER_PAIR, BLOCK_TOKENS))
     return judge(trace, (model.access(blocks)[0] for blocks in trace.blocks))
 
 

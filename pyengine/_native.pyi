@@ -722,10 +722,11 @@ class Endpoint:
     def close(self) -> None: ...
 
 @final
-class CacheModel:
-    """Which blocks a node's cache would have: the production pool and policies without a memory, for simulations.
+class PoolModel:
+    """Which blocks a node would have: the production pool and eviction policies without a memory, for simulations.
 
-    Deterministic: the same accesses give the same hits. A block is a number (uint64) that names its whole prefix.
+    Deterministic: the same calls give the same answers. Requests take, commit and release blocks by their keys (16 bytes
+    each, one after the other), or, where time does not count, access the pool one after the other.
     """
     def __new__(
         cls,
@@ -734,21 +735,46 @@ class CacheModel:
         ssd_blocks: int = 0,
         *,
         costs: tuple[float, float, float] | None = None,
-    ) -> CacheModel:
+        changes: bool = False,
+    ) -> PoolModel:
         """Empty. policy: one of EVICTION_POLICIES; dram_blocks: 2 or more; ssd_blocks: 0 is no SSD.
 
         For policies that weigh costs, costs: seconds for a token, seconds for a pair of tokens in attention, tokens of
-        a block (by default LLaMA3-70B on eight A800, 16).
+        a block (by default LLaMA3-70B on eight A800, 16). changes: they are kept until `changes` is called.
 
         Raises GiveUpError for an unknown policy or an impossible capacity.
         """
     @property
     def policy(self) -> str: ...
+    @property
+    def available(self) -> int:
+        """Slots that nobody uses; one of them is kept for staging."""
+    def find(self, keys: _Bytes) -> bytes:
+        """Where the leading blocks lie, as far as all are here, a byte each: 1 DRAM, 2 on the SSD alone."""
+    def take(
+        self, tag: int, keys: _Bytes, private: int = 0, *, position: int = 0, parent: _Bytes | None = None
+    ) -> bool:
+        """Pins those of these blocks that are in DRAM, and reserves slots for the others and for `private` nameless
+        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, key before it.
+
+        Raises GiveUpError if the pool can never have so many; BugError if the tag has taken something already, or a key
+        is there twice.
+        """
+    def commit(self, tag: int, keys: _Bytes) -> None:
+        """All may read these now, of those that the tag has taken. Raises BugError if it has not."""
+    def release(self, tag: int) -> bool:
+        """Lets go of all that the tag has; what it has not committed is lost. False if it had nothing."""
+    def drop(self, keys: _Bytes) -> int:
+        """Drops these blocks from DRAM and SSD, but for those in use. Returns how many."""
+    def changes(self) -> bytes:
+        """What has changed since the last call, as `scheduler/changes.py` packs it."""
+    def digest(self) -> tuple[int, bytes]:
+        """Number and XOR of the keys, as DaemonHeartbeat says them."""
     def access(self, ids: _Bytes) -> tuple[int, int]:
         """A request with these blocks (numpy.uint64, or 8 bytes each, little-endian): how many leading ones are in
         DRAM, and how many follow on the SSD. All are in DRAM afterwards, or as many as fit.
 
-        Raises BugError if a block is there twice.
+        Raises BugError if a block is there twice, or somebody has taken blocks.
         """
     def counts(self) -> dict[str, int]:
         """So far: requests, blocks, dram_hits, ssd_hits, evictions (from DRAM), dropped (from the SSD).

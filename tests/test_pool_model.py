@@ -1,4 +1,4 @@
-"""Goal: `CacheModel` is what its stub says, and the same for the same input. Method: small caches, every argument once.
+"""Goal: `PoolModel` is what its stub says, and the same for the same input. Method: small caches, every argument once.
 
 What it keeps is tested where it is made (`rust/transfer/tests/policies.rs`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyengine._native import EVICTION_POLICIES, BugError, CacheModel, GiveUpError
+from pyengine._native import EVICTION_POLICIES, BugError, PoolModel, GiveUpError
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -17,7 +17,7 @@ def ids(*numbers: int) -> np.ndarray:
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_prefixes_are_found(policy: str) -> None:
-    model = CacheModel(policy, 4, 3)
+    model = PoolModel(policy, 4, 3)
     assert model.policy == policy
     assert model.access(ids(1, 2, 3)) == (0, 0)
     assert model.access(ids(1, 2, 3)) == (3, 0)
@@ -40,7 +40,7 @@ def test_prefixes_are_found(policy: str) -> None:
 def test_same_input_same_hits() -> None:
     rows = [np.cumsum(row).astype(np.uint64) for row in np.random.default_rng(0).integers(1, 3, (500, 12))]
     for policy in EVICTION_POLICIES:
-        models = [CacheModel(policy, 40, 20) for _ in range(2)]
+        models = [PoolModel(policy, 40, 20) for _ in range(2)]
         first, second = ([model.access(row) for row in rows] for model in models)
         assert first == second
         assert models[0].counts() == models[1].counts()
@@ -50,7 +50,7 @@ def test_same_input_same_hits() -> None:
 def test_costs_count() -> None:
     # Late blocks are dear where pairs cost and tokens nothing; where it is the other way round, all are alike.
     for costs, late in (((0.0, 1.0, 16.0), 1), ((1.0, 0.0, 16.0), 0)):
-        model = CacheModel("cost", 12, costs=costs)
+        model = PoolModel("cost", 12, costs=costs)
         prefix = np.arange(10, dtype=np.uint64)
         model.access(prefix)
         for other in range(100, 104):
@@ -60,10 +60,10 @@ def test_costs_count() -> None:
 
 def test_bad_input_says_what_to_do() -> None:
     with pytest.raises(GiveUpError, match="choose one of cost"):
-        CacheModel("mru", 10)
+        PoolModel("mru", 10)
     with pytest.raises(GiveUpError, match="use 2 to"):
-        CacheModel("lru", 1)
-    model = CacheModel("lru", 10)
+        PoolModel("lru", 1)
+    model = PoolModel("lru", 10)
     with pytest.raises(BugError, match=r"use numpy\.uint64"):
         model.access(b"1234567")
     with pytest.raises(BugError, match="block 4 is in the request twice"):

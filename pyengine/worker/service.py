@@ -19,9 +19,11 @@ from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
 from pyengine.kv_mover import TIERS
-from pyengine.scheduler.messages import Abort, Work, WorkerAlive
-from pyengine.scheduler.types import Node, WorkerInfo
+from pyengine.scheduler.changes import CHANGE_BYTES
+from pyengine.scheduler.messages import Abort, PagesChanged, SetRole, Work, WorkerAlive
+from pyengine.scheduler.types import Node, Role, WorkerInfo
 from pyengine.secret import read_secret
+from pyengine.worker.calibrate import calibrate
 from pyengine.worker.core import Worker
 from pyengine.worker.links import WorkerLinks
 
@@ -38,6 +40,10 @@ SIGNAL_LATE = 1.0
 RECONNECT_EVERY = 0.2
 #: The coefficients of `CostFit`, as metrics name them: seconds per each of these.
 COST_TERMS = ("step", "prompt_token", "prompt_context_token", "decoding_sequence", "decoding_context_token")
+#: Seconds between reports of changed pages while the worker computes: what changes twice meanwhile is not told.
+PAGES_EVERY = 0.1
+#: Changes in one message, 160 KiB of it.
+CHANGES_AT_ONCE = 4096
 #: Milliseconds the idle loop sleeps at most; every event wakes it before.
 IDLE_POLL = 1000
 
@@ -101,6 +107,13 @@ class WorkerService:
             incarnation=self._incarnation,
             role=config.role,
         )
+        calibrate(
+            self._backend,
+            self._worker.batcher.cost,
+            pages=pages,
+            max_tokens=config.max_tokens_per_step,
+            max_sequences=config.max_sequences,
+        )
         self._worker.attach(self._pool)
         self.info = describe(config, self._backend, self._incarnation, self._pool, pages)
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
@@ -112,6 +125,7 @@ class WorkerService:
         self._refused: _native.TransferError | None = None
         self._closing = False
         self._stopping = False
+        self._pages_due = 0.0
         self._links.start()
 
     def stop(self) -> None:
@@ -131,7 +145,10 @@ class WorkerService:
                         self._worker.accept(message)
                     case Abort():
                         self._worker.abort(message)
+                    case SetRole():
+                        self._take_role(message.role)
             self._links.send(self._worker.step(), self._worker.take_ended())
+            self._tell_pages()
             self._mind_daemon()
             if not self._worker.busy:
                 # Checking costs milliseconds: once whenever the worker comes to rest, not at every look at the clock.
@@ -140,6 +157,34 @@ class WorkerService:
                 rested = self._worker.idle
                 longest = IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000
                 self._poll.poll(min(longest, max(self._worker.due - time.monotonic(), 0.0) * 1000 + 1))
+
+    def _take_role(self, role: Role) -> None:
+        """What it has accepted goes on; later work is taken, or answered "wrong_role", by the new role."""
+        logger.info("%s takes on the role %s", self._config.worker, role.value)
+        self._worker.role = role
+        self.info = msgspec.structs.replace(self.info, role=role)
+        self._links.announce(self.info)
+
+    def _tell_pages(self) -> None:
+        """Tells the conductor which blocks came to device pages and went from there."""
+        pool, now = self._worker.batcher.pool, time.monotonic()
+        if now < self._pages_due and self._worker.busy:
+            return
+        if first := self._links.take_unknown():
+            packed = pool.take_all()
+        elif pool.changed:
+            packed = pool.take_changes()
+        else:
+            return
+        self._pages_due = now + PAGES_EVERY
+        size = CHANGES_AT_ONCE * CHANGE_BYTES
+        parts = [packed[at : at + size] for at in range(0, max(len(packed), 1), size)]
+        self._links.tell(
+            [
+                PagesChanged(worker=self._config.worker, changes=part, first=first and number == 0)
+                for number, part in enumerate(parts)
+            ]
+        )
 
     def close(self) -> None:
         """Leaves the cluster and frees the model. What ran here is retried elsewhere by its gateway."""
@@ -217,6 +262,7 @@ class WorkerService:
         """The heartbeat; runs on the links' thread and only reads plain counters."""
         worker, batcher = self._worker, self._worker.batcher
         loads, worker.mover.loads = worker.mover.loads, []
+        accepted, worker.accepted = worker.accepted, []
         return WorkerAlive(
             worker=self._config.worker,
             progress=worker.progress,
@@ -229,6 +275,8 @@ class WorkerService:
             loads=tuple(loads),
             queue_seconds=worker.load.queue_seconds,
             running_context=worker.load.running_context,
+            expected_tokens=worker.load.expected_tokens,
+            accepted=tuple(accepted),
         )
 
 

@@ -30,6 +30,7 @@ from ..messages import (
     HEARTBEAT_EVERY,
     GatewayAlive,
     GatewayHello,
+    PagesChanged,
     Planned,
     Rejected,
     Route,
@@ -116,7 +117,7 @@ class Simulation:
             time = StepTime.load(spec.model)
             for _ in range(spec.count):
                 number = len(self.workers)
-                node = NodeModel(self, f"n{number:04}", number, spec.stages)
+                node = NodeModel(self, f"n{number:04}", number, spec.stages, time)
                 name = f"{spec.role.value}{number:04}"
                 info = WorkerInfo(
                     worker=name,
@@ -168,6 +169,7 @@ class Simulation:
         for worker in self.workers.values():
             self.conduct(DaemonHello(worker.node.node, 0))
             self.conduct(FromWorker(WorkerHello(info=worker.info)))
+            self.tell_pages(worker, b"", first=True)
             phase = HEARTBEAT_EVERY * (worker.number + 1) / (count + 1)
             self.loop.after(phase, self._beat, worker)
         self.conduct(Tick())
@@ -238,12 +240,13 @@ class Simulation:
         self.switches += role is not worker.info.role
         worker.info = msgspec.structs.replace(worker.info, role=role, node=worker.node.node)
         self.loop.after(self.delay, self.conduct, FromWorker(WorkerHello(info=worker.info)))
+        self.loop.after(self.delay, self.tell_pages, worker, worker.batcher.pool.take_all(), True)
+
+    def tell_pages(self, worker: WorkerModel, changes: bytes, first: bool) -> None:
+        self.conduct(FromWorker(PagesChanged(worker=worker.name, changes=changes, first=first)))
 
     def _dump(self, name: str) -> None:
-        node = self.nodes[name]
-        if node.up:
-            for event in [*node.changes(), *node.dump()]:
-                self.conduct(event)
+        raise AssertionError(f"the conductor has lost track of {name}, which has told it everything")
 
     def _replicate(self, order: OrderReplicate) -> None:
         node = self.nodes[order.node]

@@ -7,6 +7,7 @@ nobody knows an answer's length before its end.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..batcher import Sequence
-from ..types import KEY_BYTES, SamplingParams
+from ..types import KEY_BYTES, SamplingParams, tenant_number
 from .node import TIERS
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Job:
 
 def sequence_of(work: Work, limit: int) -> Sequence:
     """A part as the Batcher knows it. limit: tokens that the client allows."""
+    slo, arrived = work.slo, work.request.request.arrival
     return Sequence(
         id=work.id,
         tokens=[work.request.number] * work.prompt_tokens,
@@ -73,6 +75,12 @@ def sequence_of(work: Work, limit: int) -> Sequence:
         sampling=sampling(limit),
         first_only=work.part == "prefill",
         handed_off=work.part == "decode",
+        arrived=arrived,
+        ttft=math.inf if slo.ttft is None else slo.ttft,
+        tbt=math.inf if slo.tbt is None else slo.tbt,
+        deadline=math.inf if slo.deadline is None else arrived + slo.deadline,
+        priority=work.priority,
+        tenant=tenant_number(work.tenant),
     )
 
 

@@ -10,11 +10,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..changes import unpack
-from ..events import BlockDump, BlockRemoved, BlockStored, DaemonHeartbeat, DaemonReport
+import msgspec
+
+from pyengine._native import GiveUpError
+
+from ..changes import CHANGE_BYTES
+from ..events import BlocksChanged, DaemonHeartbeat, DaemonReport
 from ..messages import LoadSample
-from ..types import KEY_BYTES, Medium, Node, Source
-from .standin import NodePool
+from ..types import KEY_BYTES, Node, Source
+from .compute import StepTime
+from .pool import NodePool
 
 if TYPE_CHECKING:
     from .cluster import Simulation
@@ -24,7 +29,8 @@ TIERS = ("device", "dram", "ssd", "peer_dram", "peer_ssd")
 DEVICE, DRAM, SSD, PEER_DRAM, PEER_SSD = range(5)
 #: Measured loads kept for a heartbeat.
 LOADS = 64
-_MEDIA = (Medium.DRAM, Medium.DRAM, Medium.SSD)
+#: What pools say of a block.
+_IN_DRAM, _ON_SSD = bytes([1]), bytes([2])
 
 
 class Grant(NamedTuple):
@@ -39,13 +45,16 @@ class Grant(NamedTuple):
 class NodeModel:
     """One node, or a group of `share` nodes that hold a share of the layers each. sim: the world around it."""
 
-    def __init__(self, sim: Simulation, name: str, number: int, share: int) -> None:
+    def __init__(self, sim: Simulation, name: str, number: int, share: int, costs: StepTime) -> None:
         spec = sim.spec.node
+        self._spec = msgspec.structs.replace(
+            spec, dram_tokens=share * spec.dram_tokens, ssd_tokens=share * spec.ssd_tokens
+        )
+        self._costs = costs
         self.sim = sim
         self.number = number
         self.node = Node(name, f"{name}:1", 1)
         self.dram = share * spec.dram_tokens // sim.spec.block_tokens
-        self.ssd = share * spec.ssd_tokens // sim.spec.block_tokens
         self.ssd_rate = share * spec.ssd_rate
         self.device_rate = share * spec.device_rate
         self.up = True
@@ -53,7 +62,7 @@ class NodeModel:
         self._open()
 
     def _open(self) -> None:
-        self.pool = NodePool(self.sim.spec.node.evict, self.dram, self.ssd)
+        self.pool = NodePool(self._spec, self.sim.block_tokens, self._costs)
         self.sequence = 0
         self.waiting: deque[Grant] = deque()
         #: What is on its way here, and who waits for it.
@@ -99,35 +108,14 @@ class NodeModel:
         packed = self.pool.changes()
         if not packed:
             return []
-        events: list[DaemonReport] = []
-        for change in unpack(packed):
-            medium = _MEDIA[change.tier]
-            if change.removed:
-                events.append(BlockRemoved(self.node, self.sequence, change.key, medium))
-            else:
-                events.append(BlockStored(self.node, self.sequence, change.key, change.parent, change.position, medium))
-            self.sequence += 1
-        return events
-
-    def dump(self) -> list[DaemonReport]:
-        """All that it holds."""
-        blocks = [(c.key, c.parent, c.position, _MEDIA[c.tier]) for c in unpack(self.pool.contents())]
-        return [BlockDump(self.node, self.sequence, 0, blocks, True)]
+        first = self.sequence
+        self.sequence += len(packed) // CHANGE_BYTES
+        return [BlocksChanged(self.node, first, packed)]
 
     def heartbeat(self) -> DaemonHeartbeat:
         """To be said after `changes`, as a daemon's queue does."""
-        pool = self.pool
-        cached = pool.count
-        return DaemonHeartbeat(
-            self.node,
-            self.sequence,
-            cached,
-            pool.digest,
-            {
-                f'pyengine_pool_blocks{{node="{self.name}",tier="dram",state="free"}}': pool.free,
-                f'pyengine_pool_blocks{{node="{self.name}",tier="dram",state="cached"}}': pool.cached,
-            },
-        )
+        count, digest = self.pool.model.digest()
+        return DaemonHeartbeat(self.node, self.sequence, count, digest, {})
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +128,7 @@ class NodeModel:
         while self.waiting:
             grant = self.waiting[0]
             here = self.leading(grant.keys)[0]
-            if not self.pool.take(grant.tag, grant.keys, grant.private):
+            if not self.take(grant.tag, grant.keys, grant.private):
                 return
             self.waiting.popleft()
             self.report()
@@ -162,11 +150,20 @@ class NodeModel:
 
     def leading(self, keys: bytes) -> tuple[int, int]:
         """Blocks of the longest prefix that DRAM has, and of the longest that DRAM and SSD have together."""
-        return self.pool.find(keys)
+        found = self.pool.find(keys)
+        ssd = found.find(_ON_SSD)
+        return (len(found) if ssd < 0 else ssd), len(found)
+
+    def take(self, tag: int, keys: bytes, private: int) -> bool:
+        """Pins and reserves, all or nothing. False: there is no room now, or never."""
+        try:
+            return self.pool.take(tag, keys, private)
+        except GiveUpError:
+            return False
 
     def store(self, tag: int, keys: bytes) -> None:
         """Blocks that a worker here has computed are cached, if there is room at once; the tag holds them."""
-        if keys and self.pool.take(tag, keys, 0):
+        if keys and self.take(tag, keys, 0):
             self.pool.commit(tag, keys)
             self.report()
 
@@ -202,7 +199,8 @@ class NodeModel:
         assert not self.waiting, f"{self.name}: somebody waits for slots"
         assert not self.coming, f"{self.name}: something is on its way"
         self.pool.check()
-        assert self.pool.held == 0, f"{self.name}: {self.pool.held} slots are held for nobody"
+        held = self.dram - 1 - self.pool.available
+        assert not held, f"{self.name}: {held} slots are held for nobody"
 
 
 class Bringing:
@@ -262,7 +260,7 @@ class Bringing:
         keys = self.keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
         if source is None:
             tag = sim.tag()
-            if not node.pool.take(tag, self.keys[: (first + count) * KEY_BYTES], 0):
+            if not node.take(tag, self.keys[: (first + count) * KEY_BYTES], 0):
                 return False
             self._under_way(keys)
             node.read_ssd(count, lambda _: self._came(tag, keys, first, count, SSD, began, node.name))
@@ -275,11 +273,11 @@ class Bringing:
         count = min(dram or _run(peer, keys, reach) if reach else 0, count)
         keys = keys[: count * KEY_BYTES]
         tag, theirs = sim.tag(), sim.tag()
-        if not count or not peer.pool.take(theirs, self.keys[: (first + count) * KEY_BYTES], 0):
+        if not count or not peer.take(theirs, self.keys[: (first + count) * KEY_BYTES], 0):
             # It has it no more, or no room to read it.
             self.sources.remove(source)
             return True
-        if not node.pool.take(tag, self.keys[: (first + count) * KEY_BYTES], 0):
+        if not node.take(tag, self.keys[: (first + count) * KEY_BYTES], 0):
             peer.end(theirs)
             return False
         self._under_way(keys)
@@ -338,10 +336,8 @@ class Bringing:
 
 def _run(node: NodeModel, keys: bytes, reach: int) -> int:
     """How many of the leading `reach` blocks, the first of which is on the SSD only, come before one in DRAM."""
-    for block in range(1, reach):
-        if node.leading(keys[block * KEY_BYTES : (block + 1) * KEY_BYTES])[0]:
-            return block
-    return reach
+    dram = node.pool.find(keys).find(_IN_DRAM)
+    return reach if dram < 0 else dram
 
 
 __all__ = ["DEVICE", "DRAM", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel"]

@@ -7,6 +7,7 @@ floats are added in the same order.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from array import array
 from dataclasses import dataclass
@@ -14,12 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..batcher import Outcome, SequenceId, State, Step
-from ..cost import StepWork
+from ..batcher import Batcher, Outcome, SequenceId, Step
 from .compute import StepTime
 from .engine import Loop
 from .jobs import Job, token
-from .standin import _Runs
 
 #: Steps computed at once, at most.
 LONGEST_RUN = 1 << 12
@@ -41,7 +40,7 @@ class Steps(ABC):
     chunk as soon as it has passed its own on.
     """
 
-    batcher: _Runs
+    batcher: Batcher
 
     def __init__(self, loop: Loop, number: int, time: StepTime, stages: int, *, fast_forward: bool) -> None:
         self.loop = loop
@@ -54,6 +53,7 @@ class Steps(ABC):
         self.jobs: dict[SequenceId, Job] = {}
         self._fast_forward = fast_forward
         self._turn = 0
+        self._planning = False
         self._forget()
 
     def _forget(self) -> None:
@@ -68,6 +68,14 @@ class Steps(ABC):
     @abstractmethod
     def _load(self, job: Job, first: int, blocks: int) -> None:
         """Blocks are to be copied into their pages; `Batcher.loaded` when they are there."""
+
+    @abstractmethod
+    def _planned(self) -> None:
+        """The next step is planned: pages may have changed."""
+
+    @abstractmethod
+    def _late(self, job: Job) -> None:
+        """It cannot be over by its deadline any more."""
 
     @abstractmethod
     def _resume(self, job: Job) -> None:
@@ -85,13 +93,18 @@ class Steps(ABC):
 
     def _wake(self) -> None:
         """There may be something to compute."""
-        if self._step is None and self._run is None and self.alive:
+        if self._step is None and self._run is None and self.alive and not self._planning:
+            self._planning = True
             self._next_step()
+            self._planning = False
+            self._planned()
 
     def _next_step(self) -> None:
+        now = self.loop.now
+        for id in self.batcher.late(now):
+            self._late(self.jobs[id])
         if self._fast_forward and self._begin_run():
             return
-        now = self.loop.now
         step = self.batcher.plan(now)
         for id in step.preempted:
             self._resume(self.jobs[id])
@@ -101,6 +114,8 @@ class Steps(ABC):
             self._begin(step, now)
         elif step.preempted:
             self.loop.at(now, self._wake)
+        elif self.batcher.next_late < math.inf:
+            self.loop.at(self.batcher.next_late, self._wake)
 
     def _begin(self, step: Step, now: float) -> None:
         work = self.batcher.work(step)
@@ -177,21 +192,25 @@ class Steps(ABC):
         count = min(batcher.run_length(), LONGEST_RUN)
         if count < 2:
             return False
-        jobs = [self.jobs[sequence.id] for sequence in batcher.in_state(State.RUNNING)]
-        context = sum(len(job.sequence.tokens) for job in jobs)
+        jobs = [self.jobs[sequence.id] for sequence in batcher.runs]
         # The step that ends an answer is not like those before it.
         count = min(count, min(job.left for job in jobs) - 1)
-        if count < 2 or any(job.sequence.computed < job.work.prompt_tokens for job in jobs):
-            # The last token of a prompt, alone in its step, is computed like a prompt.
+        if count < 2:
             return False
+        context = batcher.running_context + len(jobs)
         base, per_sequence, per_token = self.time.decode_coefficients
         contexts = np.arange(context, context + count * len(jobs), len(jobs), dtype=np.float64)
         times = np.empty(count + 1)
         times[0] = now = self.loop.now
         times[1:] = (base + per_sequence * len(jobs)) + per_token * contexts
-        self._run = Run(now, np.add.accumulate(times)[1:], jobs)
+        times = np.add.accumulate(times)
+        if times[-2] >= batcher.next_late:
+            # A step that begins then is not planned before somebody has been dropped.
+            times = times[: int(np.searchsorted(times[:-1], batcher.next_late)) + 1]
+            if len(times) < 3:
+                return False
+        self._run = Run(now, times[1:], jobs)
         self._turn += 1
-        batcher.observe(StepWork(0, 0, len(jobs), context), float(times[1]))
         self.loop.step(float(self._run.ends[-1]), self.number, self._turn, self._end_step)
         return True
 

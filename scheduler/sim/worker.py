@@ -12,20 +12,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..batcher import Busy, Outcome, SequenceId, TooLarge
+from ..batcher import Batcher, Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
+from ..cost import StepWork, context_of
 from ..messages import WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
 from .node import DEVICE, DRAM, NodeModel
 from .spec import WorkerSpec
-from .standin import discipline
 from .steps import Steps
 
 if TYPE_CHECKING:
     from .cluster import Simulation
     from .gateway import Handoff, Work
+
+
+#: Seconds between two reports of changed pages.
+PAGES_EVERY = 0.1
 
 
 class WorkerModel(Steps):
@@ -43,7 +47,7 @@ class WorkerModel(Steps):
 
     def _open(self) -> None:
         spec = self._spec
-        self.batcher = discipline(spec.discipline)(
+        self.batcher = Batcher(
             BlockPool(self.info.pages, self.sim.block_tokens),
             max_tokens=spec.max_tokens_per_step,
             max_sequences=spec.max_sequences,
@@ -54,6 +58,21 @@ class WorkerModel(Steps):
         )
         self.role = self.info.role
         self._pages_free = 0.0
+        self._pages_due = 0.0
+        self._telling = False
+        self._calibrate()
+
+    def _calibrate(self) -> None:
+        """As `pyengine/worker/calibrate.py` does at start-up: prompts, and batches that decode behind them."""
+        cost, most = self.batcher.cost, self._spec.max_tokens_per_step
+        points = [(1, 16), (1, 64), (4, 16), (8, 32), (1, 256), (2, most // 2), (1, most)]
+        for sequences, tokens in points:
+            if tokens >= 1 and sequences <= self._spec.max_sequences and sequences * tokens <= most:
+                seconds = self.time.seconds([(0, tokens)] * sequences, 0, 0)
+                cost.observe(StepWork(sequences * tokens, sequences * context_of(0, tokens), 0, 0), seconds)
+                for length in (tokens + 1, tokens + 2):
+                    context = sequences * length
+                    cost.observe(StepWork(0, 0, sequences, context), self.time.seconds((), sequences, context))
 
     @property
     def name(self) -> str:
@@ -65,8 +84,8 @@ class WorkerModel(Steps):
         """Takes one part of an attempt, or has it refused."""
         if not self.alive or work.incarnation != self.info.incarnation:
             return  # the gateway hears of it by itself
-        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role is Role.BOTH}
-        if not (needs[work.part] or (work.part == "both" and self.role is Role.DECODE)):
+        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role.decodes}
+        if not needs[work.part]:
             self._refuse(work, "wrong_role")
             return
         self.touch()
@@ -183,9 +202,11 @@ class WorkerModel(Steps):
         keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
         here = self.node.leading(keys)[0] if self.node.up else 0
         if here:
-            job.tag = self.sim.tag()
-            taken = self.node.pool.take(job.tag, keys[: here * KEY_BYTES], 0)
-            assert taken, "what is there can be pinned"
+            tag = self.sim.tag()
+            if self.node.take(tag, keys[: here * KEY_BYTES], 0):
+                job.tag = tag
+            else:
+                here = 0  # all but the last slot are in use
         self.batcher.ready(job.work.id, here * self.sim.block_tokens)
 
     def complete(self, job: Job) -> None:
@@ -213,6 +234,9 @@ class WorkerModel(Steps):
         self.batcher.loaded(job.work.id, tokens)
         self._release(job)
         self._wake()
+
+    def _late(self, job: Job) -> None:
+        self._fail(job, "late")
 
     def _resume(self, job: Job) -> None:
         """Preempted: looks again for what the pool still has."""
@@ -280,6 +304,20 @@ class WorkerModel(Steps):
         self.end(work.id)
         if work.part != "prefill":
             self.loop.after(self.sim.delay, work.request.on_tokens, work.attempt, self, job, True)
+
+    # -- device pages -----------------------------------------------------------------------------------------------
+
+    def _planned(self) -> None:
+        if self.batcher.pool.changed and not self._telling:
+            self._telling = True
+            self.loop.at(max(self._pages_due, self.loop.now + self.sim.delay), self._tell_pages, self.info.incarnation)
+
+    def _tell_pages(self, incarnation: int) -> None:
+        """Tells the conductor which blocks came to device pages and went from there."""
+        if self.alive and incarnation == self.info.incarnation:
+            self._telling = False
+            self._pages_due = self.loop.now + PAGES_EVERY
+            self.sim.tell_pages(self, self.batcher.pool.take_changes(), first=False)
 
     # -- the hand-off ----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from pyengine.scheduler.messages import (
     Planned,
     Rejected,
     Route,
+    RouteEnded,
     WorkerAlive,
     WorkerHello,
 )
@@ -185,6 +186,9 @@ class World:
         self.alive(name, cost=cost.fit())
 
     def route(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> list[Action]:
+        return self.on(FromGateway("gateway", self.asked(keys, tokens, **changes)))
+
+    def asked(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Route:
         fields: dict[str, object] = {
             "request": self.requests,
             "attempt": 0,
@@ -196,13 +200,24 @@ class World:
             "slo": Slo(),
         }
         self.requests += 1
-        return self.on(FromGateway("gateway", Route(**(fields | changes))))  # type: ignore[arg-type]
+        return Route(**(fields | changes))  # type: ignore[arg-type]
 
     def plan(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Plan:
         answer = self.route(keys, tokens, **changes)[0]
         assert isinstance(answer, SendToGateway)
         assert isinstance(answer.message, Planned), answer.message
         return answer.message.plan
+
+    def end(self, request: int, **how: object) -> list[Action]:
+        """The gateway says that the request's first attempt is over."""
+        fields: dict[str, object] = {"request": request, "attempt": 0}
+        return self.on(FromGateway("gateway", RouteEnded(**(fields | how))))  # type: ignore[arg-type]
+
+    def planned_alone(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Plan:
+        """A plan for a request that is over at once: nobody waits for what it computes."""
+        plan = self.plan(keys, tokens, **changes)
+        self.end(plan.request)
+        return plan
 
     def refusal(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Rejection:
         (answer,) = self.route(keys, tokens, **changes)

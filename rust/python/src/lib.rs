@@ -28,7 +28,7 @@ mod _native {
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
-    use super::model::CacheModel;
+    use super::model::PoolModel;
     #[pymodule_export]
     use super::objects::{ObjectPool, View};
     #[pymodule_export]

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use pyengine_transfer::messages::GrantMode;
 use pyengine_transfer::pool::model::NoMemory;
-use pyengine_transfer::pool::model::{CacheModel, Hits};
+use pyengine_transfer::pool::model::{Hits, PoolModel};
 use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{Evict, Gone, POLICIES, Policy};
 use pyengine_transfer::pool::{Change, Granting, Holder, Place, Pool, Wish};
@@ -525,7 +525,7 @@ proptest! {
         nodes in prop::collection::vec(0..60usize, 1..120),
     ) {
         let places = tree(seed, 60);
-        let mut model = CacheModel::new(lru(), &Costs::default(), dram, 0).unwrap();
+        let mut model = PoolModel::new(lru(), &Costs::default(), dram, 0, false).unwrap();
         let mut kept: Vec<Place> = Vec::new();
         for node in nodes {
             let path = path(&places, node);
@@ -555,7 +555,7 @@ proptest! {
         nodes in prop::collection::vec(0..60usize, 1..60),
     ) {
         let places = tree(seed, 60);
-        let new = |dram, ssd| CacheModel::new(&POLICIES[policy], &Costs::default(), dram, ssd).unwrap();
+        let new = |dram, ssd| PoolModel::new(&POLICIES[policy], &Costs::default(), dram, ssd, false).unwrap();
         // The longest prefix is of 60 blocks, and one slot is kept for staging.
         let (mut endless, mut all, mut small, mut without) = (new(1000, 0), new(61, 60), new(61, 5), new(61, 0));
         for node in nodes {
@@ -581,8 +581,8 @@ fn ids(path: &[Place]) -> Vec<u64> {
 // Method: memory for one block beside the one in use, so that each access writes one to a tier of 256 (segments of 4).
 #[test]
 fn tier_keeps_what_was_read() {
-    let mut model = CacheModel::new(lru(), &Costs::default(), 2, 256).unwrap();
-    let ssd = |model: &mut CacheModel, id: u64| model.access(&[id]).unwrap().ssd == 1;
+    let mut model = PoolModel::new(lru(), &Costs::default(), 2, 256, false).unwrap();
+    let ssd = |model: &mut PoolModel, id: u64| model.access(&[id]).unwrap().ssd == 1;
     (0..256 + 2).for_each(|id| assert!(!ssd(&mut model, id)));
     let full = model.counts();
     assert_eq!((full.in_dram, full.in_ssd, full.dropped), (2, 256, 0));
@@ -598,7 +598,7 @@ fn tier_keeps_what_was_read() {
 // Goal: what a model cannot do is an error that says so, and changes nothing.
 #[test]
 fn model_refuses() {
-    let new = |dram, ssd| CacheModel::new(lru(), &Costs::default(), dram, ssd);
+    let new = |dram, ssd| PoolModel::new(lru(), &Costs::default(), dram, ssd, false);
     for (dram, ssd) in [(0, 0), (1, 0), (u32::MAX, 0), (10, u32::MAX)] {
         assert!(new(dram, ssd).unwrap_err().message.contains("impossible"));
     }

@@ -1,19 +1,23 @@
-//! A node's cache without a memory: which blocks it would have, for simulations.
+//! A node's pool without a memory: which blocks it would have, for simulations.
 //!
 //! The pool, its policies and their rules are those that serve. Only the memory is missing, and the tier behind is
 //! reduced to what `pool/disk` decides: blocks are written in the order in which they leave the pool, and the oldest
 //! segment is given up when room is needed.
+//!
+//! A simulation that knows time has requests `take` what they need, `commit` what was computed or has arrived, and
+//! `release` it all; one that only counts hits has them `access` the pool one after the other.
 
-use std::collections::VecDeque;
+mod log;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::policy::{Policy, cost::Costs};
-use super::{Change, Granting, Holder, Lives, Pool, Tally, Wish};
+use super::{Change, Dropped, Granting, Holder, Lives, Place, Pool, Tally, Wish};
 use crate::error::Error;
-use crate::messages::GrantMode;
+use crate::messages::{GrantMode, Refusal};
 use crate::random::Random;
 use crate::types::{BlockKey, Owner, SlotRef, Tag};
+use log::Log;
 
 /// A block in a simulation: names its prefix, as a key does.
 pub type Id = u64;
@@ -51,35 +55,194 @@ pub struct Counts {
     pub in_ssd: u64,
 }
 
-/// One node's cache. The same accesses give the same hits.
+/// Where a leading block of a prefix lies, as packed changes number it (`scheduler/changes.py`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Where {
+    /// In memory.
+    Dram = 1,
+    /// On the tier alone.
+    Ssd = 2,
+}
+
+/// Bytes of a packed change.
+pub const CHANGE_BYTES: usize = 40;
+
+/// Changes that nobody has asked for, in bytes: a simulation takes them after every event.
+const CHANGES_LIMIT: usize = 1 << 30;
+
+/// One node's pool. The same calls give the same answers.
 #[derive(Debug)]
-pub struct CacheModel {
+pub struct PoolModel {
     pool: Pool<NoMemory>,
     ssd: Log,
     counts: Counts,
+    /// The keys that each tag has taken, in their order.
+    taken: FxHashMap<u64, Vec<BlockKey>>,
+    /// Of blocks in memory, as the tier wants to know them when they leave it. Empty if there is none.
+    places: FxHashMap<BlockKey, Place>,
+    /// Packed, if anybody asks.
+    changes: Option<Vec<u8>>,
+    nameless: u64,
 }
 
-impl CacheModel {
-    /// An empty cache of `dram` blocks, with a tier of `ssd` blocks behind it (0: none).
+impl PoolModel {
+    /// An empty pool of `dram` blocks, with a tier of `ssd` blocks behind it (0: none). `changes`: they will be asked for.
     ///
     /// # Errors
     /// Give up: a capacity that is impossible.
-    pub fn new(policy: &Policy, costs: &Costs, dram: u32, ssd: u32) -> Result<Self, Error> {
+    pub fn new(policy: &Policy, costs: &Costs, dram: u32, ssd: u32, changes: bool) -> Result<Self, Error> {
         if !(LEAST..=LIMIT).contains(&dram) || ssd > LIMIT {
             return Err(Error::give_up(format!(
                 "a model of {dram} blocks in DRAM and {ssd} on SSD is impossible: use {LEAST} to {LIMIT}, and at most {LIMIT}"
             )));
         }
-        let pool = Pool::new(NoMemory, dram, 0, 1, policy.make(costs));
-        Ok(Self { pool, ssd: Log::new(ssd), counts: Counts::default() })
+        Ok(Self {
+            pool: Pool::new(NoMemory, dram, 0, 1, policy.make(costs)),
+            ssd: Log::new(ssd),
+            counts: Counts::default(),
+            taken: FxHashMap::default(),
+            places: FxHashMap::default(),
+            changes: changes.then(Vec::new),
+            nameless: 0,
+        })
     }
 
-    /// A request with these blocks comes: finds its longest prefix in memory and, where that ends, on the tier; has the
+    /// Where the leading blocks of a prefix lie, as far as all are here. Changes nothing.
+    pub fn find(&self, keys: &[BlockKey]) -> Vec<Where> {
+        let at = |key| {
+            let dram = self.pool.find(key).map(|_| Where::Dram);
+            dram.or_else(|| self.ssd.has(key).then_some(Where::Ssd))
+        };
+        keys.iter().map_while(at).collect()
+    }
+
+    /// Pins those of these blocks that are in memory and reserves slots for the others and for `private` nameless ones: all
+    /// or, if there is no room now, nothing (false). `position`, `parent`: of the first key.
+    ///
+    /// # Errors
+    /// Give up: it can never have so many. Bug: a key is there twice, or the tag has taken something already.
+    pub fn take(
+        &mut self,
+        tag: u64,
+        keys: Vec<BlockKey>,
+        private: u32,
+        position: u32,
+        parent: BlockKey,
+    ) -> Result<bool, Error> {
+        let mut all = keys;
+        let named = all.len();
+        // A pool knows one nameless block for a grant. More of them have keys that nothing else has, and that are never
+        // committed.
+        for _ in 1..private {
+            self.nameless += 1;
+            let mut bytes = [0xff; 16];
+            bytes[..8].copy_from_slice(&self.nameless.to_le_bytes());
+            all.push(BlockKey(bytes));
+        }
+        let wish = Wish { keys: all.clone(), private: private > 0, parent, position, owner: Owner::default() };
+        match self.pool.grant(holder(tag), wish, GrantMode::Now) {
+            Granting::Held(_) => {
+                all.truncate(named);
+                for key in all.iter().filter(|key| self.pool.find(key).is_none()) {
+                    self.ssd.read(key);
+                }
+                self.taken.insert(tag, all);
+                self.absorb();
+                Ok(true)
+            }
+            Granting::Refused(Refusal::Full) => {
+                self.absorb();
+                Ok(false)
+            }
+            Granting::Refused(Refusal::TooLarge) => Err(Error::give_up(format!(
+                "{named} blocks and {private} nameless ones can never be taken together: the pool has {} slots, of which \
+                 one is kept for staging: give it more",
+                self.pool.slots()
+            ))),
+            refused => {
+                Err(Error::bug(format!("tag {tag} has taken something already, or a key is there twice: {refused:?}")))
+            }
+        }
+    }
+
+    /// These blocks, which the tag has taken, can be read now by all.
+    ///
+    /// # Errors
+    /// Bug: it has taken no such block. Those before it are committed.
+    pub fn commit(&mut self, tag: u64, keys: &[BlockKey]) -> Result<(), Error> {
+        let taken = self.taken.get(&tag).map_or(&[][..], Vec::as_slice);
+        let mut at = 0;
+        for key in keys {
+            // Most are committed in the order in which they were taken.
+            let rest = taken[at..].iter().position(|other| other == key).map(|found| at + found);
+            let found = rest.or_else(|| taken[..at].iter().position(|other| other == key));
+            let Some(index) = found else {
+                self.absorb();
+                return Err(Error::bug(format!("tag {tag} commits a block that it has not taken")));
+            };
+            self.pool.commit(holder(tag), index as u32, None).expect("nobody writes it");
+            at = index + 1;
+        }
+        self.absorb();
+        Ok(())
+    }
+
+    /// Lets go of all that a tag has taken; what it has not committed is lost. False if it had nothing.
+    pub fn release(&mut self, tag: u64) -> bool {
+        let had = self.taken.remove(&tag).is_some();
+        self.pool.release(holder(tag));
+        self.absorb();
+        had
+    }
+
+    /// Drops these blocks wherever they are, but for those that are in use. Returns how many.
+    pub fn drop_blocks(&mut self, keys: &[BlockKey]) -> u64 {
+        let mut dropped = 0;
+        for key in keys {
+            let outcome = self.pool.drop_block(key);
+            // What was dropped does not go to the tier, as what made room does.
+            if outcome == Dropped::Now {
+                self.places.remove(key);
+            }
+            self.absorb();
+            let on_ssd = outcome != Dropped::Held && self.ssd.remove(key);
+            if let Some(changes) = self.changes.as_mut().filter(|_| on_ssd) {
+                pack_removed(changes, Where::Ssd, *key);
+            }
+            dropped += u64::from(outcome == Dropped::Now || on_ssd);
+        }
+        dropped
+    }
+
+    /// What has changed since the last call, packed.
+    pub fn take_changes(&mut self) -> Vec<u8> {
+        self.changes.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Number and XOR of all blocks, as a daemon's heartbeat says them: keys on the tier are rotated by a byte.
+    pub fn digest(&self) -> (u64, [u8; 16]) {
+        let (count, BlockKey(mut xor)) = self.pool.digest();
+        let mut ssd = self.ssd.xor;
+        ssd.rotate_left(1);
+        xor.iter_mut().zip(ssd).for_each(|(sum, byte)| *sum ^= byte);
+        (count + self.ssd.len() as u64, xor)
+    }
+
+    /// Slots that nobody uses: what a new tag could have, but for one.
+    pub fn available(&self) -> u64 {
+        (self.pool.free.len() + self.pool.room.idle()) as u64
+    }
+
+    /// A request with these blocks comes while nobody else uses the pool: finds its longest prefix in memory and, where that ends, on the tier; has the
     /// rest computed, or as much as fits; keeps all in use until then, and lets go.
     ///
     /// # Errors
-    /// Bug: a block is there twice. Nothing has happened then.
+    /// Bug: a block is there twice, or somebody else uses the pool. Nothing has happened then.
     pub fn access(&mut self, ids: &[Id]) -> Result<Hits, Error> {
+        if !self.taken.is_empty() {
+            return Err(Error::bug("others use this pool: take, commit and release"));
+        }
         let keys: Vec<BlockKey> = ids.iter().copied().map(key).collect();
         let mut seen = FxHashSet::with_capacity_and_hasher(ids.len(), Default::default());
         if let Some(id) = ids.iter().find(|id| !seen.insert(**id)) {
@@ -96,11 +259,7 @@ impl CacheModel {
             self.pool.commit(HOLDER, index, None).expect("nobody writes it");
         }
         self.pool.release(HOLDER);
-        for change in self.pool.take_changes() {
-            if let Change::Removed(key) = change {
-                self.ssd.write(key);
-            }
-        }
+        self.absorb();
         let hits = Hits { dram: dram as u64, ssd: ssd as u64 };
         self.counts.requests += 1;
         self.counts.blocks += ids.len() as u64;
@@ -112,7 +271,7 @@ impl CacheModel {
     /// What has been counted.
     pub fn counts(&self) -> Counts {
         let Tally { evictions, .. } = self.pool.tally();
-        let (in_dram, in_ssd) = (self.pool.index.len() as u64, self.ssd.order.len() as u64);
+        let (in_dram, in_ssd) = (self.pool.index.len() as u64, self.ssd.len() as u64);
         Counts { evictions, dropped: self.ssd.dropped, in_dram, in_ssd, ..self.counts }
     }
 
@@ -122,13 +281,69 @@ impl CacheModel {
     /// If one does not hold.
     pub fn check(&self) {
         self.pool.check();
-        assert!(self.pool.idle(), "something is held between requests");
-        assert_eq!(self.ssd.order.len(), self.ssd.read.len(), "the tier's order and its blocks differ");
-        assert!(self.ssd.order.len() <= self.ssd.capacity, "the tier is too full");
+        self.ssd.check();
+        assert_eq!(self.pool.idle(), self.taken.is_empty(), "held by somebody else, or by nobody");
+        if self.ssd.exists() {
+            assert_eq!(self.places.len(), self.pool.index.len(), "places of blocks that are not in memory");
+        }
+    }
+
+    /// Writes to the tier what has left the memory, and packs all changes.
+    fn absorb(&mut self) {
+        for change in self.pool.take_changes() {
+            match change {
+                Change::Stored(place) => {
+                    if self.ssd.exists() {
+                        self.places.insert(place.key, place);
+                    }
+                    if let Some(changes) = &mut self.changes {
+                        pack_stored(changes, Where::Dram, place);
+                    }
+                }
+                Change::Removed(key) => {
+                    if let Some(place) = self.places.remove(&key) {
+                        let changes = &mut self.changes;
+                        let written = self.ssd.write(place, &mut |gone| {
+                            if let Some(changes) = changes.as_mut() {
+                                pack_removed(changes, Where::Ssd, gone);
+                            }
+                        });
+                        // Written ahead, so a block is never nowhere in between.
+                        if let Some(changes) = changes.as_mut().filter(|_| written) {
+                            pack_stored(changes, Where::Ssd, place);
+                        }
+                    }
+                    if let Some(changes) = &mut self.changes {
+                        pack_removed(changes, Where::Dram, key);
+                    }
+                }
+            }
+        }
+        let waiting = self.changes.as_ref().map_or(0, Vec::len);
+        assert!(waiting <= CHANGES_LIMIT, "nobody takes the changes");
     }
 }
 
-/// There is one user at a time.
+fn pack_stored(changes: &mut Vec<u8>, tier: Where, place: Place) {
+    changes.extend_from_slice(&[0, tier as u8, 0, 0]);
+    changes.extend_from_slice(&place.position.to_le_bytes());
+    changes.extend_from_slice(&place.key.0);
+    changes.extend_from_slice(&place.parent.0);
+}
+
+fn pack_removed(changes: &mut Vec<u8>, tier: Where, key: BlockKey) {
+    changes.extend_from_slice(&[1, tier as u8, 0, 0]);
+    changes.extend_from_slice(&[0; 4]);
+    changes.extend_from_slice(&key.0);
+    changes.extend_from_slice(&ROOT.0);
+}
+
+/// A tag's blocks. Its number is another than that of whoever accesses the pool.
+fn holder(tag: u64) -> Holder {
+    Holder { client: None, tag: Tag { request: tag, attempt: 0, worker: 1 } }
+}
+
+/// Who accesses the pool: one at a time.
 const HOLDER: Holder = Holder { client: None, tag: Tag { request: 0, attempt: 0, worker: 0 } };
 const ROOT: BlockKey = BlockKey([0; 16]);
 
@@ -156,57 +371,5 @@ impl Lives for NoMemory {
 
     fn quiet(&self, _: u32) -> bool {
         true
-    }
-}
-
-/// A tier that writes segments one after the other and gives up the oldest. Blocks in it that were read since they were
-/// written are written again, up to a quarter of it.
-#[derive(Debug)]
-struct Log {
-    capacity: usize,
-    /// Oldest first.
-    order: VecDeque<BlockKey>,
-    /// Blocks that are there. True: read since it was written.
-    read: FxHashMap<BlockKey, bool>,
-    dropped: u64,
-}
-
-impl Log {
-    /// Segments in a tier.
-    const SEGMENTS: usize = 64;
-
-    fn new(capacity: u32) -> Self {
-        Self { capacity: capacity as usize, order: VecDeque::new(), read: FxHashMap::default(), dropped: 0 }
-    }
-
-    /// True if the block is there.
-    fn read(&mut self, key: &BlockKey) -> bool {
-        self.read.get_mut(key).map(|read| *read = true).is_some()
-    }
-
-    fn write(&mut self, key: BlockKey) {
-        if self.capacity == 0 || self.read.contains_key(&key) {
-            return;
-        }
-        if self.order.len() == self.capacity {
-            self.reclaim();
-        }
-        self.order.push_back(key);
-        self.read.insert(key, false);
-    }
-
-    fn reclaim(&mut self) {
-        let segment = (self.capacity / Self::SEGMENTS).max(1);
-        let mut may_move = segment / 4;
-        for key in self.order.drain(..segment).collect::<Vec<_>>() {
-            let read = self.read.get_mut(&key).expect("it is in the order");
-            if may_move > 0 && std::mem::take(read) {
-                may_move -= 1;
-                self.order.push_back(key);
-            } else {
-                self.read.remove(&key);
-                self.dropped += 1;
-            }
-        }
     }
 }
