@@ -3,8 +3,8 @@
     python -m bench.paper                  # JSON lines; docs/paper.md and docs/paper/*.png are written anew
     python -m bench.paper --only split     # one of them, lines only
 
-Each value stands beside the paper's, with their ratio (ours / paper) and a verdict: reproduced (within 10 %), near (25 %),
-differs. What differs is said first in docs/paper.md.
+Each value stands beside the paper's, with their ratio (ours / paper) and a verdict: reproduced (within 10 %), near
+(25 %) or differs. What differs is said first in docs/paper.md.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from bench.paper.tables import document
 ROOT = Path(__file__).parents[2]
 HEAD = """# The paper's tables, from the code that serves
 
-Written by `make paper`; not to be edited. The conductor, the policies, the batcher, the pools and the eviction policies
-are those that serve; compute, links and clocks are modelled (`scheduler/sim`). Cost model: LLaMA3-70B on eight A800, the
-prefill fit of the paper's own figures; decode twice, as calibrated to the gaps of its cluster runs and as single requests
-imply. Traces: those that its authors published, raw arrivals (on a grid of 3 s); the tool&agent trace was not, and is a
+Written by `make paper`; not to be edited. Conductor, policies, batcher, pools and eviction policies are those that
+serve; compute, links and clocks are modelled (`scheduler/sim`). Cost model: LLaMA3-70B on eight A800, the prefill fit of
+the paper's own figures; decode twice, as calibrated to the gaps of its cluster runs and as single requests imply.
+Traces: those that its authors published, raw arrivals (on a grid of 3 s); the tool&agent trace was not, and is a
 RECONSTRUCTION from what is known of it. One set of parameters for all figures, none tuned for one.
 """
 

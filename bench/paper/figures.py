@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from bench.paper import targets
@@ -51,9 +52,9 @@ def gaps() -> Figure:
         table = Table(
             "tbt",
             "Gaps between tokens, and who keeps them short",
-            "Share of requests whose TBT (mean of the longest tenth of their gaps) is at most 100, 200, 300 ms; its 10th,"
-            " 50th and 90th percentile; and how many more requests keep TTFT <= 30 s and that TBT than with plain vLLM."
-            " Sixteen nodes: Mooncake 8 prefill + 8 decode, the others sixteen coupled ones.",
+            "Share of requests whose TBT (mean of the longest tenth of their gaps) is at most 100, 200, 300 ms; its"
+            " 10th, 50th and 90th percentile; and how many more requests keep TTFT <= 30 s and that TBT than with plain"
+            " vLLM. Sixteen nodes: Mooncake 8 prefill + 8 decode, the others sixteen coupled ones.",
         )
         for (kind, workload, name), case in cases.items():
             outcome, label = outcomes[case], f"{workload} {name} ({kind} decode)"
@@ -130,8 +131,6 @@ def policies() -> Figure:
 
 
 def replace_policy(run: RunSpec, policy: str, **changes: object) -> RunSpec:
-    import msgspec
-
     return msgspec.structs.replace(run, policy=policy, **changes)
 
 
@@ -154,8 +153,9 @@ def local_global() -> Figure:
         table = Table(
             "cache",
             "Local caches and the global one",
-            "Ten prefill nodes with 3 M tokens each, answers of one token. The paper's local baseline looks weak: beside"
-            " one that is blind to caches stands one that sends each request to where its prefix is (`cache-aware`).",
+            "Ten prefill nodes with 3 M tokens each, answers of one token. The paper's local baseline looks weak:"
+            " beside one that is blind to caches stands one that sends each request to where its prefix is"
+            " (`cache-aware`).",
         )
         for (workload, name), case in cases.items():
             cached, seconds = targets.LOCAL_GLOBAL[workload]["global" if name == "global" else "local"]

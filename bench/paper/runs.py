@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def done(self) -> npt.NDArray[np.bool_]:
-        return self.records.outcome == DONE
+        return np.equal(self.records.outcome, DONE)
 
     def share(self, ttft: float, tbt: float) -> float:
         """Percent of all requests that keep both objectives (seconds)."""
@@ -77,12 +77,7 @@ class Traces:
         return [path for name in FILES.values() if not (path := self.folder / name).exists()]
 
     def requests(self, wanted: Trace) -> Iterator[Request]:
-        source: Iterable[Request]
-        if wanted.name == "tool":
-            source = tool_agent(SEED)
-        else:
-            source = read_trace(self.folder / FILES[wanted.name], BLOCK)
-        one = list(source)
+        one = list(tool_agent(SEED) if wanted.name == "tool" else read_trace(self.folder / FILES[wanted.name], BLOCK))
         # The next round begins one mean gap after the last request of the one before.
         length = one[-1].arrival + one[-1].arrival / max(len(one) - 1, 1)
         rows = (replace(row, arrival=row.arrival + turn * length) for turn in range(wanted.repeat) for row in one)

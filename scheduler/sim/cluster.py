@@ -39,6 +39,7 @@ from ..messages import (
     SetRole,
     WorkerHello,
 )
+from ..native_index import NativeIndex
 from ..types import (
     KEY_BYTES,
     KvGroup,
@@ -99,7 +100,7 @@ class Simulation:
         self.namespace = _namespace(spec)
         self.namespace_digest = self.namespace.digest()
         self.links = Links(spec.node.link_rate, spec.node.link_delay, spec.fabric_rate)
-        self.conductor = Conductor(policy=run.policy, admission=run.admission, seed=run.seed)
+        self.conductor = Conductor(policy=run.policy, admission=run.admission, seed=run.seed, index=NativeIndex())
         self.nodes: dict[str, NodeModel] = {}
         self.workers: dict[str, WorkerModel] = {}
         self.requests = [RequestModel(self, number, request) for number, request in enumerate(requests)]
