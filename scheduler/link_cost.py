@@ -84,6 +84,14 @@ class LinkCost:
         places = self._places(to)
         return np.maximum(self._receiving[places] - now, self.queue(source, now))
 
+    def seconds(self, source: str, to: str, size: int, now: float) -> float:
+        """Until so many bytes more are moved; nothing is from a node to itself."""
+        if source == to:
+            return 0.0
+        receiver = self._slot.get(to)
+        busy = 0.0 if receiver is None else float(self._receiving[receiver]) - now
+        return max(busy, self.queue(source, now)) + LINK_DELAY + size / self.rate(source, to)
+
     def order(self, source: str, to: str, size: int, now: float) -> None:
         """`size` bytes will be moved."""
         sender, receiver = self._place(source), self._place(to)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class Router:
         estimated = estimate(view, route, overlap, self.links, self._outlook.length(route), now)
         ask = estimated.ask
         if ask.slo.tbt is not None:
-            view = replace(view, inlines=inlines(view, ask))
+            view.inlines = inlines(view, ask)
         _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
         try:
             choice = decide(self.policy_name, self.policy, view, ask, drawn)
@@ -201,7 +201,9 @@ class Router:
                 at = source.last
         ready = {plan.prefill.worker: now + prediction.ttft}
         if not alone:
-            handoff = float(considered.estimate.ask.handoff_seconds(choice.prefill)[choice.decode])
+            sender, receiver = plan.prefill.node.node, plan.decode.node.node
+            blocks = len(route.keys) // KEY_BYTES - int(considered.overlap.held[view.node[choice.decode]])
+            handoff = self.links.seconds(sender, receiver, max(blocks, 0) * view.block_bytes, now)
             ready[plan.decode.worker] = now + prediction.ttft + handoff
         self.inflight.add(key, route.keys, view.block_tokens, ready, now)
         self._open[key] = _Open(plan.attempt, plan.prefill.worker, plan.decode.worker, route.waited, prediction)
