@@ -109,6 +109,16 @@ class Batcher:
         return -(-tokens // self.max_tokens) * step + tokens * token + self._queued_context * context
 
     @property
+    def expected_tokens(self) -> int:
+        """Tokens that will lie in pages here while those decode that hold no pages yet."""
+        return sum(
+            len(sequence.tokens) + 1
+            for state in (State.HELD, State.WAITING)
+            for sequence in self._in[state].values()
+            if not sequence.first_only
+        )
+
+    @property
     def running(self) -> int:
         """Sequences that hold pages and are not finished."""
         return len(self._in[State.LOADING]) + len(self._running)

@@ -20,7 +20,7 @@ SPARE_SLOTS = 1
 class Refused(Exception):
     """The request gets no plan. reason: for the client; retry_after: seconds, None if waiting does not help.
 
-    kind: for counters: "absent", "too_large", "unknown_model", or what admission refuses for (`Refusal.kind`).
+    kind: for counters: "absent", "too_large", "unknown_model", "late", or what admission refuses for (`Refusal.kind`).
     """
 
     def __init__(self, kind: str, reason: str, retry_after: float | None) -> None:
@@ -45,31 +45,56 @@ class Masks:
         return bool(self.prefills.any())
 
 
-def candidates(cluster: Cluster, route: Route, turn: int) -> View:
-    """The view of the route's workers, its masks narrowed to those that fit the request.
-
-    Workers the request names in `exclude`, and those whose daemon does not report or drains, are left only if nobody
-    else is.
-    Raises Refused.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """view: its masks narrowed to those that fit the request. filters: who passed which of them, in their order, and
+    what is to be said of the others.
     """
-    view = cluster.view(route.model, route.namespace, turn)
+
+    view: View
+    filters: tuple[tuple[str, Masks], ...]
+
+
+def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candidates:
+    """The workers of the route's model and namespace that can serve it.
+
+    Left only if nobody else is: workers the request names in `exclude`, those whose daemon does not report or drains,
+    and decode workers that have no room for one more sequence now. Raises Refused.
+    """
+    view = cluster.view(route.model, route.namespace, turn, now)
     if view is None:
         raise _absent(cluster, route)
     both = view.both
     everybody = np.ones(len(view.workers), dtype=bool)
-    alive = Masks(view.prefills, view.decodes).within(everybody, both)
-    if not alive.some:
+    masks = Masks(view.prefills, view.decodes).within(everybody, both)
+    if not masks.some:
         raise _lacking(cluster, route, view)
+    filters = [("does not move, or has nobody to hand off to", masks)]
     masks = _fitting(view, route.prompt_tokens).within(everybody, both)
     if not masks.some:
         raise _too_large(view, route.prompt_tokens)
-    wishes = [view.takes]
+    filters.append(("the prompt is too large for it", masks))
+    wanted = everybody
     if route.exclude:
-        wishes.insert(0, np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool))
-    for wanted in wishes:
-        narrower = masks.within(wanted, both)
-        masks = narrower if narrower.some else masks
-    return replace(view, prefills=masks.prefills, decodes=masks.decodes)
+        wanted = np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool)
+    for reason, rows in (
+        ("it has just failed this request", wanted),
+        ("its node's daemon is away or drains", view.takes),
+        ("it has no room now, others have", _has_room(view, route.prompt_tokens)),
+    ):
+        if not rows.all():
+            narrower = masks.within(rows, both)
+            if narrower.some:
+                masks = narrower
+                filters.append((reason, masks))
+    tbt = view.tbt + (view.tbt > 0) * view.history_seconds * route.prompt_tokens
+    return Candidates(replace(view, prefills=masks.prefills, decodes=masks.decodes, tbt=tbt), tuple(filters))
+
+
+def _has_room(view: View, prompt: int) -> Bools:
+    """[W] a decode worker has pages for the prompt and a token more, and a place in its batch; all others are true."""
+    room: Bools = (view.free_pages * view.block_tokens > prompt) & (view.running < view.max_sequences)
+    return room | ~view.decodes
 
 
 def _room(view: View) -> tuple[Ints, Ints, Ints]:

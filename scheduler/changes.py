@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from struct import Struct
 
+import numpy as np
+
 RECORD = Struct("<BBHI16s16s")
 CHANGE_BYTES = RECORD.size
 
@@ -42,3 +44,13 @@ def unpack(packed: bytes) -> Iterator[Change]:
         if removed > 1 or tier > 2:
             raise ValueError(f"a change of kind {removed} in tier {tier}: the sender is of another version")
         yield Change(bool(removed), tier, key, parent, position)
+
+
+def count(packed: bytes) -> int:
+    """How many there are. Raises ValueError as `unpack` does."""
+    if len(packed) % CHANGE_BYTES:
+        raise ValueError(f"{len(packed)} bytes are not whole changes of {CHANGE_BYTES}")
+    kinds, tiers = np.frombuffer(packed, np.uint8).reshape(-1, CHANGE_BYTES)[:, :2].T
+    if kinds.max(initial=0) > 1 or tiers.max(initial=0) > 2:
+        raise ValueError("a change of an unknown kind or tier: the sender is of another version")
+    return len(kinds)

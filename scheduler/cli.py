@@ -26,6 +26,7 @@ from pyengine.secret import read_secret, secret_file
 from .conductor import Conductor
 from .links import LinkError, dial
 from .messages import HEARTBEAT_EVERY, Clear, ClearOutcome, Codec, ConductorToGateway, GatewayAlive, GatewayHello
+from .native_index import NativeIndex
 from .policies import UnknownName
 from .service import Service
 from .types import tenant_number
@@ -81,7 +82,14 @@ def serve(
         environment = env.read()
         logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))
-        conductor = Conductor(policy=policy, admission=admission, roles=roles, seed=seed, first_order=time.time_ns())
+        conductor = Conductor(
+            policy=policy,
+            admission=admission,
+            roles=roles,
+            seed=seed,
+            first_order=time.time_ns(),
+            index=NativeIndex(),
+        )
         service = Service(conductor, listen, daemons, _native.derive_key(key, "session"), tls=tls)
     except (ConfigError, LinkError, UnknownName, ValueError, _native.GiveUpError) as error:
         print(f"conductor serve: error: {error}", file=sys.stderr)

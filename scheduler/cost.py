@@ -1,4 +1,4 @@
-"""How long things take: running fits of measured steps and links, with priors before anything was measured.
+"""How long steps take: running fits of measured ones, with priors before anything was measured.
 
 A step's time is modelled as
 
@@ -28,11 +28,6 @@ PRIOR_WEIGHT = 0.01
 FORGETTING = 0.99
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
-
-#: Bytes per second and seconds of delay of a link nobody has measured: slower than any data centre's network, and about
-#: what an NVMe drive gives that serves others too.
-LINK_RATE = 1e9
-LINK_DELAY = 1e-3
 
 
 class StepWork(NamedTuple):
@@ -117,46 +112,3 @@ class StepCost:
         self._matrix = FORGETTING * self._matrix + np.outer(row, row) + fresh * np.eye(len(PRIOR))
         self._vector = FORGETTING * self._vector + row + fresh
         self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR
-
-
-class LinkCost:
-    """Seconds to move bytes from a node to another: rates observed per pair, and the sender's queue. A node's link to
-    itself is its SSD.
-
-    A sender is shared by all who fetch from it: transfers ordered earlier and not over yet delay the next.
-    """
-
-    def __init__(self) -> None:
-        self._rates: dict[tuple[str, str], float] = {}
-        self._busy: dict[str, float] = {}
-
-    def rate(self, source: str, to: str) -> float:
-        """Bytes per second."""
-        return self._rates.get((source, to), LINK_RATE)
-
-    def rates(self, source: str, to: tuple[str, ...]) -> F64:
-        """Bytes per second towards each of the nodes."""
-        if not any(source == known for known, _ in self._rates):
-            return np.full(len(to), LINK_RATE)
-        return np.array([self.rate(source, node) for node in to])
-
-    def queue(self, source: str, now: float) -> float:
-        """Seconds until what was ordered from this sender is sent."""
-        return max(self._busy.get(source, 0.0) - now, 0.0)
-
-    def order(self, source: str, to: str, size: int, now: float) -> None:
-        """`size` bytes will be sent."""
-        self._busy[source] = now + self.queue(source, now) + LINK_DELAY + size / self.rate(source, to)
-
-    def observe(self, source: str, to: str, size: int, seconds: float) -> None:
-        """A transfer of `size` bytes took so long. Tiny ones say nothing about the rate and are ignored."""
-        if size < 1 << 16 or seconds <= 0:
-            return
-        rate = size / max(seconds - LINK_DELAY, LINK_DELAY)
-        self._rates[source, to] = 0.7 * self._rates.get((source, to), rate) + 0.3 * rate
-
-    def forget(self, node: str) -> None:
-        """The node is gone, and its queue with it; what was learnt of its links too."""
-        self._busy.pop(node, None)
-        for pair in [pair for pair in self._rates if node in pair]:
-            del self._rates[pair]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .cluster import Daemon
-from .prefix_index import PrefixIndex
+from .prefix_index import Index
 from .replication import ORDER_PATIENCE, Copy, Replicator
 
 #: Blocks per order. Small: an order is granted all its slots at once or none, and each shows how far it has come.
@@ -74,7 +74,7 @@ class Move:
 class Drains:
     """The nodes that drain, and what is under way because of that."""
 
-    def __init__(self, index: PrefixIndex, replicator: Replicator) -> None:
+    def __init__(self, index: Index, replicator: Replicator) -> None:
         self._index = index
         self._replicator = replicator
         self._drains: dict[str, _Drain] = {}
@@ -194,8 +194,4 @@ class Drains:
 
 def _room(daemon: Daemon) -> int:
     """Blocks that a node can take: what is empty, and half of what is cached, the half that is used least."""
-    states = dict.fromkeys(("free", "cached"), 0)
-    for state in states:
-        sample = f'pyengine_pool_blocks{{node="{daemon.node.node}",tier="dram",state="{state}"}}'
-        states[state] = daemon.counters.get(sample, 0)
-    return states["free"] + states["cached"] // 2
+    return daemon.slots("free") + daemon.slots("cached") // 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .messages import ConductorToGateway, ConductorToWorker, GatewayToConductor, WorkerToConductor
-from .types import Medium, Node
+from .types import Node
 
 # -- events --------------------------------------------------------------------------------------------------------
 
@@ -53,26 +53,17 @@ class DaemonHello:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockStored:
+class BlocksChanged:
+    """Consecutive changes of what the node holds, packed (`changes.py`). sequence: number of the first of them."""
+
     node: Node
     sequence: int
-    key: bytes
-    parent: bytes
-    position: int
-    medium: Medium = Medium.DRAM
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    node: Node
-    sequence: int
-    key: bytes
-    medium: Medium = Medium.DRAM
+    changes: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDump:
-    """Part of a dump of all blocks, as (key, parent, position, medium), cut before event `sequence`; `last` ends it.
+    """Part of a dump of all blocks, packed as changes, cut before change `sequence`; `last` ends it.
 
     A block is named once for each medium that has it.
     """
@@ -80,13 +71,13 @@ class BlockDump:
     node: Node
     sequence: int
     part: int
-    blocks: list[tuple[bytes, bytes, int, Medium]]
+    blocks: bytes
     last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonHeartbeat:
-    """count, xor: of all blocks published before event `next_sequence`, as `PrefixIndex` counts them.
+    """count, xor: of all blocks published before change `next_sequence`, as `Index` counts them.
 
     draining: it takes on nothing new.
     """
@@ -121,9 +112,7 @@ class DaemonGone:
     node: Node
 
 
-DaemonReport: TypeAlias = (
-    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
-)
+DaemonReport: TypeAlias = DaemonHello | BlocksChanged | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
 Event: TypeAlias = FromGateway | FromWorker | GatewayLost | WorkerLost | Tick | DaemonReport
 
 # -- actions -------------------------------------------------------------------------------------------------------
@@ -189,4 +178,14 @@ class OrderClear:
     tenant: int | None
 
 
-Action: TypeAlias = SendToGateway | SendToWorker | OrderDump | OrderReplicate | OrderClear | OrderMembers | TellMoved
+@dataclass(frozen=True, slots=True)
+class OrderForget:
+    """The node's daemon is to drop these blocks from DRAM, as far as nobody holds them. keys: 16 bytes each."""
+
+    node: str
+    keys: bytes
+
+
+Action: TypeAlias = (
+    SendToGateway | SendToWorker | OrderDump | OrderReplicate | OrderClear | OrderForget | OrderMembers | TellMoved
+)

@@ -1,36 +1,41 @@
-"""Keeps the PrefixIndex equal to what daemons have published, from their numbered events.
+"""Keeps the index equal to what daemons have published, from their numbered changes.
 
-        hello, gap, drift ──> order a dump ──> parts, cut before event s ──> last part: replace; expect s + k
-                                                └─ k events after the cut are kept aside and applied to it
+        hello, gap, drift ──> order a dump ──> parts, cut before change s ──> last part: adopt; expect s + k
+                                                └─ k changes after the cut are kept aside and applied to it
 
-Everything a daemon says comes in order on one session, so events that arrive before the first part are older than the
-cut, and are in the dump.
+Everything a daemon says comes in order on one session, so changes that arrive before the first part are older than the
+cut, and are in the dump. Parts are staged as they come, beside what the node is known to hold: a dump of millions of
+blocks delays nobody for longer than one part takes.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
-from .events import BlockDump, BlockRemoved, BlockStored, DaemonHeartbeat, DaemonHello
-from .prefix_index import PrefixIndex
-from .types import Medium
+from .changes import CHANGE_BYTES, count
+from .events import BlockDump, BlocksChanged, DaemonHeartbeat, DaemonHello
+from .prefix_index import Index
+
+logger = logging.getLogger(__name__)
 
 #: A dump of which no next part has come for so long is ordered again (seconds): the daemon is busy, or lost a part.
 DUMP_PATIENCE = 10.0
+#: Changes kept aside for a dump; with more, another one is ordered, which begins behind them. 40 MB.
+MAX_LATER = 1 << 20
 
 
 @dataclass(slots=True)
 class _Dump:
-    """A dump under way. stored: its blocks so far, and those of later events; removed: by later events."""
+    """A dump under way. later: the changes after its cut, packed; changes: how many."""
 
     #: When it was ordered, or its latest part came.
     heard: float
     cut: int | None = None
     #: How many have come: the number of the next one. After a gap no other counts.
     parts: int = 0
-    events: int = 0
-    stored: dict[tuple[bytes, Medium], tuple[bytes, int]] = field(default_factory=dict)
-    removed: set[tuple[bytes, Medium]] = field(default_factory=set)
+    changes: int = 0
+    later: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -43,10 +48,10 @@ class _Source:
 class Feed:
     """Each `on_…` returns True when a dump is to be ordered from the report's node."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: Index) -> None:
         self.index = index
         #: Dumps ordered, by cause.
-        self.dumps = {"hello": 0, "gap": 0, "drift": 0, "late": 0}
+        self.dumps = {"hello": 0, "gap": 0, "drift": 0, "late": 0, "malformed": 0}
         self._sources: dict[str, _Source] = {}
 
     def on_hello(self, report: DaemonHello, now: float) -> bool:
@@ -67,57 +72,59 @@ class Feed:
 
     def on_gone(self, node: str) -> None:
         """Nothing can be fetched from there; if it comes back, it is asked for a dump."""
-        self.index.clear(node)
+        self.index.forget(node)
         self._sources.pop(node, None)
 
-    def on_event(self, report: BlockStored | BlockRemoved, now: float) -> bool:
+    def on_changes(self, report: BlocksChanged, now: float) -> bool:
         source = self._source(report)
         if source is None:
             return False
         dump = source.dump
-        if dump is None:
-            if report.sequence < source.expected:
-                return False
-            if report.sequence > source.expected:
-                return self._order(source, "gap", now)
-            source.expected += 1
-            if isinstance(report, BlockStored):
-                self.index.add(report.node.node, report.key, report.parent, report.position, report.medium)
+        if dump is not None and dump.cut is None:
+            return False
+        expected = source.expected if dump is None or dump.cut is None else dump.cut + dump.changes
+        if report.sequence > expected:
+            return self._order(source, "gap", now)
+        # What a batch repeats is known.
+        changes = report.changes[(expected - report.sequence) * CHANGE_BYTES :]
+        try:
+            if dump is None:
+                self.index.apply(report.node.node, changes)
+                source.expected += len(changes) // CHANGE_BYTES
             else:
-                self.index.remove(report.node.node, report.key, report.medium)
-        elif dump.cut is not None:
-            if report.sequence != dump.cut + dump.events:
-                return self._order(source, "gap", now)
-            dump.events += 1
-            block = (report.key, report.medium)
-            if isinstance(report, BlockStored):
-                dump.stored[block] = (report.parent, report.position)
-                dump.removed.discard(block)
-            else:
-                dump.stored.pop(block, None)
-                dump.removed.add(block)
+                dump.changes += count(changes)
+                dump.later.append(changes)
+                if dump.changes > MAX_LATER:
+                    return self._order(source, "late", now)
+        except ValueError as error:
+            logger.warning("changes of %s are refused: %s", report.node.node, error)
+            return self._order(source, "malformed", now)
         return False
 
     def on_dump(self, report: BlockDump, now: float) -> None:
         source = self._source(report)
         if source is None or source.dump is None:
             return
-        dump = source.dump
+        dump, node = source.dump, report.node.node
         if report.part == 0 and dump.cut != report.sequence:
             # The first one, or that of a newer dump than the one begun.
             dump = source.dump = _Dump(now, report.sequence)
+            self.index.begin(node)
         if (report.sequence, report.part) != (dump.cut, dump.parts):
+            return
+        try:
+            self.index.stage(node, report.blocks)
+        except ValueError as error:
+            # As if it had been lost. Not asked for at once: it would come like this again.
+            logger.warning("a dump of %s is refused: %s", node, error)
             return
         dump.parts += 1
         dump.heard = now
-        for key, parent, position, medium in report.blocks:
-            if (key, medium) not in dump.removed:
-                dump.stored.setdefault((key, medium), (parent, position))
         if report.last:
-            self.index.replace(
-                report.node.node, ((key, *where, medium) for (key, medium), where in dump.stored.items())
-            )
-            source.expected = report.sequence + dump.events
+            for changes in dump.later:
+                self.index.stage(node, changes)
+            self.index.adopt(node)
+            source.expected = report.sequence + dump.changes
             source.dump = None
 
     def on_heartbeat(self, report: DaemonHeartbeat, now: float) -> bool:
@@ -132,7 +139,7 @@ class Feed:
         drifted = (report.count, report.xor) != (self.index.count(node), self.index.digest(node))
         return drifted and self._order(source, "drift", now)
 
-    def _source(self, report: BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat) -> _Source | None:
+    def _source(self, report: BlocksChanged | BlockDump | DaemonHeartbeat) -> _Source | None:
         """None for reports of a life that is over."""
         source = self._sources.get(report.node.node)
         return source if source is not None and source.incarnation == report.node.incarnation else None

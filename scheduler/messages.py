@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from .explanation import Explanation
 from .types import FinishReason, Namespace, Node, Plan, Rejection, Role, SamplingParams, Slo, Source, WorkerInfo
 
 PROTOCOL = 1
@@ -97,6 +98,13 @@ class OrderRole(Message, frozen=True):
     role: Role
 
 
+class Explain(Message, frozen=True):
+    """Why did this request, or the latest one, go where it went? -> Explained. Who may ask: as for Clear."""
+
+    number: int
+    request: int | None = None
+
+
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
@@ -138,6 +146,13 @@ class ClearOutcome(Message, frozen=True):
     refused: str = ""
 
 
+class Explained(Message, frozen=True):
+    """Answer to an Explain. None: it is not among the latest decisions."""
+
+    number: int
+    explanation: Explanation | None
+
+
 # -- worker -> conductor -------------------------------------------------------------------------------------------
 
 
@@ -174,22 +189,26 @@ class CostFit(msgspec.Struct, frozen=True):
 
 
 class LoadSample(msgspec.Struct, frozen=True):
-    """One measured load of a prefix: bytes and seconds, from this node's DRAM, or from its SSD if it is the worker's
+    """One measured load of a prefix: bytes and seconds, from that node's DRAM, or from its SSD if it is the worker's
     own.
+
+    device: from the own node's DRAM into the worker's pages.
     """
 
     source: str
     size: int
     seconds: float
+    device: bool = False
 
 
 class WorkerAlive(Message, frozen=True):
     """Heartbeat, on its own thread.
 
     progress: rounds of the worker's loop, which turns every second at least, also while all wait for KV from elsewhere;
-    it stands still when the loop hangs.
-    queued_tokens: prompt tokens accepted and not computed yet; queue_seconds: until they are, as the worker predicts.
-    running_context: tokens in the pages of what runs. cost: as fitted so far. counters by Prometheus sample name.
+    it stands still when the loop hangs. queued_tokens: prompt tokens accepted and not computed yet; queue_seconds:
+    until they are, as the worker predicts. running_context: tokens in the pages of what runs; expected_tokens: that
+    those accepted will bring there that have no pages yet. accepted: requests taken in since the last heartbeat: what
+    was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample name.
     """
 
     worker: str
@@ -203,6 +222,8 @@ class WorkerAlive(Message, frozen=True):
     loads: tuple[LoadSample, ...] = ()
     queue_seconds: float = 0.0
     running_context: int = 0
+    expected_tokens: int = 0
+    accepted: tuple[int, ...] = ()
 
 
 class PagesChanged(Message, frozen=True):
@@ -328,11 +349,11 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole | Explain
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
-ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome
+ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome | Explained
 GatewayToWorker: TypeAlias = Work | Abort | GatewayPing
 WorkerToGateway: TypeAlias = PrefillReport | Tokens | Failed | WorkerPing
 

@@ -20,8 +20,7 @@ from .conductor import Conductor
 from .events import (
     Action,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     Cleared,
     DaemonGone,
     DaemonHeartbeat,
@@ -33,6 +32,7 @@ from .events import (
     GatewayLost,
     OrderClear,
     OrderDump,
+    OrderForget,
     OrderMembers,
     OrderReplicate,
     Replicated,
@@ -46,6 +46,7 @@ from .links import bind
 from .messages import (
     Clear,
     Codec,
+    Explain,
     GatewayAlive,
     GatewayHello,
     Message,
@@ -59,7 +60,7 @@ from .messages import (
     WorkerHello,
     WorkerLeaving,
 )
-from .types import Medium, Node
+from .types import Node
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded() | Clear() | OrderRole():
+            case GatewayAlive() | Route() | RouteEnded() | Clear() | OrderRole() | Explain():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
@@ -215,6 +216,8 @@ class Service:
                 case OrderClear(node, order, namespace, tenant):
                     logger.info("asking %s to clear %s", node, _whose(namespace, tenant))
                     self._reports.order_clear(node, order, namespace, tenant)
+                case OrderForget(node, keys):
+                    self._reports.order_forget(node, keys)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
@@ -271,13 +274,10 @@ def _report(report: _native.DaemonReport) -> DaemonReport:
     match report:
         case _native.DaemonHello():
             return DaemonHello(node, report.next_sequence)
-        case _native.BlockStored():
-            return BlockStored(node, report.sequence, report.key, report.parent, report.position, Medium(report.medium))
-        case _native.BlockRemoved():
-            return BlockRemoved(node, report.sequence, report.key, Medium(report.medium))
+        case _native.BlocksChanged():
+            return BlocksChanged(node, report.sequence, report.changes)
         case _native.BlockDump():
-            blocks = [(key, parent, position, Medium(medium)) for key, parent, position, medium in report.blocks]
-            return BlockDump(node, report.sequence, report.part, blocks, report.last)
+            return BlockDump(node, report.sequence, report.part, report.blocks, report.last)
         case _native.DaemonHeartbeat():
             return DaemonHeartbeat(
                 node, report.next_sequence, report.count, report.xor, report.counters, report.draining

@@ -182,13 +182,15 @@ class WorkerRef(msgspec.Struct, frozen=True):
 class Source(msgspec.Struct, frozen=True):
     """Blocks `first` to `last` (exclusive) of the prefix can be had from this node, which has them on this medium.
 
-    From the very node that wants them: its SSD alone has them there.
+    From the very node that wants them: its SSD alone has them there, or they are coming. ready: seconds from the plan
+    until somebody will have computed them, as predicted; they may be late, or never come. 0: they are there.
     """
 
     node: Node
     first: int
     last: int
     medium: Medium = Medium.DRAM
+    ready: float = 0.0
 
 
 class Slo(msgspec.Struct, frozen=True):

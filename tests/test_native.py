@@ -27,8 +27,7 @@ from pyengine import _native
 from pyengine._native import (
     Arrived,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     BugError,
     Complete,
     Counters,
@@ -56,6 +55,8 @@ from pyengine._native import (
     Tag,
     TransferError,
 )
+from pyengine.scheduler.changes import CHANGE_BYTES, Change, unpack
+from pyengine.scheduler.prefix_index import DRAM
 
 KEY = _native.derive_key(b"a secret of some length", "session")
 STRIPS, STRIP_BYTES = 4, 96
@@ -530,25 +531,30 @@ def test_daemons_report_and_obey() -> None:
     b.attach(2, STRIPS, STRIP_BYTES)
     keys = keys_of(2)
     fill(inbox, Tag(1, 0, 1), keys)
-    first, second = desk.expect(BlockStored), desk.expect(BlockStored)
-    assert (first.key, first.parent, first.position) == (keys[:16], HEAD, 0)
-    assert (second.key, second.parent, second.position) == (keys[16:], keys[:16], 1)
-    assert second.sequence == first.sequence + 1
-    assert first.node == a.address
+    # In one batch or in two, as they come.
+    batches = [desk.expect(BlocksChanged)]
+    if len(batches[0].changes) == CHANGE_BYTES:
+        batches.append(desk.expect(BlocksChanged))
+        assert batches[1].sequence == batches[0].sequence + 1
+    packed = b"".join(batch.changes for batch in batches)
+    stored = [Change(False, DRAM, keys[:16], HEAD, 0), Change(False, DRAM, keys[16:], keys[:16], 1)]
+    assert list(unpack(packed)) == stored
+    assert batches[0].node == a.address
 
     endpoint.order_replicate("b", 42, keys, HEAD, 0, a.address)
     replicated = desk.expect(Replicated)
     assert (replicated.node, replicated.order, replicated.stored, replicated.missing) == (b.address, 42, 2, 0)
     endpoint.order_dump("b")
     dump = desk.expect(BlockDump, lambda report: report.last)
-    assert sorted(dump.blocks) == [(keys[:16], HEAD, 0, "dram"), (keys[16:], keys[:16], 1, "dram")]
+    assert sorted(unpack(dump.blocks), key=lambda change: change.position) == stored
     beat = desk.expect(DaemonHeartbeat, lambda beat: beat.node.node == "b" and beat.count == 2)
     assert beat.xor == bytes(x ^ y for x, y in zip(keys[:16], keys[16:], strict=True))
     assert beat.next_sequence == dump.sequence
     assert 'pyengine_pool_blocks{node="b",tier="dram",state="cached"}' in beat.counters
 
     inbox.client.corrupt(Tag(1, 0, 1), 0)
-    assert desk.expect(BlockRemoved).key == keys[:16]
+    removed = desk.expect(BlocksChanged, lambda report: report.node == a.address)
+    assert list(unpack(removed.changes)) == [Change(True, DRAM, keys[:16])]
     a.stop()
     assert desk.expect(DaemonGone).node == a.address
     with pytest.raises(RetryError, match="not connected"):

@@ -33,6 +33,8 @@ REMEMBERED_ENDS = 4096
 RECOMPUTE_STEPS = 4
 #: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
 HOPELESS_STEPS = 3
+#: Requests told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
+ACCEPTED = 4096
 
 
 class WorkerBroken(RuntimeError):
@@ -49,6 +51,7 @@ class Load(NamedTuple):
     queued_tokens: int
     queue_seconds: float
     running_context: int
+    expected_tokens: int
     cost: CostFit
 
 
@@ -99,6 +102,9 @@ class Worker:
         self.progress = 0
         self.busy = False
         self.load = self._load()
+        #: Requests that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
+        self.accepted: list[int] = []
+        self._taken: list[int] = []
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
@@ -157,6 +163,7 @@ class Worker:
         self._sequences[identity] = sequence
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
+        self._taken.append(work.request)
         self.mover.begin(sequence, work)
 
     def _turned_away(self, work: Work) -> bool:
@@ -187,6 +194,8 @@ class Worker:
             return "an incarnation is out of range"
         if not all(0 <= source.first <= source.last for source in work.sources):
             return "a source has no range of blocks"
+        if not all(0.0 <= source.ready < math.inf for source in work.sources):
+            return "a source is ready at no time"
         if not 0 <= work.tenant < 2**64:
             return "its tenant is out of range"
         if work.cached_blocks < 0:
@@ -243,6 +252,8 @@ class Worker:
         #: Whether the next step may find something to do without an event from a gateway or the pool.
         self.busy = bool(out) or not step.empty or self.mover.lost is not None
         self.load = self._load()
+        self.accepted.extend(self._taken[: ACCEPTED - len(self.accepted)])
+        self._taken.clear()
         return out
 
     def _load(self) -> Load:
@@ -253,6 +264,7 @@ class Worker:
             queued_tokens=batcher.queued_tokens,
             queue_seconds=batcher.queue_seconds,
             running_context=batcher.running_context,
+            expected_tokens=batcher.expected_tokens,
             cost=batcher.cost.fit(),
         )
 

@@ -262,6 +262,7 @@ class WorkerService:
         """The heartbeat; runs on the links' thread and only reads plain counters."""
         worker, batcher = self._worker, self._worker.batcher
         loads, worker.mover.loads = worker.mover.loads, []
+        accepted, worker.accepted = worker.accepted, []
         return WorkerAlive(
             worker=self._config.worker,
             progress=worker.progress,
@@ -274,6 +275,8 @@ class WorkerService:
             loads=tuple(loads),
             queue_seconds=worker.load.queue_seconds,
             running_context=worker.load.running_context,
+            expected_tokens=worker.load.expected_tokens,
+            accepted=tuple(accepted),
         )
 
 

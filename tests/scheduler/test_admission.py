@@ -215,6 +215,8 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
         "history_seconds": np.zeros(3),
         "base_seconds": np.full(3, 0.01),
         "error": np.zeros(3),
+        "correction": np.ones(3),
+        "inlines": np.zeros(3, dtype=bool),
         **dict.fromkeys(("queued_requests", "queued_tokens", "running_context"), np.zeros(3, dtype=np.int64)),
     }
     view = View(workers=infos, nodes=("n0", "n1", "n2"), block_tokens=16, block_bytes=1, turn=0, **(fields | columns))

@@ -37,7 +37,9 @@ from pyengine.scheduler.messages import (
     WorkerHello,
     WorkerLeaving,
 )
+from pyengine.scheduler.native_index import NativeIndex
 from pyengine.scheduler.policies import POLICIES
+from pyengine.scheduler.prefix_index import Index, PrefixIndex
 from pyengine.scheduler.types import Medium, Namespace, Node, Role, Slo, Source
 
 from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
@@ -96,7 +98,7 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     world = apart()
     keys = chain(1, 2, 3)
     world.store("node-1", keys)
-    assert world.plan(keys, tokens=3 * BLOCK).sources[0].last == 2
+    assert world.planned_alone(keys, tokens=3 * BLOCK).sources[0].last == 2
     assert world.plan(keys, tokens=3 * BLOCK + 1).sources[0].last == 3
 
 
@@ -134,7 +136,7 @@ def test_dram_of_another_node_is_preferred_to_its_ssd_and_others_stand_in() -> N
     keys = chain(*range(4))
     world.store("node-1", keys, Medium.SSD)
     world.store("node-2", keys[:3])
-    plan = world.plan(keys)
+    plan = world.planned_alone(keys)
     assert parts(plan.sources) == [("node-2", 0, 3, Medium.DRAM), ("node-1", 3, 4, Medium.SSD)]
     world.store("node-1", keys[:1])
     world.store("node-2", keys, Medium.SSD)
@@ -174,7 +176,8 @@ def test_the_prefix_decides_until_the_queue_does() -> None:
     for name in world.workers:
         world.measured(name, 0.01)
     assert world.plan(keys).prefill.worker == "both-1"
-    world.alive("both-1", queued_tokens=50_000, queued_requests=3)
+    world.end(0)
+    world.alive("both-1", queued_tokens=50_000, queued_requests=3, queue_seconds=500.0)
     world.wait(0)
     moved = world.plan(keys)
     assert moved.prefill.worker == "both-0"
@@ -392,12 +395,12 @@ def test_a_daemons_new_life_drops_what_the_old_one_held() -> None:
     world = apart()
     keys = chain(1, 2)
     world.store("node-1", keys)
-    assert world.plan(keys).sources
+    assert world.planned_alone(keys).sources
     world.pools["node-1"].node = Node("node-1", "node-1:2", 2)
     world.pools["node-1"].blocks.clear()
     world.pools["node-1"].sequence = 0
     world.on(DaemonHello(world.pools["node-1"].node, 0))
-    assert not world.plan(keys).sources
+    assert not world.planned_alone(keys).sources
     world.store("node-1", keys)
     assert world.plan(keys).sources[0].node.incarnation == 2
 
@@ -440,8 +443,8 @@ def events(seed: int) -> list[tuple[Event, float]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_events_and_seed_give_the_same_actions(policy: str) -> None:
-    def digest(seed: int) -> str:
-        conductor = Conductor(policy=policy, seed=seed)
+    def digest(seed: int, index: type[Index] = PrefixIndex) -> str:
+        conductor = Conductor(policy=policy, seed=seed, index=index())
         hashed = hashlib.sha256()
         for event, now in events(5):
             for action in conductor.on(event, now):
@@ -450,6 +453,6 @@ def test_same_events_and_seed_give_the_same_actions(policy: str) -> None:
             conductor.check()
         return hashed.hexdigest()
 
-    assert digest(1) == digest(1)
+    assert digest(1) == digest(1) == digest(1, NativeIndex)
     if policy == "random":
         assert digest(1) != digest(2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyengine.scheduler.cost import LINK_RATE, PRIOR, LinkCost, StepCost, StepWork
+from pyengine.scheduler.cost import PRIOR, StepCost, StepWork
 from pyengine.scheduler.messages import CostFit
 
 TRUE = np.array([2e-3, 4e-4, 2e-8, 1e-3, 5e-7])
@@ -67,23 +67,6 @@ def test_samples_without_work_or_time_are_ignored() -> None:
     cost.observe(StepWork(0, 0, 0, 0), 1.0)
     cost.observe(StepWork(5, 10, 0, 0), 0.0)
     assert cost.samples == 0
-
-
-def test_links_learn_their_rate_and_queue_behind_their_sender() -> None:
-    links = LinkCost()
-    assert links.rate("a", "b") == LINK_RATE
-    for _ in range(30):
-        links.observe("a", "b", 100_000_000, 1.0)
-    links.observe("a", "b", 10, 1.0)
-    assert links.rate("a", "b") == pytest.approx(1e8, rel=0.01)
-    assert links.rates("a", ("b", "c")).tolist() == [links.rate("a", "b"), LINK_RATE]
-    links.order("a", "b", 200_000_000, now=10.0)
-    assert links.queue("a", 10.0) == pytest.approx(2.0, rel=0.02)
-    links.order("a", "c", 1_000_000_000, now=11.0)
-    assert links.queue("a", 11.0) == pytest.approx(2.0, rel=0.02)
-    assert links.queue("a", 99.0) == 0
-    links.forget("a")
-    assert links.rate("a", "b") == LINK_RATE
 
 
 def test_a_fit_crosses_a_socket_and_one_that_cannot_be_is_refused() -> None:

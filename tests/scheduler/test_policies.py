@@ -74,6 +74,8 @@ def situations(draw: st.DrawFn) -> tuple[View, Ask]:
         history_seconds=floats(0, 1e-5),
         base_seconds=floats(0, 0.1),
         error=floats(0, 1),
+        correction=np.ones(count),
+        inlines=np.zeros(count, dtype=bool),
     )
     tokens = blocks * BLOCK + draw(st.integers(1, BLOCK))
     return view, Ask(tokens, prefix, best, floats(0, 3), floats(0, 3), Slo(), ints(0, blocks), ints(0, blocks), 16.0)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyengine.scheduler.changes import Change, pack
 from pyengine.scheduler.messages import LoadSample
-from pyengine.scheduler.prefix_index import PrefixIndex, Run
+from pyengine.scheduler.prefix_index import TIER, PrefixIndex, Run
 from pyengine.scheduler.spreading import HOLDERS, STRIPE_BYTES, spread
 from pyengine.scheduler.types import Medium, Plan, Role
 
@@ -65,7 +66,7 @@ def test_a_loaded_or_slow_holder_sends_less() -> None:
     for node, seconds in (("node-1", 3.0), ("node-2", 1.0)):
         samples = tuple(LoadSample(source=node, size=1 << 30, seconds=seconds) for _ in range(9))
         world.alive("both-0", loads=samples)
-    asked = first_choices(world.plan(keys))
+    asked = first_choices(world.planned_alone(keys))
     slow = sum(nodes[0] == "node-1" for nodes in asked.values())
     assert abs(slow - 8 * LEAST) <= 2 * LEAST
     # With a queue of some seconds, none of it.
@@ -123,7 +124,7 @@ def test_who_shares_a_run(blocks: list[tuple[str, int, Medium]], node: str, avoi
     keys = chain(*range(8))
     index = PrefixIndex()
     for name, at, medium in blocks:
-        index.add(name, keys[at], keys[at - 1] if at else bytes(16), at, medium)
+        index.apply(name, pack([Change(False, TIER[medium], keys[at], keys[at - 1] if at else bytes(16), at)]))
     run = Run(node, first, 8, Medium.DRAM)
     wanted = {}
     for name in set("abc") - avoid - {node}:
@@ -132,4 +133,4 @@ def test_who_shares_a_run(blocks: list[tuple[str, int, Medium]], node: str, avoi
             end += 1
         if end > first:
             wanted[name] = end
-    assert index.shared(keys, run, avoid) == wanted
+    assert index.shared(b"".join(keys), run, avoid) == wanted

@@ -6,13 +6,13 @@ import hashlib
 import itertools
 from dataclasses import dataclass, field
 
+from pyengine.scheduler.changes import Change, pack
 from pyengine.scheduler.conductor import Conductor
 from pyengine.scheduler.cost import UNMEASURED, StepCost, StepWork
 from pyengine.scheduler.events import (
     Action,
     BlockDump,
-    BlockRemoved,
-    BlockStored,
+    BlocksChanged,
     DaemonHeartbeat,
     DaemonHello,
     Event,
@@ -27,9 +27,11 @@ from pyengine.scheduler.messages import (
     Planned,
     Rejected,
     Route,
+    RouteEnded,
     WorkerAlive,
     WorkerHello,
 )
+from pyengine.scheduler.prefix_index import TIER
 from pyengine.scheduler.types import KvGroup, KvSpec, Medium, Namespace, Node, Plan, Rejection, Role, Slo, WorkerInfo
 
 BLOCK = 16
@@ -77,15 +79,18 @@ class Pool:
     #: Slots of its DRAM.
     slots: int = 10_000
 
-    def store(self, key: bytes, parent: bytes, position: int, medium: Medium = Medium.DRAM) -> BlockStored:
+    def store(self, key: bytes, parent: bytes, position: int, medium: Medium = Medium.DRAM) -> BlocksChanged:
         self.blocks[key, medium] = (parent, position)
         self.sequence += 1
-        return BlockStored(self.node, self.sequence - 1, key, parent, position, medium)
+        return self.changed(Change(False, TIER[medium], key, parent, position))
 
-    def remove(self, key: bytes, medium: Medium = Medium.DRAM) -> BlockRemoved:
+    def remove(self, key: bytes, medium: Medium = Medium.DRAM) -> BlocksChanged:
         del self.blocks[key, medium]
         self.sequence += 1
-        return BlockRemoved(self.node, self.sequence - 1, key, medium)
+        return self.changed(Change(True, TIER[medium], key))
+
+    def changed(self, change: Change) -> BlocksChanged:
+        return BlocksChanged(self.node, self.sequence - 1, pack([change]))
 
     def heartbeat(self) -> DaemonHeartbeat:
         xor = 0
@@ -101,10 +106,10 @@ class Pool:
         return DaemonHeartbeat(self.node, self.sequence, len(self.blocks), digest, counters, self.draining)
 
     def dump(self, parts: int = 1) -> list[BlockDump]:
-        blocks = [(key, *where, medium) for (key, medium), where in self.blocks.items()]
+        blocks = [Change(False, TIER[medium], key, *where) for (key, medium), where in self.blocks.items()]
         cuts = [len(blocks) * i // parts for i in range(parts + 1)]
         return [
-            BlockDump(self.node, self.sequence, i, blocks[a:b], i == parts - 1)
+            BlockDump(self.node, self.sequence, i, pack(blocks[a:b]), i == parts - 1)
             for i, (a, b) in enumerate(itertools.pairwise(cuts))
         ]
 
@@ -181,6 +186,9 @@ class World:
         self.alive(name, cost=cost.fit())
 
     def route(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> list[Action]:
+        return self.on(FromGateway("gateway", self.asked(keys, tokens, **changes)))
+
+    def asked(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Route:
         fields: dict[str, object] = {
             "request": self.requests,
             "attempt": 0,
@@ -192,13 +200,24 @@ class World:
             "slo": Slo(),
         }
         self.requests += 1
-        return self.on(FromGateway("gateway", Route(**(fields | changes))))  # type: ignore[arg-type]
+        return Route(**(fields | changes))  # type: ignore[arg-type]
 
     def plan(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Plan:
         answer = self.route(keys, tokens, **changes)[0]
         assert isinstance(answer, SendToGateway)
         assert isinstance(answer.message, Planned), answer.message
         return answer.message.plan
+
+    def end(self, request: int, **how: object) -> list[Action]:
+        """The gateway says that the request's first attempt is over."""
+        fields: dict[str, object] = {"request": request, "attempt": 0}
+        return self.on(FromGateway("gateway", RouteEnded(**(fields | how))))  # type: ignore[arg-type]
+
+    def planned_alone(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Plan:
+        """A plan for a request that is over at once: nobody waits for what it computes."""
+        plan = self.plan(keys, tokens, **changes)
+        self.end(plan.request)
+        return plan
 
     def refusal(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Rejection:
         (answer,) = self.route(keys, tokens, **changes)

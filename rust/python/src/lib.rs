@@ -5,6 +5,7 @@
 mod buffers;
 mod daemon;
 mod errors;
+mod index;
 mod keys;
 mod model;
 mod objects;
@@ -23,6 +24,8 @@ mod _native {
     #[pymodule_export]
     use super::errors::{BugError, GiveUpError, RetryError, TransferError};
     #[pymodule_export]
+    use super::index::{Match, PrefixIndex};
+    #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
     use super::model::CacheModel;
@@ -35,8 +38,7 @@ mod _native {
     };
     #[pymodule_export]
     use super::report::{
-        BlockDump, BlockRemoved, BlockStored, Cleared, DaemonGone, DaemonHeartbeat, DaemonHello, Replicated,
-        ReportEndpoint,
+        BlockDump, BlocksChanged, Cleared, DaemonGone, DaemonHeartbeat, DaemonHello, Replicated, ReportEndpoint,
     };
     #[pymodule_export]
     use super::transfer::{Copies, Endpoint, Notification, Peer, Region, RemoteRegion, Transfer, Watcher};
@@ -55,7 +57,7 @@ mod _native {
         let events =
             "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Flushed Kept Disconnected";
         module.add("PoolEvent", union(module, events)?)?;
-        let reports = "DaemonHello BlockStored BlockRemoved BlockDump DaemonHeartbeat Replicated Cleared DaemonGone";
+        let reports = "DaemonHello BlocksChanged BlockDump DaemonHeartbeat Replicated Cleared DaemonGone";
         module.add("DaemonReport", union(module, reports)?)?;
         // The stub is the list of names; a second one would have to be kept like it.
         module.delattr("__all__")

@@ -3,7 +3,7 @@
 use std::os::fd::AsRawFd;
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict};
 use transfer::config::session_key;
 use transfer::incarnation::new_incarnation;
 use transfer::messages::{DaemonOrder, DaemonReport};
@@ -21,16 +21,12 @@ event!(
     DaemonHello { node: NodeAddress, socket: String, next_sequence: u64 }
 );
 event!(
-    /// A block became readable.
-    BlockStored { node: NodeAddress, sequence: u64, key: Py<PyBytes>, parent: Py<PyBytes>, position: u32, medium: &'static str }
+    /// Consecutive changes of its blocks, packed.
+    BlocksChanged { node: NodeAddress, sequence: u64, changes: Py<PyBytes> }
 );
 event!(
-    /// A block is no longer readable.
-    BlockRemoved { node: NodeAddress, sequence: u64, key: Py<PyBytes>, medium: &'static str }
-);
-event!(
-    /// Part of a dump.
-    BlockDump { node: NodeAddress, sequence: u64, part: u32, blocks: Py<PyList>, last: bool }
+    /// Part of a dump, packed.
+    BlockDump { node: NodeAddress, sequence: u64, part: u32, blocks: Py<PyBytes>, last: bool }
 );
 event!(
     /// Each second.
@@ -148,9 +144,17 @@ impl ReportEndpoint {
 }
 
 fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, PyAny>> {
-    let key = |key: BlockKey| PyBytes::new(py, &key.0).unbind();
+    let bytes = |bytes: &[u8]| PyBytes::new(py, bytes).unbind();
     Ok(match event {
         EndpointEvent::Gone(node) => Bound::new(py, DaemonGone { node: NodeAddress(node) })?.into_any(),
+        EndpointEvent::Changed(node, sequence, changes) => {
+            let changes = bytes(&changes);
+            Bound::new(py, BlocksChanged { node: NodeAddress(node), sequence, changes })?.into_any()
+        }
+        EndpointEvent::Dumped { node, sequence, part, blocks, last } => {
+            let (node, blocks) = (NodeAddress(node), bytes(&blocks));
+            Bound::new(py, BlockDump { node, sequence, part, blocks, last })?.into_any()
+        }
         EndpointEvent::Report(from, report) => {
             let from = NodeAddress(from);
             match report {
@@ -158,23 +162,8 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                     let node = NodeAddress(node);
                     Bound::new(py, DaemonHello { node, socket, next_sequence })?.into_any()
                 }
-                DaemonReport::Stored { sequence, key: name, parent, position, medium } => {
-                    let (key, parent, medium) = (key(name), key(parent), medium.name());
-                    Bound::new(py, BlockStored { node: from, sequence, key, parent, position, medium })?.into_any()
-                }
-                DaemonReport::Removed { sequence, key: name, medium } => {
-                    let (key, medium) = (key(name), medium.name());
-                    Bound::new(py, BlockRemoved { node: from, sequence, key, medium })?.into_any()
-                }
-                DaemonReport::Dump { sequence, part, blocks, last } => {
-                    let blocks = blocks
-                        .into_iter()
-                        .map(|(name, parent, position, medium)| (key(name), key(parent), position, medium.name()));
-                    let blocks = PyList::new(py, blocks.collect::<Vec<_>>())?.unbind();
-                    Bound::new(py, BlockDump { node: from, sequence, part, blocks, last })?.into_any()
-                }
                 DaemonReport::Heartbeat { next_sequence, count, xor, counters: values, draining } => {
-                    let (node, xor, counters) = (from, key(xor), counters(py, values)?.unbind());
+                    let (node, xor, counters) = (from, bytes(&xor.0), counters(py, values)?.unbind());
                     let heartbeat = DaemonHeartbeat { node, next_sequence, count, xor, counters, draining };
                     Bound::new(py, heartbeat)?.into_any()
                 }
@@ -183,6 +172,9 @@ fn convert<'py>(py: Python<'py>, event: EndpointEvent) -> PyResult<Bound<'py, Py
                 }
                 DaemonReport::Cleared { order, dropped, held, durable } => {
                     Bound::new(py, Cleared { node: from, order, dropped, held, durable })?.into_any()
+                }
+                DaemonReport::Stored { .. } | DaemonReport::Removed { .. } | DaemonReport::Dump { .. } => {
+                    unreachable!("the endpoint packs them")
                 }
             }
         }

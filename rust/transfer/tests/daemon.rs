@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use index::CHANGE_BYTES;
 use pyengine_transfer::client::{ClientEvent, PoolClient};
 use pyengine_transfer::config::Config;
 use pyengine_transfer::daemon::Daemon;
@@ -273,15 +274,17 @@ fn fetch_and_replicate_bring_blocks_from_a_peer() {
     });
     endpoint.order("b", &DaemonOrder::Dump).expect("connected");
     log.until(&endpoint, "Dump", |event| match event {
-        EndpointEvent::Report(_, DaemonReport::Dump { blocks, last: true, .. }) => {
-            assert_eq!(blocks.len(), 4);
+        EndpointEvent::Dumped { blocks, last: true, .. } => {
+            assert_eq!(blocks.len(), 4 * CHANGE_BYTES);
             true
         }
         _ => false,
     });
-    let stored =
-        log.0.iter().filter(|event| matches!(event, EndpointEvent::Report(_, DaemonReport::Stored { .. }))).count();
-    assert_eq!(stored, 4, "two fetched, two replicated: {:?}", log.0);
+    let stored = log.0.iter().map(|event| match event {
+        EndpointEvent::Changed(_, _, changes) => changes.len() / CHANGE_BYTES,
+        _ => 0,
+    });
+    assert_eq!(stored.sum::<usize>(), 4, "two fetched, two replicated: {:?}", log.0);
     log.until(&endpoint, "Heartbeat", |event| {
         matches!(event, EndpointEvent::Report(_, DaemonReport::Heartbeat { count: 4, .. }))
     });

@@ -408,7 +408,10 @@ fn daemons_report_over_tls_to_a_conductor_that_wants_it() {
     let from: Vec<&str> = events
         .iter()
         .map(|event| match event {
-            EndpointEvent::Report(node, _) | EndpointEvent::Gone(node) => node.node.as_str(),
+            EndpointEvent::Report(node, _) | EndpointEvent::Changed(node, ..) | EndpointEvent::Gone(node) => {
+                node.node.as_str()
+            }
+            EndpointEvent::Dumped { node, .. } => node.node.as_str(),
         })
         .collect();
     assert!(from.iter().all(|node| *node == "secured") && !from.is_empty(), "{events:?}");
