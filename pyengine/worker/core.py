@@ -271,7 +271,7 @@ class Worker:
     @property
     def due(self) -> float:
         """When `step` will find somebody late (time.monotonic), if nothing happens before."""
-        return min(self._next_due, self.batcher.next_late)
+        return min(self._next_due, self.batcher.next_late, self.mover.due)
 
     def take_ended(self) -> list[SequenceId]:
         """Attempts that have ended since the last call: no message of theirs follows those that `step` has returned."""
