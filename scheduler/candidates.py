@@ -20,7 +20,8 @@ SPARE_SLOTS = 1
 class Refused(Exception):
     """The request gets no plan. reason: for the client; retry_after: seconds, None if waiting does not help.
 
-    kind: for counters: "absent", "too_large", "unknown_model", "late", or what admission refuses for (`Refusal.kind`).
+    kind: for counters: "absent", "too_large", "unknown_model", "late", "policy" (it failed), or what admission refuses
+    for (`Refusal.kind`).
     """
 
     def __init__(self, kind: str, reason: str, retry_after: float | None) -> None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .cost import F64, UNMEASURED
 from .messages import DEAD_AFTER, HEARTBEAT_EVERY, CostFit, WorkerAlive
+from .recent import Recent
 from .types import Node, Role, WorkerInfo
 
 Bools = npt.NDArray[np.bool_]
@@ -47,7 +48,8 @@ class Worker:
 
     moved: when its progress last changed, or it had nothing to do. told: when its numbers were last heard.
     assigned: plans by (gateway, request) that its heartbeats cannot show yet, in the order in which they were made.
-    correction: by which its predicted times are multiplied, as `forecast.py` has learnt.
+    correction: by which its predicted times are multiplied, as `forecast.py` has learnt. recent: what it was given in
+    the last minutes.
     """
 
     info: WorkerInfo
@@ -67,6 +69,7 @@ class Worker:
     correction: float = 1.0
     counters: dict[str, float] = field(default_factory=dict)
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
 
     @property
     def stuck(self) -> bool:
@@ -83,12 +86,13 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of."""
+    """One node's daemon as last heard of. blocks: published by it, once for each medium."""
 
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    blocks: int = 0
 
     @property
     def takes(self) -> bool:
@@ -117,6 +121,8 @@ class View:
     tokens in the pages of what runs, or will be. sequence_seconds, history_seconds: predicted cost of a decoding
     sequence in a step, and of a token of its context; base_seconds: of a step, whatever it computes. error: of
     predictions of steps, relative. correction: by which its queue and its prefill are multiplied already.
+    cached_blocks: that its node holds. recent_prompt, recent_computed, recent_output: tokens of the prompts it was
+    given in the last minutes, of these to compute, and of the answers it was to decode, as predicted (`recent.py`).
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -151,6 +157,10 @@ class View:
     error: F64
     correction: F64
     inlines: Bools
+    cached_blocks: Ints
+    recent_prompt: Ints
+    recent_computed: Ints
+    recent_output: Ints
 
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
         """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
@@ -173,6 +183,10 @@ INTS = (
     "queued_tokens",
     "running_context",
     "max_sequences",
+    "cached_blocks",
+    "recent_prompt",
+    "recent_computed",
+    "recent_output",
 )
 FLOATS = (
     "queue_seconds",
@@ -242,6 +256,10 @@ class Group:
             worker.queued_tokens + sum(plan.prompt_tokens for plan in plans),
             kept,
             info.max_sequences,
+            daemon.blocks if daemon is not None else 0,
+            worker.recent.prompt,
+            worker.recent.computed,
+            worker.recent.output,
         )
         self._floats[:, row] = (
             worker.busy_until,
@@ -316,6 +334,7 @@ class Cluster:
                 worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
                 worker.queue_seconds, worker.told = known.queue_seconds, known.told
                 worker.running_context, worker.expected_tokens = known.running_context, known.expected_tokens
+                worker.recent = known.recent
         worker.free_pages = info.pages if not worker.running else 0
         self.workers[info.worker] = worker
         self.workers.move_to_end(info.worker)
@@ -348,6 +367,7 @@ class Cluster:
             worker.assigned = {
                 key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown
             }
+        worker.recent.expire(now)
         self.touch(message.worker)
         return True
 
@@ -371,6 +391,12 @@ class Cluster:
         if worker is not None and worker.alive:
             worker.assigned[key] = plan
             self.touch(name)
+
+    def gave(self, name: str, now: float, prompt: int = 0, computed: int = 0, output: int = 0) -> None:
+        """A plan gives the worker a prompt, of which so much is to compute, or an answer to decode: for `Recent`."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.recent.add(now, prompt, computed, output)
 
     def unassign(self, name: str, key: tuple[str, int]) -> None:
         worker = self.workers.get(name)

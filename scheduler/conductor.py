@@ -305,6 +305,7 @@ class Conductor:
                 self.feed.on_dump(report, now)
             case DaemonHeartbeat():
                 daemon.counters = dict(report.counters)
+                daemon.blocks = report.count
                 order = self.feed.on_heartbeat(report, now)
                 actions = self._drain(report, now)
             case Replicated():

@@ -24,7 +24,7 @@ from .link_cost import LinkCost
 from .messages import Route, RouteEnded
 from .outlook import Judgement, Outlook
 from .overlap import Overlap, Overlaps
-from .policies import Choice, find_policy
+from .policies import Choice, PolicyFailed, decide, find_policy
 from .policies.base import ttft
 from .prefix_index import Index
 from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
@@ -140,7 +140,10 @@ class Router:
         if ask.slo.tbt is not None:
             view = replace(view, inlines=inlines(view, ask))
         _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
-        choice = self.policy(view, ask, drawn)
+        try:
+            choice = decide(self.policy_name, self.policy, view, ask, drawn)
+        except PolicyFailed as failed:
+            raise Refused("policy", str(failed), None) from failed
         row = choice.prefill
         seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[row])
         gap = float(view.tbt[choice.decode])
@@ -184,6 +187,8 @@ class Router:
         seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
+        self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
+        self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
         self._cluster.assign(
             plan.prefill.worker, key, Assigned(now, seconds, tokens, int(alone), context if alone else 0)
         )

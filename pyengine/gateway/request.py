@@ -272,6 +272,8 @@ class Request:
             return []
         if refusal.kind == "late":
             return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, "slo_deadline"))
+        if refusal.kind == "policy":
+            return self._give_up(RequestError(ErrorKind.BUG, refusal.reason))
         if servable and refusal.retry_after is None:
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, refusal.reason))
         if servable and self._failing_since is None:

@@ -221,9 +221,11 @@ def test_silent_conductor() -> None:
 
 
 def test_rejections() -> None:
-    def rejected(request: Request, retry_after: float | None) -> Rejected:
+    def rejected(request: Request, retry_after: float | None, kind: str = "") -> Rejected:
         return Rejected(
-            rejection=Rejection(request=request.id, attempt=request.attempt, reason="full", retry_after=retry_after)
+            rejection=Rejection(
+                request=request.id, attempt=request.attempt, reason="full", retry_after=retry_after, kind=kind
+            )
         )
 
     busy = make()
@@ -236,6 +238,11 @@ def test_rejections() -> None:
     never.on_rejected(rejected(never, None), 0.0, servable=True)
     assert never.error is not None
     assert never.error.kind is ErrorKind.TOO_LARGE
+    ours = make()
+    ours.start(0.0)
+    ours.on_rejected(rejected(ours, None, "policy"), 0.0, servable=True)
+    assert ours.error is not None
+    assert ours.error.kind is ErrorKind.BUG
     absent = make()
     absent.start(0.0)
     now = 0.0
