@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 HEAD = """# The paper's tables, from the code that serves
 
 Written by `make paper`; not to be edited. Conductor, policies, batcher, pools and eviction policies are those that
-serve; compute, links and clocks are modelled (`scheduler/sim`). Cost model: LLaMA3-70B on eight A800, the prefill fit of
-the paper's own figures; decode twice, as calibrated to the gaps of its cluster runs and as single requests imply.
+serve; compute, links and clocks are modelled (`scheduler/sim`). Costs: LLaMA3-70B on eight A800, the prefill fit of
+the paper's own figures; decode twice, as calibrated to the gaps of its cluster runs and as single requests imply it.
 Traces: those that its authors published, raw arrivals (on a grid of 3 s); the tool&agent trace was not, and is a
 RECONSTRUCTION from what is known of it. One set of parameters for all figures, none tuned for one.
 """
