@@ -270,10 +270,10 @@ class Request:
         refusal = rejection.rejection
         if self.state is not State.ROUTING or refusal.attempt != self.attempt:
             return []
-        if refusal.kind == "policy":
-            return self._give_up(RequestError(ErrorKind.BUG, refusal.reason))
         if refusal.kind == "late":
             return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, "slo_deadline"))
+        if refusal.kind == "policy":
+            return self._give_up(RequestError(ErrorKind.BUG, refusal.reason))
         if servable and refusal.retry_after is None:
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, refusal.reason))
         if servable and self._failing_since is None:
