@@ -217,8 +217,10 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
         "error": np.zeros(3),
         "correction": np.ones(3),
         "inlines": np.zeros(3, dtype=bool),
-        **dict.fromkeys(("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=int)),
         **dict.fromkeys(("queued_requests", "queued_tokens", "running_context"), np.zeros(3, dtype=np.int64)),
+        **dict.fromkeys(
+            ("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=np.int64)
+        ),
     }
     view = View(workers=infos, nodes=("n0", "n1", "n2"), block_tokens=16, block_bytes=1, turn=0, **(fields | columns))
     nothing = np.zeros(3, dtype=np.int64)
