@@ -1,11 +1,11 @@
 """`conductor`: the scheduler's command line. `serve` runs the global scheduler alone; `clear` has it make all
-nodes forget a tenant's or a namespace's blocks."""
+nodes forget a tenant's or a namespace's blocks. The commands about whole clusters have a file each in `commands/`.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import string
@@ -17,15 +17,15 @@ from typing import Annotated
 
 import cyclopts
 import msgspec
-import zmq
 
 from pyengine import _native, env
 from pyengine.config import ConfigError
 from pyengine.secret import read_secret, secret_file
 
+from .asking import ask
 from .conductor import Conductor
-from .links import LinkError, dial
-from .messages import HEARTBEAT_EVERY, Clear, ClearOutcome, Codec, ConductorToGateway, GatewayAlive, GatewayHello
+from .links import LinkError
+from .messages import Clear, ClearOutcome
 from .native_index import NativeIndex
 from .policies import UnknownName
 from .service import Service
@@ -37,6 +37,16 @@ IMPOSSIBLE = 2
 app = cyclopts.App(
     name="conductor", help="The global scheduler: it sends each request where its KV is, or moves the KV."
 )
+
+# Imported when they are called: `serve` starts without a simulator.
+for _command, _help in {
+    "simulate": "Runs a trace through a simulated cluster, with the scheduler that serves.",
+    "compare": "Compares policies on one trace: goodput curves, and which differences are real.",
+    "plan": "Finds the cheapest cluster, and its split, that serves a trace well enough.",
+    "explain": "Tells of one request every candidate, every term of the decision, and the choice.",
+    "replay": "Sends a trace to a live cluster and compares it with the simulation of the same.",
+}.items():
+    app.command(f"pyengine.scheduler.commands.{_command}:{_command}", name=_command, help=_help)
 
 
 @app.command
@@ -144,7 +154,7 @@ def clear(
         path = secret or secret_file(state_dir or env.read().state_dir)
         key = _native.derive_key(read_secret(path), "session")
         message = Clear(number=1, namespace=digest, tenant=None if tenant is None else tenant_number(tenant))
-        outcome = ask(conductor, key, message, timeout)
+        outcome = ask(conductor, key, message, ClearOutcome, timeout)
     except (ConfigError, LinkError, ValueError, OSError) as error:
         print(f"conductor clear: error: {error}", file=sys.stderr)
         return IMPOSSIBLE
@@ -172,34 +182,6 @@ def _digest(text: str) -> int:
     if not 0 < len(text) <= 16 or not all(digit in string.hexdigits for digit in text):
         raise ValueError(f"--namespace {text!r} is none: write at most 16 hex digits, as `transferd keys --json` does")
     return int(text, 16)
-
-
-def ask(conductor: str, session_key: bytes, message: Clear, timeout: float) -> ClearOutcome:
-    """Asks a conductor, as a gateway would. Raises TimeoutError, LinkError."""
-    # Whoever asks from another machine has another one.
-    name = f"conductor clear {os.getpid()} {time.time_ns()}"
-    codec = Codec(ConductorToGateway)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = dial(context.socket(zmq.DEALER), conductor, session_key)
-    try:
-        socket.send(codec.encode([GatewayHello(gateway=name, incarnation=time.time_ns()), message]))
-        spoken = time.monotonic()
-        until = spoken + timeout
-        while (now := time.monotonic()) < until:
-            # It takes a gateway that says nothing for dead, however much it tells it meanwhile.
-            if now - spoken >= HEARTBEAT_EVERY:
-                socket.send(codec.encode([GatewayAlive(gateway=name)]))
-                spoken = now
-            if socket.poll(math.ceil(min(until - now, spoken + HEARTBEAT_EVERY - now) * 1000)):
-                for answer in codec.decode(socket.recv()):
-                    if isinstance(answer, ClearOutcome) and answer.number == message.number:
-                        return answer
-    except zmq.ZMQError as error:
-        raise LinkError(f"{conductor}: {error.strerror}") from error
-    finally:
-        socket.close(linger=0)
-        context.term()
-    raise TimeoutError(f"no answer from {conductor} within {timeout:g} s: is the conductor there, with this secret?")
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from pyengine.gateway import openai
 from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Piece, Usage
 from pyengine.gateway.request import RequestError
 from pyengine.gateway.service import Generation, Model, Service
+from pyengine.scheduler.types import WorkerInfo
 from pyengine.text import ChatError, Tokenizer
 
 JSON = "application/json"
@@ -62,7 +63,9 @@ def create_app(service: Service) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def on_http_error(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /metrics"
+        known = (
+            "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /cluster, GET /metrics"
+        )
         text = f"{error.detail}; known are {known}" if error.status_code in (404, 405) else str(error.detail)
         return _failure(ApiError(error.status_code, text), error.headers)
 
@@ -95,11 +98,33 @@ def create_app(service: Service) -> FastAPI:
         body = {"status": "ok" if service.healthy else "unavailable", "workers": workers}
         return Response(msgspec.json.encode(body), 200 if service.healthy else 503, media_type=JSON)
 
+    @app.get("/cluster")
+    async def cluster() -> Response:
+        return Response(msgspec.json.encode([_facts(worker) for worker in service.cluster.workers]), media_type=JSON)
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
 
     return app
+
+
+def _facts(worker: WorkerInfo) -> dict[str, Any]:
+    """What a worker can do, for who simulates it; no address, as anybody may ask."""
+    kv = worker.namespace.kv
+    return {
+        "worker": worker.worker,
+        "role": worker.role,
+        "node": worker.node.node,
+        "model": worker.model,
+        "block_tokens": kv.block_tokens,
+        "block_bytes": kv.block_bytes,
+        "layers": sum(group.layers for group in kv.groups),
+        "pages": worker.pages,
+        "pool_slots": worker.pool_slots,
+        "max_tokens_per_step": worker.max_tokens_per_step,
+        "max_sequences": worker.max_sequences,
+    }
 
 
 async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> Response:

@@ -50,6 +50,7 @@ def plot_run(report: Report, slo: Slo, path: Path) -> None:
         middle, width = (edges[1:] + edges[:-1]) / 2, edges[1] - edges[0]
         for label, chosen in (("offered", np.ones_like(good)), ("effective", good)):
             third.plot(middle, np.histogram(records.arrival[chosen], edges)[0] / width, label=label)
+        third.set_ylim(bottom=0)
         third.legend()
     for name in ("prefill load", "decode load"):
         if name in report.series:
@@ -99,4 +100,4 @@ def _save(figure: Any, path: Path, title: str) -> None:
 
 
 def _title(provenance: Mapping[str, object]) -> str:
-    return ", ".join(str(provenance[name]) for name in ("trace", "policy", "fidelity") if name in provenance)
+    return "\n".join(str(provenance[name]) for name in ("trace", "policy", "fidelity") if name in provenance)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.scheduler.report.statistics import EXACT_SEEDS, LEVEL, compare, interval, seeds_needed
+from pyengine.scheduler.report.statistics import EXACT_SEEDS, LEVEL, RANDOM_FLIPS, compare, interval, seeds_needed
 
 
 @given(st.lists(st.integers(-9, 9), min_size=2, max_size=7))
@@ -61,10 +61,17 @@ def test_no_difference_is_called_real_at_most_as_often_as_promised() -> None:
 def test_many_seeds_are_sampled_and_the_same_each_time() -> None:
     rows = np.random.default_rng(1).normal(0.1, 1, size=(2, EXACT_SEEDS + 3))
     assert compare(rows, seed=5) == compare(rows, seed=5)
+    # The signs as they are count as one of those drawn, so p is never 0.
+    (agreeing,) = compare(np.ones((1, 20)) + random_noise(20))
+    assert 1 / RANDOM_FLIPS <= agreeing.p <= 4 / RANDOM_FLIPS
     # Drawn signs and all signs must tell the same: the p of 17 seeds by enumeration of a single row.
     signs = 1 - 2 * (np.arange(2**17)[:, None] >> np.arange(17) & 1)
     exact = np.mean(np.abs(signs @ rows[0]) >= abs(rows[0].sum()) - 1e-9)
     assert compare(rows[:1])[0].p == pytest.approx(exact, abs=4 * (exact * (1 - exact) / 10_000) ** 0.5)
+
+
+def random_noise(count: int) -> np.ndarray:
+    return np.random.default_rng(4).normal(0, 0.01, size=(1, count))
 
 
 def test_an_interval_covers_the_mean_and_shrinks_with_the_spread() -> None:

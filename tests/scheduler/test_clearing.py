@@ -13,6 +13,7 @@ import pytest
 
 from pyengine import _native
 from pyengine.scheduler import cli
+from pyengine.scheduler.asking import ask
 from pyengine.scheduler.clearing import MAX_CLEARINGS, PATIENCE
 from pyengine.scheduler.events import (
     Action,
@@ -154,7 +155,7 @@ def test_real_daemons_forget_a_tenant(service: Service, tmp_path: Path) -> None:
     message = Clear(number=5, tenant=tenant_number("gone"))
     until = time.monotonic() + GENEROUS
     while True:  # until both have dialled in
-        outcome = cli.ask(service.endpoint, KEY, message, GENEROUS)
+        outcome = ask(service.endpoint, KEY, message, ClearOutcome, GENEROUS)
         if len(outcome.nodes) == 2 or time.monotonic() > until:
             break
     assert [(node.node, node.held, node.durable) for node in outcome.nodes] == [
@@ -165,7 +166,7 @@ def test_real_daemons_forget_a_tenant(service: Service, tmp_path: Path) -> None:
     assert [blocks(daemon) for daemon in daemons] == [2, 2]
     daemons[1].stop()
     while not outcome.away and time.monotonic() < until:
-        outcome = cli.ask(service.endpoint, KEY, message, GENEROUS)
+        outcome = ask(service.endpoint, KEY, message, ClearOutcome, GENEROUS)
     assert outcome.away == ("node-1",)
     daemons[0].stop()
 

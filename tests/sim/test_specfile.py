@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pyengine.scheduler.sim.spec import MAX_WORKERS, ClusterSpec, NodeSpec, WorkerSpec
@@ -29,6 +29,7 @@ specs = st.builds(
 
 
 @given(specs)
+@example(ClusterSpec(workers=(WorkerSpec(role=Role.BOTH, count=1, discipline='"\x7f\\\n'),)))
 def test_a_written_cluster_is_read_as_the_same(spec: ClusterSpec) -> None:
     assert parse_cluster(to_toml(spec), Path()) == spec
 

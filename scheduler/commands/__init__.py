@@ -1,0 +1,1 @@
+"""`conductor`'s commands about whole clusters, one file each: simulate, compare, plan, explain, replay."""

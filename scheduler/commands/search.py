@@ -1,0 +1,115 @@
+"""The smallest cluster that meets an objective, and how it is split between prefill and decode.
+
+A split trades one objective for the other: with more prefill workers TTFT is met more often, and TBT less. So the share
+of requests that meets both is best about where both are met alike: walk towards that crossing with growing steps, halve
+what is left once it is passed, and try the neighbours. Over the number of nodes the best share only grows: double, then
+halve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Point:
+    """One cluster tried. share: of requests within all objectives; ttft, tbt: within one of them.
+
+    stretch: by how much all objectives would have to be longer for the wanted share (1 or less: met); ttft_stretch,
+    tbt_stretch: one of them, while the other is kept; inf: no length would do.
+    """
+
+    prefill: int
+    decode: int
+    share: float
+    ttft: float
+    tbt: float
+    stretch: float
+    ttft_stretch: float = math.inf
+    tbt_stretch: float = math.inf
+
+    @property
+    def nodes(self) -> int:
+        return self.prefill + self.decode
+
+
+Try: TypeAlias = Callable[[int, int], Point]
+
+
+@dataclass
+class Search:
+    """try_: runs a cluster of so many prefill and decode workers. wanted: the share. most: nodes at most, 2 or more.
+
+    tried: every cluster that was run, in order; each once. best: the cheapest that suffices, None: none does.
+    """
+
+    try_: Try
+    wanted: float
+    most: int
+    tried: dict[tuple[int, int], Point] = field(default_factory=dict)
+    best: Point | None = None
+
+    def run(self) -> Point | None:
+        nodes, short = 2, 1
+        share = 0.5
+        while True:
+            point = self.split(nodes, share)
+            share = point.prefill / nodes
+            if point.share >= self.wanted:
+                break
+            if nodes == self.most:
+                return None
+            short, nodes = nodes, min(2 * nodes, self.most)
+        self.best = point
+        # `nodes` suffices, `short` does not.
+        while nodes - short > 1:
+            middle = (nodes + short) // 2
+            point = self.split(middle, share)
+            if point.share >= self.wanted:
+                nodes, share, self.best = middle, point.prefill / middle, point
+            else:
+                short = middle
+        return self.best
+
+    def split(self, nodes: int, share: float) -> Point:
+        """The best split of so many nodes that the walk finds; it begins with this share for prefill."""
+        at = min(max(round(share * nodes), 1), nodes - 1)
+        low, high, step = 1, nodes - 1, 1
+        before: bool | None = None
+        turned = False
+        while low <= high:
+            point = self._at(at, nodes)
+            if point.share >= self.wanted:
+                return point
+            more = point.ttft < point.tbt
+            low, high = (at + 1, high) if more else (low, at - 1)
+            turned = turned or before == (not more)
+            before = more
+            if turned:
+                at = (low + high) // 2
+            else:
+                at = min(at + step, high) if more else max(at - step, low)
+                step *= 2
+        return self._climb(nodes)
+
+    def _climb(self, nodes: int) -> Point:
+        """From the best seen to a split that no neighbour betters: the crossing of two shares is not quite the best of
+        both together.
+        """
+        best = max((point for point in self.tried.values() if point.nodes == nodes), key=lambda point: point.share)
+        while best.share < self.wanted:
+            beside = [self._at(at, nodes) for at in (best.prefill - 1, best.prefill + 1) if 1 <= at < nodes]
+            better = max(beside, key=lambda point: point.share, default=best)
+            if better.share <= best.share:
+                break
+            best = better
+        return best
+
+    def _at(self, prefill: int, nodes: int) -> Point:
+        key = (prefill, nodes - prefill)
+        if key not in self.tried:
+            self.tried[key] = self.try_(*key)
+        return self.tried[key]
