@@ -23,6 +23,7 @@ FLOORS = {
     "pyengine.scheduler.service": 3,
     "pyengine.scheduler.cli": 3,
     "pyengine.scheduler.links": 2,
+    "pyengine.scheduler.asking": 2,
     "pyengine.scheduler.native_index": 2,
     "pyengine.scheduler.sim": 2,
     "pyengine.scheduler.report": 2,
