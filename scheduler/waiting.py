@@ -30,6 +30,11 @@ class Waiting:
         """Whether somebody stands in line who may be admitted for all that is known."""
         return bool(self._standing) and not self.short
 
+    @property
+    def first(self) -> Sequence:
+        """Who came first of those that stand in line; there is somebody."""
+        return self._standing[min(self._standing)]
+
     def join(self, sequence: Sequence) -> None:
         """It is WAITING now."""
         self._standing[sequence.arrival] = sequence

@@ -72,7 +72,7 @@ class Vllm(Batcher):
                 budget -= self._whole(sequence, step)
         while (head := self._first()) is not None and len(head.tokens) <= budget:
             if not self._admit(head, step):
-                self._short = True
+                self._queue.short = True
                 break
             budget -= self._whole(head, step)
         if not step.slices:
@@ -81,9 +81,9 @@ class Vllm(Batcher):
 
     def _first(self) -> Sequence | None:
         """Who came first of those that wait, if one may begin."""
-        if self._short or not self._standing or self.running >= self.max_sequences:
+        if not self._queue.looks or self.running >= self.max_sequences:
             return None
-        return self._standing[min(self._standing)]
+        return self._queue.first
 
     def _whole(self, sequence: Sequence, step: Step) -> int:
         count = len(sequence.tokens) - sequence.computed
@@ -123,7 +123,7 @@ class VllmChunked(Vllm):
         # Who was just preempted shows that pages are short.
         while budget and not step.preempted and (head := self._first()) is not None:
             if not self._admit(head, step):
-                self._short = True
+                self._queue.short = True
                 break
             budget -= self._chunk(head, budget, step)
         return step
