@@ -31,9 +31,9 @@ class Waiting:
         return bool(self._standing) and not self.short
 
     @property
-    def first_come(self) -> Sequence | None:
-        """Who came first of those that stand in line, however urgent others are."""
-        return self._standing[min(self._standing)] if self.looks else None
+    def first(self) -> Sequence:
+        """Who came first of those that stand in line; there is somebody."""
+        return self._standing[min(self._standing)]
 
     def join(self, sequence: Sequence) -> None:
         """It is WAITING now."""

@@ -81,7 +81,9 @@ class Vllm(Batcher):
 
     def _first(self) -> Sequence | None:
         """Who came first of those that wait, if one may begin."""
-        return self._queue.first_come if self.running < self.max_sequences else None
+        if not self._queue.looks or self.running >= self.max_sequences:
+            return None
+        return self._queue.first
 
     def _whole(self, sequence: Sequence, step: Step) -> int:
         count = len(sequence.tokens) - sequence.computed

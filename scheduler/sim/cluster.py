@@ -7,7 +7,9 @@ Every message takes MESSAGE_DELAY. Heartbeats come as in a live cluster, each wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -100,7 +102,13 @@ class Simulation:
         self.namespace = _namespace(spec)
         self.namespace_digest = self.namespace.digest()
         self.links = Links(spec.node.link_rate, spec.node.link_delay, spec.fabric_rate)
-        self.conductor = Conductor(policy=run.policy, admission=run.admission, seed=run.seed, index=NativeIndex())
+        self.conductor = Conductor(
+            policy=run.policy,
+            admission=run.admission,
+            roles="auto" if run.roles else "fixed",
+            seed=run.seed,
+            index=NativeIndex(),
+        )
         self.nodes: dict[str, NodeModel] = {}
         self.workers: dict[str, WorkerModel] = {}
         self.requests = [RequestModel(self, number, request) for number, request in enumerate(requests)]
@@ -157,11 +165,12 @@ class Simulation:
         for failure in self.run_spec.failures:
             self.loop.at(failure.at, self._fail, failure)
         try:
-            self.loop.run(self._over)
-            self.complete = not self.open
-            if self.complete:
-                until = self.loop.now + REST
-                self.loop.run(lambda: self.loop.now >= until)
+            with _rare_collections():
+                self.loop.run(self._over)
+                self.complete = not self.open
+                if self.complete:
+                    until = self.loop.now + REST
+                    self.loop.run(lambda: self.loop.now >= until)
         except KeyboardInterrupt:
             self.notes.append(f"interrupted at {self.loop.now:.0f} s of the trace")
 
@@ -392,6 +401,19 @@ class Simulation:
             for node in self.nodes.values():
                 if node.up:
                     node.check()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Python looks for unreachable cycles whenever so many objects were made: here are few, and many objects that stay.
+    It took a seventh of a run.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _namespace(spec: ClusterSpec) -> Namespace:

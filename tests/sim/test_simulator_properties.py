@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pyengine.scheduler.policies import ADMISSIONS, known_policies
 from pyengine.scheduler.sim.spec import ClusterSpec, Failure, NodeSpec
 from pyengine.scheduler.sim.trace import Request
 from pyengine.scheduler.types import Slo
@@ -82,8 +83,9 @@ def cases(draw: st.DrawFn) -> Case:
             )
         )
     run = {
-        "policy": draw(st.sampled_from(["kvcache-centric", "round-robin", "random"])),
-        "admission": draw(st.sampled_from(["none", "at-arrival"])),
+        "policy": draw(st.sampled_from(known_policies())),
+        "admission": draw(st.sampled_from(sorted(ADMISSIONS))),
+        "roles": draw(st.booleans()),
         "seed": draw(st.integers(0, 3)),
         "write_through": draw(st.booleans()),
         "failures": tuple(failures),
