@@ -569,6 +569,8 @@ class ReportEndpoint:
     def order_moved(self, node: str, blocks: int, left: int) -> None: ...
     def order_clear(self, node: str, order: int, namespace: int | None, tenant: int | None) -> None:
         """The node forgets all blocks of one of them, on every medium; -> Cleared."""
+    def order_forget(self, node: str, keys: _Bytes) -> None:
+        """The node drops these blocks from its DRAM, but for those that somebody holds; its events tell which went."""
     def close(self) -> None: ...
 
 # The transfer engine. `pyengine.transfer` says what all of this means, and is what users use.

@@ -21,6 +21,7 @@ on, and nodes that prefill for each other cannot wait for each other in a circle
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -117,11 +118,12 @@ class Holding:
 
 class Offer(msgspec.Struct, frozen=True):
     """Who has a block that this node's DRAM lacks: nodes in order of preference. tier: where the first of them, or this
-    node's SSD, has it.
+    node's SSD, has it. coming: some of them will have it later only.
     """
 
     nodes: tuple[Node, ...]
     tier: str
+    coming: bool = False
 
 
 NOBODY = Offer((), "")
@@ -172,6 +174,8 @@ class Job:
     note: bytes | None = None
     opened: bool = False
     adopted: bool = False
+    #: When all that the plan's sources offer is expected to be there (time.monotonic).
+    not_before: float = 0.0
 
     @property
     def id(self) -> SequenceId:
@@ -231,6 +235,13 @@ class KvMover:
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, U8] = {}
         self._next_local = 0
+        #: When to look for the prefix of those who wait until somebody has computed it (time.monotonic).
+        self._later: dict[SequenceId, float] = {}
+
+    @property
+    def due(self) -> float:
+        """When `pump` has something to do without an event (time.monotonic)."""
+        return min(self._later.values(), default=math.inf)
 
     # -- the pool comes and goes ----------------------------------------------------------------------------------
 
@@ -257,6 +268,7 @@ class KvMover:
         self.pool = None
         self._write_through.clear()
         self._by_tag.clear()
+        self._later.clear()
         for job in list(self.jobs.values()):
             needs_pool = job.work.part == "prefill" or (job.work.part == "decode" and not job.adopted)
             waiting = self._held(job)
@@ -287,8 +299,9 @@ class KvMover:
             else:
                 self.failures.append(Failure(job.id, "retry", "the node's daemon is away"))
             return
+        job.not_before = time.monotonic() + max((source.ready for source in work.sources), default=0.0)
         if work.part == "both":
-            self._seek_prefix(job)
+            self._seek_in_time(job)
             return
         job.handoff = Holding(Tag(work.request, work.attempt, work.decode_incarnation))
         self._by_tag[job.handoff.tag] = job
@@ -303,6 +316,7 @@ class KvMover:
     def end(self, sequence_id: SequenceId) -> None:
         """The sequence is over (ended, failed or aborted): releases all it holds in pools. Idempotent."""
         job = self.jobs.pop(sequence_id, None)
+        self._later.pop(sequence_id, None)
         if job is not None:
             for holding in job.holdings():
                 self._release(holding.tag)
@@ -332,6 +346,13 @@ class KvMover:
         sequence = self.batcher.sequences.get(job.id)
         return sequence is not None and sequence.state is State.HELD
 
+    def _seek_in_time(self, job: Job) -> None:
+        """As `_seek_prefix`, but not before the plan expects all of it to be there."""
+        if job.not_before > time.monotonic():
+            self._later[job.id] = job.not_before
+        else:
+            self._seek_prefix(job)
+
     def _seek_prefix(self, job: Job) -> None:
         """Pins what this node has of the prefix, and has the rest of what the plan's sources offer fetched."""
         assert self.pool is not None, "callers check"
@@ -352,7 +373,8 @@ class KvMover:
             if last < len(offers) and offers[last] == offers[first]:
                 continue
             offer, keys = offers[first], job.work.keys
-            if offer != NOBODY:
+            # What somebody computes just now cannot be had ahead.
+            if offer != NOBODY and not offer.coming:
                 parent = keys[(first - 1) * KEY_BYTES : first * KEY_BYTES] if first else NO_PARENT
                 sources = [address(node) for node in offer.nodes]
                 self._ask(self.pool.prefetch, keys[first * KEY_BYTES : last * KEY_BYTES], parent, first, sources)
@@ -374,7 +396,8 @@ class KvMover:
                 offer = offers[block]
                 others = tuple(node for node in nodes if node not in offer.nodes)
                 # Whatever is preferred among peers, this node's own SSD is read first.
-                offers[block] = Offer(offer.nodes + others, tier if own else offer.tier or tier)
+                coming = offer.coming or source.ready > 0
+                offers[block] = Offer(offer.nodes + others, tier if own else offer.tier or tier, coming)
         for block in range(found.start, min(found.stop, len(offers))):
             offers[block] = Offer(offers[block].nodes, Medium.SSD.value)
         return offers
@@ -416,6 +439,10 @@ class KvMover:
         if self.lost is not None:
             self._disconnected(self.lost)
             return
+        now = time.monotonic()
+        for sequence_id in [sequence_id for sequence_id, due in self._later.items() if due <= now]:
+            del self._later[sequence_id]
+            self._seek_prefix(self.jobs[sequence_id])
         granted: dict[SequenceId, list[tuple[Tag, Slot]]] = {}
         for event in self.pool.events():
             match event:
@@ -498,7 +525,7 @@ class KvMover:
         job.handoff.committed = list(committed)
         job.handoff.tiers = [job.prefetched.get(block, "dram") for block in range(len(slots))]
         job.delivered = {index for index, done in enumerate(committed) if done}
-        self._seek_prefix(job)
+        self._seek_in_time(job)
 
     def _fetched(self, job: Job, index: int, slot: Slot | None, tier: str | None) -> None:
         if slot is not None and tier is not None and job.local is not None:
@@ -600,7 +627,7 @@ class KvMover:
     def load(self, load: Load) -> None:
         """Copies pooled blocks into the sequence's pages and tells the batcher how far they are good."""
         job = self.jobs[load.id]
-        good = 0
+        good, began = 0, time.monotonic()
         for begin in range(0, len(load.pages), COPY_BLOCKS):
             pages = load.pages[begin : begin + COPY_BLOCKS]
             strips = np.empty((len(pages), self.spec.strips, self.spec.strip_bytes), np.uint8)
@@ -611,6 +638,9 @@ class KvMover:
             if verified < len(pages):
                 break
         self.counters["loaded_blocks"] += good
+        if good and self.pool is not None and len(self.loads) < LOADS:
+            size, seconds = good * self.spec.block_bytes, time.monotonic() - began
+            self.loads.append(LoadSample(self.pool.node.node, size, seconds, device=True))
         if not job.sequence.started:
             for block in range(load.first_block, load.first_block + good):
                 if (found := job.find(block)) is not None:
@@ -749,7 +779,7 @@ class KvMover:
 
     # -- write-through --------------------------------------------------------------------------------------------
 
-    def write_through(self, sequence: Sequence, filled: list[Filled]) -> None:
+    def write_through(self, sequence: Sequence, filled: Run[Filled]) -> None:
         """Caches blocks that this worker computed, if the pool has room at once; it never makes a step wait."""
         waiting = sum(map(len, self._write_through.values()))
         room = WRITE_THROUGH_BLOCKS - waiting if self.pool is not None else 0

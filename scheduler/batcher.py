@@ -4,26 +4,34 @@
              ^                 └────plan, nothing to load───────────^  │
              └──────────────────── preempted by plan ─────────────────┘
 
-HELD sequences hold nothing: the worker is asking pools for their KV. Pages are taken at admission, in `plan`.
+HELD sequences hold nothing: the worker is asking pools for their KV. WAITING ones stand in line (`order.py`), or wait
+for a sequence that computes the same blocks (`underway.py`). Pages are taken at admission, in `plan`.
 Everything here is pure bookkeeping: no clock, no device, no socket. `remove` ends a sequence in any state.
 
-The loop around it: `step = plan()`; copy `step.loads` into their pages and report `loaded`; run `step.slices` through
-the backend; `finish(step, tokens)` says what became of each.
+The loop around it: `step = plan(now)`; copy `step.loads` into their pages and report `loaded`; run `step.slices`
+through the backend; `observe` how long that took; `finish(step, tokens)` says what became of each.
 """
 
 from __future__ import annotations
 
-import enum
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from operator import attrgetter
 
 from .blocks import BlockPool
-from .types import FinishReason, SamplingParams, cacheable_blocks
+from .cost import StepCost, StepWork, context_of
+from .order import PATIENCE, PATIENCE_TTFTS, Line, Place, rank
+from .room import Room
+from .sequence import Filled, Load, Outcome, Planned, Sequence, SequenceId, State, Step
+from .types import FinishReason, cacheable_blocks
+from .underway import Underway
 
-SequenceId: TypeAlias = tuple[int, int]
+__all__ = ["Batcher", "Busy", "Filled", "Load", "Outcome", "Planned", "QueueFull", "Sequence", "SequenceId", "State"]
+__all__ += ["Step", "TooLarge"]
+
+_arrival = attrgetter("arrival")
 
 
 class Busy(Exception):
@@ -36,118 +44,6 @@ class QueueFull(Busy):
 
 class TooLarge(ValueError):
     """The sequence can never fit here; the text is for the client."""
-
-
-class State(enum.Enum):
-    HELD = "held"
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
-    """One attempt of one request on one worker. Lengths and positions in tokens, block indices from the prompt's head.
-
-    tokens: the prompt and what was generated behind it; the last one's KV is never computed yet while RUNNING.
-    prompt_tokens: length at arrival, tokens of earlier attempts included, of which `generated_before` were generated.
-    keys: of the full blocks, extended as blocks fill; root: the parent of keys[0].
-    first_only: the prefill part, over once its first token is sampled. handed_off: the decode part, whose prompt KV
-    and first token come from elsewhere.
-    computed: positions whose KV is in `pages`. high_water: positions whose KV has existed before; to compute one of
-    them again counts as `recomputed`. cached: tokens reused when it first ran.
-    """
-
-    id: SequenceId
-    tokens: list[int]
-    prompt_tokens: int
-    keys: list[bytes]
-    root: bytes
-    sampling: SamplingParams
-    generated_before: int = 0
-    first_only: bool = False
-    handed_off: bool = False
-    high_water: int = 0
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    cached: int = 0
-    recomputed: int = 0
-    state: State = State.HELD
-    # The Batcher's own: place in line, what a pool can supply; whether it was preempted, ran, had its prompt complete.
-    arrival: int = 0
-    available: int = 0
-    preempted: bool = False
-    started: bool = False
-    prefilled: bool = False
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated since the request's start, over all attempts: the index of the next one."""
-        return self.generated_before + len(self.tokens) - self.prompt_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Copy blocks `first_block` … `first_block + blocks - 1` of the sequence into `pages`, then report `loaded`."""
-
-    id: SequenceId
-    first_block: int
-    blocks: int
-    pages: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Compute `count` tokens from position `start`; sample: and choose the next one. pages: up to the last position."""
-
-    id: SequenceId
-    start: int
-    count: int
-    pages: list[int]
-    sample: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """loads first, slices in one forward pass. preempted: HELD again, without pages; ask the pool and call `ready`."""
-
-    loads: list[Load]
-    slices: list[Planned]
-    preempted: list[SequenceId]
-
-    @property
-    def empty(self) -> bool:
-        return not (self.loads or self.slices or self.preempted)
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """Block `index` became full by this step: its KV is in `page`. After a preemption an index may be filled again."""
-
-    index: int
-    key: bytes
-    parent: bytes
-    page: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step did for one sequence.
-
-    token: the sampled one, of number `index` since the request's start; None if the prompt goes on.
-    finish: the request has ended with it. A `first_only` sequence that is to be handed off is FINISHED without one.
-    prefilled: the prompt was complete with this step, for the first time.
-    recomputed: positions computed by it whose KV had existed before.
-    """
-
-    id: SequenceId
-    token: int | None
-    index: int
-    finish: FinishReason | None
-    prefilled: bool
-    filled: list[Filled]
-    recomputed: int
 
 
 class Batcher:
@@ -178,27 +74,54 @@ class Batcher:
         self.max_positions = max_positions
         self.eos = eos
         self.sequences: dict[SequenceId, Sequence] = {}
+        #: Of this worker's steps, as `observe` has seen them.
+        self.cost = StepCost()
+        #: Prompt tokens accepted and still to be computed here.
+        self.queued_tokens = 0
+        #: Tokens whose KV is in the pages of RUNNING sequences.
+        self.running_context = 0
+        #: No sequence is late before then, unless one is added.
+        self.next_late = math.inf
+        self._queued_context = 0
         self._key_of = key_of
+        self._observed: tuple[int, ...] | None = None
         self._in: dict[State, dict[SequenceId, Sequence]] = {state: {} for state in State}
+        # RUNNING ones, by arrival.
+        self._running: list[Sequence] = []
         self._arrivals = 0
-        # In order of admission: those that ran before come first, then by arrival.
-        self._waiting: list[tuple[bool, int, SequenceId]] = []
+        self._line = Line()
+        self._standing: dict[int, Sequence] = {}
+        self._underway = Underway(pool.block_tokens)
+        # Pages are short for the head of the line: until somebody comes or goes, to look again would change nothing.
+        self._short = False
 
     # -- counts ----------------------------------------------------------------------------------------------------
 
     @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens accepted and still to be computed here."""
+    def queue_seconds(self) -> float:
+        """Predicted, until all prompts accepted so far are computed beside what decodes now."""
+        if not self.queued_tokens:
+            return 0.0
+        step, token, context, sequence, history = self.cost.fit().coefficients
+        decodes = [s for s in self._running if s.computed >= s.prompt_tokens]
+        step += sequence * len(decodes) + history * sum(s.computed for s in decodes)
+        tokens = self.queued_tokens
+        return -(-tokens // self.max_tokens) * step + tokens * token + self._queued_context * context
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens that will lie in pages here while those decode that hold no pages yet."""
         return sum(
-            max(sequence.prompt_tokens - sequence.computed, 0)
-            for sequence in self.sequences.values()
-            if sequence.state is not State.FINISHED and (sequence.started or not sequence.handed_off)
+            len(sequence.tokens) + 1
+            for state in (State.HELD, State.WAITING)
+            for sequence in self._in[state].values()
+            if not sequence.first_only
         )
 
     @property
     def running(self) -> int:
         """Sequences that hold pages and are not finished."""
-        return len(self._in[State.LOADING]) + len(self._in[State.RUNNING])
+        return len(self._in[State.LOADING]) + len(self._running)
 
     @property
     def waiting(self) -> int:
@@ -229,9 +152,13 @@ class Batcher:
             sequence.prefilled = True
         sequence.arrival = self._arrivals
         self._arrivals += 1
+        self._set_ends(sequence)
         self.sequences[sequence.id] = sequence
         sequence.state = State.HELD
         self._in[State.HELD][sequence.id] = sequence
+        self._owe(sequence)
+        if sequence.deadline < math.inf:
+            self.next_late = min(self.next_late, self._last_chance(sequence))
 
     def _check_size(self, sequence: Sequence) -> None:
         prompt, capacity = sequence.prompt_tokens, self.pool.pages * self.pool.block_tokens
@@ -247,6 +174,16 @@ class Batcher:
                 f"the prompt has {prompt} tokens, but this worker's KV space holds {capacity} in all: "
                 "shorten it, or give the worker more pages"
             )
+
+    def _set_ends(self, sequence: Sequence) -> None:
+        sampling = sequence.sampling
+        ends = sequence.prompt_tokens + sampling.max_tokens - sequence.generated_before
+        limit = min(ends, self.max_positions)
+        # The last token would be computed next: it needs a position and, but for a prefill part, a place in a page.
+        full = self.pool.pages * self.pool.block_tokens + 1
+        sequence.limit = limit if sequence.first_only else min(limit, full)
+        stops = frozenset() if sampling.ignore_eos else self.eos
+        sequence.stops = stops.union(sampling.stop_token_ids) if sampling.stop_token_ids else stops
 
     def first_token(self, id: SequenceId, token: int) -> FinishReason | None:
         """A handed-off sequence learns token 0 of its attempt; to be called before `ready`.
@@ -274,49 +211,138 @@ class Batcher:
             whole = min(available // block_tokens, cacheable_blocks(len(sequence.tokens), block_tokens))
             sequence.available = whole * block_tokens
         self._move(sequence, State.WAITING)
-        insort(self._waiting, self._place(sequence))
+        self._stand(sequence)
 
     def loaded(self, id: SequenceId, good: int) -> None:
         """LOADING -> RUNNING: KV of the first `good` tokens is in the pages now, the rest is computed."""
         sequence = self._expect(id, State.LOADING)
         self._start(sequence, max(sequence.computed, min(good, sequence.available)))
         # Blocks the pool supplied are full like computed ones: later prompts may reuse their pages.
+        parent = sequence.root
         for index in range(min(sequence.computed // self.pool.block_tokens, len(sequence.keys))):
-            self.pool.publish(sequence.pages[index], sequence.keys[index])
+            self.pool.publish(sequence.pages[index], sequence.keys[index], parent, index)
+            parent = sequence.keys[index]
+        self._short = False
 
     def remove(self, id: SequenceId) -> None:
         """Ends a sequence in any state and releases its pages. Idempotent."""
         sequence = self.sequences.pop(id, None)
         if sequence is None:
             return
-        if sequence.state is State.WAITING:
-            self._waiting.remove(self._place(sequence))
+        if sequence.state is State.WAITING and not self._underway.leave(sequence):
+            self._leave_line(sequence)
+        self._move(sequence, State.FINISHED)
+        del self._in[State.FINISHED][id]
         self._release(sequence)
-        del self._in[sequence.state][id]
-        sequence.state = State.FINISHED
+
+    def late(self, now: float) -> list[SequenceId]:
+        """Sequences that cannot end by their deadline any more, and are to be removed: it has passed, or the rest of
+        the prompt alone takes longer by a prediction from which its usual error is taken off.
+        """
+        if now < self.next_late:
+            return []
+        late = []
+        # Who is late stays so until removed.
+        self.next_late = math.inf
+        for sequence in self.sequences.values():
+            if sequence.deadline < math.inf and sequence.state is not State.FINISHED:
+                chance = self._last_chance(sequence)
+                self.next_late = min(self.next_late, chance)
+                if chance <= now:
+                    late.append(sequence.id)
+        return late
+
+    def _last_chance(self, sequence: Sequence) -> float:
+        """When what is left of its prompt must be begun."""
+        if not sequence.owed or not self.cost.measured:
+            return sequence.deadline
+        have = max(sequence.computed, sequence.available)
+        sure = max(1.0 - self.cost.error, 0.0)
+        return sequence.deadline - sure * self._prompt_seconds(have, sequence.prompt_tokens)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Step:
-        """Decodes first, then chunks in arrival order, then newly admitted sequences, under the token budget."""
+    def plan(self, now: float) -> Step:
+        """Decodes first, then prompts in the line's order, those that are begun and new ones alike, under the token
+        budget and the strictest promise about the gap between tokens.
+
+        now: seconds on the caller's clock, the one that arrivals and deadlines are on. It does not go back.
+        """
         step = Step([], [], [])
-        budget = self.max_tokens
-        running = self._by_arrival(State.RUNNING)
-        for sequence in running:
-            decodes = sequence.state is State.RUNNING and len(sequence.tokens) - sequence.computed == 1
-            if budget and decodes and self._reserve_next(sequence, step):
-                budget -= self._slice(sequence, 1, step)
-        for sequence in running:
-            if budget and sequence.state is State.RUNNING and len(sequence.tokens) - sequence.computed > 1:
-                budget -= self._slice(sequence, budget, step)
-        # A sequence that was just preempted shows that pages are short: admit nobody in the same step.
-        while not step.preempted and self._waiting and self.running < self.max_sequences:
-            sequence = self.sequences[self._waiting[0][2]]
-            if not self._admit(sequence, step):
-                break
-            if budget and sequence.state is State.RUNNING:
-                budget -= self._slice(sequence, budget, step)
+        slices, block_tokens = step.slices, self.pool.block_tokens
+        budget, prompts = self.max_tokens, []
+        for sequence in tuple(self._running):
+            if sequence.state is not State.RUNNING:  # preempted for one before it
+                continue
+            start, length = sequence.computed, len(sequence.tokens)
+            if length - start > 1:
+                prompts.append(sequence)
+            elif budget and (len(sequence.pages) * block_tokens >= length or self._reserve_next(sequence, step)):
+                decodes = start >= sequence.prompt_tokens
+                slices.append(Planned(sequence.id, start, 1, sequence.pages, True, decodes))
+                budget -= 1
+        prompts = [sequence for sequence in prompts if sequence.state is State.RUNNING]
+        if prompts or (self._standing and not self._short and self.running < self.max_sequences):
+            self._plan_prompts(step, prompts, budget, now)
         return step
+
+    def _plan_prompts(self, step: Step, prompts: list[Sequence], budget: int, now: float) -> None:
+        strictest = min((self.sequences[each.id].tbt for each in step.slices if each.decodes), default=math.inf)
+        room = Room(self.cost, self.work(step), strictest, self.max_tokens)
+        if len(prompts) > 1:
+            prompts.sort(key=lambda sequence: rank(self._place(sequence), now))
+        prompts.reverse()
+        # Tokens of those whose KV is on its way into pages: enough for a step ahead is enough.
+        ahead = sum(len(s.tokens) - s.computed for s in self._in[State.LOADING].values())
+        # A sequence that was just preempted shows that pages are short: admit nobody in the same step.
+        admitting = not step.preempted
+        while budget or (admitting and ahead < self.max_tokens):
+            head = self._head(now) if admitting and self.running < self.max_sequences else None
+            if prompts and budget and (head is None or rank(self._place(prompts[-1]), now) < rank(head, now)):
+                sequence = prompts.pop()
+            elif head is None or not (budget or self._standing[head.number].available):
+                break
+            else:
+                sequence = self._standing[head.number]
+                if not self._admit(sequence, step):
+                    self._short, admitting = True, False
+                    continue
+                if sequence.state is State.LOADING:
+                    ahead += len(sequence.tokens) - sequence.computed
+                    continue
+            if budget:
+                count = room.take(sequence.computed, min(budget, len(sequence.tokens) - sequence.computed))
+                if not count:
+                    break
+                budget -= count
+                self._slice(sequence, count, step)
+
+    def work(self, step: Step) -> StepWork:
+        """What the step computes, as the cost model counts it; sequences removed since `plan` count no more.
+
+        Of what was preempted, the answer is recomputed like a prompt.
+        """
+        prefill = prefill_context = decode = decode_context = 0
+        for planned in step.slices:
+            if planned.id not in self.sequences:
+                continue
+            start, count = planned.start, planned.count
+            if planned.decodes:
+                decode += 1
+                decode_context += start + 1
+            else:
+                prefill += count
+                prefill_context += count * start + count * (count + 1) // 2
+        return StepWork(prefill, prefill_context, decode, decode_context)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step took so long. Of a run of steps that decode the same number of sequences the first counts: the others
+        would say the same again, and a thousand of them would drown what else was learnt.
+        """
+        alike = work[:3]
+        if alike != self._observed:
+            self._observed = alike
+            self.cost.observe(work, seconds)
 
     def finish(self, step: Step, tokens: list[int]) -> list[Outcome]:
         """The step was computed; `tokens` parallel to `step.slices`, -1 where none was sampled.
@@ -335,12 +361,112 @@ class Batcher:
             outcomes.append(self._computed(sequence, planned, token))
         return outcomes
 
+    # -- many steps at once ----------------------------------------------------------------------------------------
+
+    def run_length(self) -> int:
+        """How many further steps do nothing but compute one token of each RUNNING sequence, if nobody comes or goes:
+        none takes a page, fills a block, ends a sequence, admits or preempts one, or is observed.
+
+        0 if the step observed last was not such, or if somebody waits of whom `plan` has not seen yet that pages are
+        short for it. Exact for tokens that end no sequence. `late` may want somebody gone from `next_late` on.
+        """
+        running = self._running
+        count = len(running)
+        if self._observed != (0, 0, count) or count > self.max_tokens or not count or self._in[State.LOADING]:
+            return 0
+        if self._standing and not self._short and count < self.max_sequences:
+            return 0
+        block_tokens = self.pool.block_tokens
+        most = self.max_positions
+        for sequence in running:
+            length = len(sequence.tokens)
+            if length - sequence.computed != 1 or length <= sequence.prompt_tokens:
+                return 0
+            most = min(
+                most,
+                block_tokens - 1 - sequence.computed % block_tokens,
+                sequence.limit - 1 - length,
+                len(sequence.pages) * block_tokens - length + 1,
+            )
+        return max(most, 0)
+
+    def run(self, count: int, token: int = 0) -> None:
+        """The state after `count` rounds of `plan` and `finish` that all sample `token`, of `run_length` at most."""
+        if not 0 <= count <= self.run_length():
+            raise ValueError(f"{count} steps are not alike, only {self.run_length()}")
+        more = [token] * count
+        for sequence in self._running:
+            sequence.tokens += more
+            sequence.computed += count
+            sequence.high_water = max(sequence.high_water, sequence.computed)
+        self.running_context += count * len(self._running)
+
+    # -- pages and places ------------------------------------------------------------------------------------------
+
+    def _head(self, now: float) -> Place | None:
+        """Who is to be admitted next. Those whose next block is underway at another are parked instead."""
+        if self._short:
+            return None
+        while (place := self._line.head(now)) is not None:
+            sequence = self._standing[place.number]
+            if not self._underway:
+                break
+            most = cacheable_blocks(len(sequence.tokens), self.pool.block_tokens)
+            most = min(most, len(sequence.keys))
+            found = self.pool.count(sequence.keys[:most])
+            first = max(found, sequence.available // self.pool.block_tokens)
+            owner = self._underway.park(sequence, first, most)
+            if owner is None:
+                break
+            owner.lent_latest = min(owner.lent_latest, place.latest)
+            if owner.lent_priority is None or owner.lent_priority < place.priority:
+                owner.lent_priority = place.priority
+            self._leave_line(sequence)
+        return place
+
+    def _stand(self, sequence: Sequence) -> None:
+        """Joins the line."""
+        self._standing[sequence.arrival] = sequence
+        self._line.push(self._place(sequence))
+        self._short = False
+
+    def _leave_line(self, sequence: Sequence) -> None:
+        self._line.remove(sequence.arrival)
+        del self._standing[sequence.arrival]
+        self._short = False
+
+    def _wake(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._stand(sequence)
+
+    def _place(self, sequence: Sequence) -> Place:
+        if sequence.handed_off:
+            # Its first token is with the client: the second is due.
+            latest = sequence.arrived
+        elif sequence.ttft < math.inf:
+            have = max(sequence.computed, sequence.available)
+            seconds = self._prompt_seconds(have, len(sequence.tokens)) if self.cost.measured else 0.0
+            latest = sequence.arrived + sequence.ttft - seconds
+        else:
+            latest = sequence.arrived + PATIENCE
+        patience = PATIENCE if sequence.ttft == math.inf else max(PATIENCE, PATIENCE_TTFTS * sequence.ttft)
+        priority = sequence.priority
+        if sequence.lent_priority is not None:
+            priority, latest = max(priority, sequence.lent_priority), min(latest, sequence.lent_latest)
+        return Place(
+            sequence.arrival, sequence.arrived, latest, patience, priority, sequence.tenant, sequence.preempted
+        )
+
+    def _prompt_seconds(self, start: int, end: int) -> float:
+        """Predicted, for positions `start` to `end` computed alone."""
+        step, token, context, _, _ = self.cost.fit().coefficients
+        count = end - start
+        return -(-count // self.max_tokens) * step + count * token + context_of(start, end) * context
+
     def _reserve_next(self, sequence: Sequence, step: Step) -> bool:
-        """Sees to it that a page is there for the token computed next; False: not in this step."""
-        if len(sequence.pages) * self.pool.block_tokens >= len(sequence.tokens):
-            return True
+        """Takes a page for the token computed next; False: not in this step."""
         while (pages := self.pool.allocate(1)) is None:
-            youngest = self._by_arrival(State.RUNNING)[-1]
+            youngest = self._running[-1]
             if youngest is sequence and (self._in[State.LOADING] or self._in[State.FINISHED]):
                 # Those end by events of their own; to wait for their pages is cheaper than to recompute.
                 return False
@@ -352,8 +478,8 @@ class Batcher:
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         # Progress: victims are the youngest, so the oldest keeps its pages to its end, and another becomes the oldest.
-        self._release(sequence)
         self._move(sequence, State.HELD)
+        self._release(sequence)
         sequence.preempted = True
         step.preempted.append(sequence.id)
 
@@ -363,14 +489,17 @@ class Batcher:
         total = -(-len(sequence.tokens) // block_tokens)
         hit = self.pool.match(sequence.keys[: cacheable_blocks(len(sequence.tokens), block_tokens)])
         # One page is left for each sequence that grows, or the newcomer would be preempted in the next step.
-        growing = sum(not s.first_only for s in self._in[State.RUNNING].values())
+        growing = sum(not s.first_only for s in self._running)
         fresh = self.pool.allocate(total - len(hit)) if self.pool.free - (total - len(hit)) >= growing else None
         if fresh is None:
             self.pool.release(hit)
             return False
-        self._waiting.pop(0)
+        have = max(len(hit) * block_tokens, sequence.available)
+        self._line.served(self._place(sequence), len(sequence.tokens) - have)
+        self._leave_line(sequence)
         sequence.pages = hit + fresh
         sequence.computed = len(hit) * block_tokens
+        self._underway.begin(sequence, have // block_tokens)
         if sequence.available > sequence.computed:
             first, last = len(hit), -(-sequence.available // block_tokens)
             self._move(sequence, State.LOADING)
@@ -380,39 +509,47 @@ class Batcher:
         return True
 
     def _start(self, sequence: Sequence, computed: int) -> None:
-        self._move(sequence, State.RUNNING)
         sequence.computed = computed
         sequence.high_water = max(sequence.high_water, computed)
         if not sequence.started:
             sequence.started = True
             sequence.cached = computed
+        self._move(sequence, State.RUNNING)
 
-    def _slice(self, sequence: Sequence, most: int, step: Step) -> int:
-        count = min(most, len(sequence.tokens) - sequence.computed)
-        end = sequence.computed + count
-        used = -(-end // self.pool.block_tokens)
-        step.slices.append(
-            Planned(sequence.id, sequence.computed, count, sequence.pages[:used], sample=end == len(sequence.tokens))
-        )
-        return count
+    def _slice(self, sequence: Sequence, count: int, step: Step) -> None:
+        start = sequence.computed
+        end = start + count
+        pages = sequence.pages[: -(-end // self.pool.block_tokens)]
+        decodes = count == 1 and start >= sequence.prompt_tokens
+        step.slices.append(Planned(sequence.id, start, count, pages, end == len(sequence.tokens), decodes))
 
     def _computed(self, sequence: Sequence, planned: Planned, token: int) -> Outcome:
         block_tokens = self.pool.block_tokens
-        end = planned.start + planned.count
-        recomputed = max(min(end, sequence.high_water) - planned.start, 0)
-        sequence.recomputed += recomputed
+        start, count = planned.start, planned.count
+        end = start + count
+        recomputed = 0
+        if sequence.high_water > start:
+            recomputed = min(end, sequence.high_water) - start
+            sequence.recomputed += recomputed
+        if sequence.high_water < end:
+            sequence.high_water = end
         sequence.computed = end
-        sequence.high_water = max(sequence.high_water, end)
+        self.running_context += count
+        if sequence.owed:
+            self._owe(sequence)
         prefilled = not sequence.prefilled and end >= sequence.prompt_tokens
-        sequence.prefilled |= prefilled
-        filled = [self._fill(sequence, i) for i in range(planned.start // block_tokens, end // block_tokens)]
-        index = sequence.generated
+        if prefilled:
+            sequence.prefilled = True
+        filled: tuple[Filled, ...] = ()
+        if end // block_tokens > start // block_tokens:
+            filled = tuple(self._fill(sequence, i) for i in range(start // block_tokens, end // block_tokens))
+        index = sequence.generated_before + len(sequence.tokens) - sequence.prompt_tokens
         if not planned.sample:
-            return Outcome(sequence.id, None, index, None, prefilled, filled, recomputed)
+            return Outcome(planned.id, None, index, None, prefilled, filled, recomputed)
         finish = self._append(sequence, token)
-        if sequence.first_only:
+        if sequence.first_only and finish is None:
             self._move(sequence, State.FINISHED)
-        return Outcome(sequence.id, token, index, finish, prefilled, filled, recomputed)
+        return Outcome(planned.id, token, index, finish, prefilled, filled, recomputed)
 
     def _fill(self, sequence: Sequence, index: int) -> Filled:
         """Block `index` is full: names it, and lets later prompts reuse its page."""
@@ -422,26 +559,22 @@ class Batcher:
             block = sequence.tokens[index * block_tokens : (index + 1) * block_tokens]
             sequence.keys.append(self._key_of(parent, block))
         key, page = sequence.keys[index], sequence.pages[index]
-        self.pool.publish(page, key)
+        self.pool.publish(page, key, parent, index)
+        self._short = False
+        if self._underway:
+            self._wake(self._underway.done(sequence, key))
         return Filled(index, key, parent, page)
 
     def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
         sequence.tokens.append(token)
-        finish = self._why_over(sequence, token)
+        finish = None
+        if token in sequence.stops:
+            finish = FinishReason.STOP
+        elif len(sequence.tokens) >= sequence.limit:
+            finish = FinishReason.LENGTH
         if finish is not None:
             self._move(sequence, State.FINISHED)
         return finish
-
-    def _why_over(self, sequence: Sequence, token: int) -> FinishReason | None:
-        sampling = sequence.sampling
-        if (token in self.eos and not sampling.ignore_eos) or token in sampling.stop_token_ids:
-            return FinishReason.STOP
-        length = len(sequence.tokens)
-        # The last token would be computed next: it needs a position and, but for a prefill part, a place in a page.
-        full = length > self.pool.pages * self.pool.block_tokens and not sequence.first_only
-        if sequence.generated >= sampling.max_tokens or length >= self.max_positions or full:
-            return FinishReason.LENGTH
-        return None
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
@@ -452,22 +585,41 @@ class Batcher:
             raise ValueError(f"sequence {id} is {sequence.state.value}, not {state.value}")
         return sequence
 
-    def _by_arrival(self, state: State) -> list[Sequence]:
-        return sorted(self._in[state].values(), key=lambda s: s.arrival)
-
     def _move(self, sequence: Sequence, state: State) -> None:
+        """To another state, before its pages are released."""
+        if sequence.state is State.RUNNING:
+            self._running.remove(sequence)
+            self.running_context -= sequence.computed
+            self._short = False
         del self._in[sequence.state][sequence.id]
         sequence.state = state
         self._in[state][sequence.id] = sequence
+        if state is State.RUNNING:
+            insort(self._running, sequence, key=_arrival)
+            self.running_context += sequence.computed
+        self._owe(sequence)
 
-    @staticmethod
-    def _place(sequence: Sequence) -> tuple[bool, int, SequenceId]:
-        return (not sequence.preempted, sequence.arrival, sequence.id)
+    def _owe(self, sequence: Sequence) -> None:
+        """Counts what of its prompt is still to be computed here."""
+        owed = context = 0
+        if sequence.state is not State.FINISHED and (sequence.started or not sequence.handed_off):
+            owed = max(sequence.prompt_tokens - sequence.computed, 0)
+            context = context_of(sequence.computed, sequence.prompt_tokens) if owed else 0
+        self.queued_tokens += owed - sequence.owed
+        self._queued_context += context - sequence.owed_context
+        sequence.owed, sequence.owed_context = owed, context
 
     def _release(self, sequence: Sequence) -> None:
+        """Lets go of its pages; who waited for blocks it has not computed looks again."""
+        if not sequence.pages:
+            return
+        self._wake(self._underway.end(sequence))
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = 0
+        sequence.lent_priority, sequence.lent_latest = None, math.inf
+        self._owe(sequence)
+        self._short = False
 
     def check(self) -> None:
         """Raises AssertionError if a sequence or the pool contradicts itself."""
@@ -475,12 +627,26 @@ class Batcher:
         for state, sequences in self._in.items():
             mine = {id: s for id, s in self.sequences.items() if s.state is state}
             assert mine == sequences, f"the {state.value} sequences are not those listed"
-        assert self._waiting == sorted(map(self._place, self._in[State.WAITING].values())), "the line is out of order"
+        self._check_line()
+        assert self._running == sorted(self._in[State.RUNNING].values(), key=_arrival), "who runs is told in two ways"
+        assert self.running_context == sum(s.computed for s in self._running), "running tokens are miscounted"
+        owed = [s for s in self.sequences.values() if s.state is not State.FINISHED and (s.started or not s.handed_off)]
+        assert self.queued_tokens == sum(max(s.prompt_tokens - s.computed, 0) for s in owed), "the queue is miscounted"
+        context = sum(context_of(min(s.computed, s.prompt_tokens), s.prompt_tokens) for s in owed)
+        assert self._queued_context == context, "the queue's context is miscounted"
         assert self.running <= self.max_sequences, "more sequences run than may"
         uses = Counter(page for sequence in self.sequences.values() for page in sequence.pages)
         assert self.pool.referenced == len(uses), "pages are held for nobody"
         for sequence in self.sequences.values():
             self._check_sequence(sequence, uses)
+
+    def _check_line(self) -> None:
+        self._line.check()
+        waiting = list(self._in[State.WAITING].values())
+        assert all(number in self._line for number in self._standing), "somebody stands in no line"
+        assert len(self._standing) == len(self._line) == len(waiting) - self._underway.parked
+        assert {s.arrival for s in self._standing.values()} <= {s.arrival for s in waiting}
+        self._underway.check([*self._in[State.LOADING].values(), *self._running], waiting)
 
     def _check_sequence(self, sequence: Sequence, uses: Counter[int]) -> None:
         block_tokens, length = self.pool.block_tokens, len(sequence.tokens)

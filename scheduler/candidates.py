@@ -7,20 +7,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .cluster import Bools, Cluster, Ints, View
+from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View
 from .messages import Route
 from .types import Role, WorkerInfo
 
 #: Advised wait (seconds) when a worker of the needed role may appear any moment.
 ABSENT_WAIT = 1.0
-#: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
-SPARE_SLOTS = 1
 
 
 class Refused(Exception):
     """The request gets no plan. reason: for the client; retry_after: seconds, None if waiting does not help.
 
-    kind: for counters: "absent", "too_large", "unknown_model", "slo".
+    kind: for counters: "absent", "too_large", "unknown_model", "late", "policy" (it failed), or what admission refuses
+    for (`Refusal.kind`).
     """
 
     def __init__(self, kind: str, reason: str, retry_after: float | None) -> None:
@@ -36,40 +35,68 @@ class Masks:
     decodes: Bools
 
     def within(self, rows: Bools, both: Bools) -> Masks:
-        """Only these rows; prefill workers that are left without any decode worker drop out as well."""
-        prefills, decodes = self.prefills & rows, self.decodes & rows
-        return Masks(prefills & (both | decodes.any()), decodes)
+        """Only these rows."""
+        return Masks(self.prefills & rows, self.decodes & rows).paired(both)
+
+    def paired(self, both: Bools) -> Masks:
+        """Without prefill workers that have no decode worker to hand off to."""
+        return self if self.decodes.any() else Masks(self.prefills & both, self.decodes)
 
     @property
     def some(self) -> bool:
         return bool(self.prefills.any())
 
 
-def candidates(cluster: Cluster, route: Route, turn: int) -> View:
-    """The view of the route's workers, its masks narrowed to those that fit the request.
-
-    Workers the request names in `exclude`, and those whose daemon does not report or drains, are left only if nobody
-    else is.
-    Raises Refused.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """view: its masks narrowed to those that fit the request. filters: who passed which of them, in their order, and
+    what is to be said of the others.
     """
-    view = cluster.view(route.model, route.namespace, turn)
+
+    view: View
+    filters: tuple[tuple[str, Masks], ...]
+
+
+def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candidates:
+    """The workers of the route's model and namespace that can serve it.
+
+    Left only if nobody else is: workers the request names in `exclude`, those whose daemon does not report or drains,
+    and decode workers that have no room for one more sequence now. Raises Refused.
+    """
+    view = cluster.view(route.model, route.namespace, turn, now)
     if view is None:
         raise _absent(cluster, route)
     both = view.both
-    everybody = np.ones(len(view.workers), dtype=bool)
-    alive = Masks(view.prefills, view.decodes).within(everybody, both)
-    if not alive.some:
-        raise _lacking(cluster, route, view)
-    masks = _fitting(view, route.prompt_tokens).within(everybody, both)
+    masks = Masks(view.prefills, view.decodes).paired(both)
     if not masks.some:
-        raise _too_large(view, route.prompt_tokens)
-    wishes = [view.takes]
+        raise _lacking(cluster, route, view)
+    filters = [("does not move, or has nobody to hand off to", masks)]
+    if route.prompt_tokens > view.fits_all:
+        masks = _fitting(view, route.prompt_tokens).paired(both)
+        if not masks.some:
+            raise _too_large(view, route.prompt_tokens)
+        filters.append(("the prompt is too large for it", masks))
+    wishes = [
+        ("its node's daemon is away or drains", view.takes),
+        ("it has no room now, others have", _has_room(view, route.prompt_tokens)),
+    ]
     if route.exclude:
-        wishes.insert(0, np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool))
-    for wanted in wishes:
-        narrower = masks.within(wanted, both)
-        masks = narrower if narrower.some else masks
-    return replace(view, prefills=masks.prefills, decodes=masks.decodes)
+        others = np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool)
+        wishes.insert(0, ("it has just failed this request", others))
+    for reason, rows in wishes:
+        if not rows.all():
+            narrower = masks.within(rows, both)
+            if narrower.some:
+                masks = narrower
+                filters.append((reason, masks))
+    tbt = view.tbt + (view.tbt > 0) * view.history_seconds * route.prompt_tokens
+    return Candidates(replace(view, prefills=masks.prefills, decodes=masks.decodes, tbt=tbt), tuple(filters))
+
+
+def _has_room(view: View, prompt: int) -> Bools:
+    """[W] a decode worker has pages for the prompt and a token more, and a place in its batch; all others are true."""
+    room: Bools = (view.free_pages * view.block_tokens > prompt) & (view.running < view.max_sequences)
+    return room | ~view.decodes
 
 
 def _room(view: View) -> tuple[Ints, Ints, Ints]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .cost import F64, StepCost
-from .messages import DEAD_AFTER, HEARTBEAT_EVERY, WorkerAlive
+from .cost import F64, UNMEASURED
+from .messages import DEAD_AFTER, HEARTBEAT_EVERY, CostFit, WorkerAlive
+from .recent import Recent
 from .types import Node, Role, WorkerInfo
 
 Bools = npt.NDArray[np.bool_]
@@ -27,21 +28,34 @@ MAX_DEAD = 1024
 STUCK_AFTER = 30.0
 
 
+#: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
+SPARE_SLOTS = 1
+#: Corrections that differ by less are one: they would only rewrite rows.
+SAME_FACTOR = 0.01
+
+
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """What a plan adds to its worker until heartbeats show it."""
+    """What a plan adds to its worker until heartbeats show it.
+
+    seconds: of prefill. prompt_tokens: to be computed. context: tokens whose KV it will keep while it decodes.
+    """
 
     at: float
+    seconds: float
     prompt_tokens: int
     sequences: int
+    context: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One worker as last heard of.
 
-    moved: when its progress last changed, or it had nothing to do. assigned: plans by (gateway, request) that its
-    heartbeats cannot show yet.
+    moved: when its progress last changed, or it had nothing to do. told: when its numbers were last heard. assigned:
+    plans by (gateway, request) that its heartbeats cannot show yet, in the order in which they were made. correction:
+    by which its predicted times are multiplied, as `accuracy.py` has learnt. recent: what it was given in the last
+    minutes.
     """
 
     info: WorkerInfo
@@ -49,47 +63,73 @@ class Worker:
     alive: bool = True
     progress: int = 0
     moved: float = 0.0
+    told: float = 0.0
     queued_requests: int = 0
     queued_tokens: int = 0
+    queue_seconds: float = 0.0
     running: int = 0
     running_context: int = 0
+    expected_tokens: int = 0
     free_pages: int = 0
-    cost: StepCost = field(default_factory=StepCost)
+    cost: CostFit = UNMEASURED
+    correction: float = 1.0
     counters: dict[str, float] = field(default_factory=dict)
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
 
     @property
     def stuck(self) -> bool:
         return self.heard - self.moved > STUCK_AFTER
 
+    @property
+    def busy_until(self) -> float:
+        """When all prompts accepted or planned so far are computed: one after the other, and never before they come."""
+        until = self.told + self.queue_seconds * self.correction
+        for plan in self.assigned.values():
+            until = max(until, plan.at) + plan.seconds
+        return until
+
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of."""
+    """One node's daemon as last heard of. blocks: published by it, once for each medium."""
 
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    blocks: int = 0
 
     @property
     def takes(self) -> bool:
         """It reports, and takes on new work."""
         return self.up and not self.draining
 
+    def slots(self, *states: str) -> int:
+        """Slots of its DRAM that are in one of these states, as far as it has told."""
+        label = f'pyengine_pool_blocks{{node="{self.node.node}",tier="dram",state='
+        return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
+
 
 @dataclass(frozen=True, slots=True)
 class View:
     """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages; nobody writes to it.
 
-    both: of role both. prefills, decodes: who may take which part. node: index into `nodes`. takes: its node's
-    daemon reports to the conductor and takes on new work. queue_seconds: until all prompts accepted so far are
-    computed. running: sequences that decode or wait to. tbt: predicted gap between tokens with one sequence more.
-    step_seconds, token_seconds, context_seconds: predicted cost of one prefill step, of one prompt token, of one
-    token of its context. measured: whether predictions rest on samples. turn: plans made so far.
-    queued_requests, queued_tokens: waiting for prefill there, and their tokens still to compute. running_context:
-    tokens in the pages of what runs. sequence_seconds, history_seconds: predicted cost of a decoding sequence in a
-    step, and of a token of its context. error: of predictions of steps, relative.
+    both: of role both. prefills, decodes: who may take which part. inlines: of role decode, and may take the whole
+    request into its decode batches. node: index into `nodes`. takes: its node's daemon reports to the conductor and
+    takes on new work. queue_seconds: until all prompts accepted or planned so far are computed. running: sequences that
+    decode or wait to, those that were planned included. tbt: predicted gap between tokens with one sequence more, its
+    context counted as soon as the request is known; 0 where nothing is decoded. free_pages: what those that wait or
+    were planned will leave of them; negative: they will wait for pages. step_seconds, token_seconds, context_seconds:
+    predicted cost of one prefill step, of one prompt token, of one token of its context. measured: whether predictions
+    rest on samples. turn: plans made so far. queued_requests, queued_tokens: waiting for prefill there, and their
+    tokens still to compute. running_context: tokens in the pages of what runs, or will be. sequence_seconds,
+    history_seconds: predicted cost of a decoding sequence in a step, and of a token of its context; base_seconds: of a
+    step, whatever it computes. error: of predictions of steps, relative. correction: by which its queue and its prefill
+    are multiplied already. cached_blocks: that its node holds. recent_prompt, recent_computed, recent_output: tokens of
+    the prompts it was given in the last minutes, of these to compute, and of the answers it was to decode, as predicted
+    (`recent.py`). fits_all: prompts of so many tokens
+    are too large for nobody.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -120,114 +160,158 @@ class View:
     max_sequences: Ints
     sequence_seconds: F64
     history_seconds: F64
+    base_seconds: F64
     error: F64
+    correction: F64
+    inlines: Bools
+    cached_blocks: Ints
+    recent_prompt: Ints
+    recent_computed: Ints
+    recent_output: Ints
+    fits_all: int = 0
 
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
         """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
         rest = tokens - cached
-        steps = np.ceil(rest / self.max_tokens_per_step)
+        steps = -(-rest // self.max_tokens_per_step)
         context = rest * (tokens + cached + 1) / 2
         return steps * self.step_seconds + rest * self.token_seconds + context * self.context_seconds
 
 
-class Group:
-    """The workers of one (model, namespace): their columns, rewritten row by row."""
+#: Columns of each type, in the order in which `Group.update` writes them.
+INTS = (
+    "node",
+    "running",
+    "free_pages",
+    "pages",
+    "pool_slots",
+    "max_positions",
+    "max_tokens_per_step",
+    "queued_requests",
+    "queued_tokens",
+    "running_context",
+    "max_sequences",
+    "cached_blocks",
+    "recent_prompt",
+    "recent_computed",
+    "recent_output",
+)
+FLOATS = (
+    "queue_seconds",
+    "tbt",
+    "step_seconds",
+    "token_seconds",
+    "context_seconds",
+    "sequence_seconds",
+    "history_seconds",
+    "base_seconds",
+    "error",
+    "correction",
+)
+BOOLS = ("both", "prefills", "decodes", "takes", "measured", "inlines")
 
-    _INTS = (
-        "node",
-        "running",
-        "free_pages",
-        "pages",
-        "pool_slots",
-        "max_positions",
-        "max_tokens_per_step",
-        "queued_requests",
-        "queued_tokens",
-        "running_context",
-        "max_sequences",
-    )
-    _FLOATS = (
-        "queue_seconds",
-        "tbt",
-        "step_seconds",
-        "token_seconds",
-        "context_seconds",
-        "sequence_seconds",
-        "history_seconds",
-        "error",
-    )
-    _BOOLS = ("both", "prefills", "decodes", "takes", "measured")
+
+class Group:
+    """The workers of one (model, namespace): their columns as rows of a few tables, rewritten worker by worker."""
 
     def __init__(self, workers: Iterable[Worker], daemons: dict[str, Daemon]) -> None:
-        self._workers = sorted(workers, key=lambda worker: worker.info.worker)
-        self._infos = tuple(worker.info for worker in self._workers)
-        self._row = {info.worker: row for row, info in enumerate(self._infos)}
+        members = sorted(workers, key=lambda worker: worker.info.worker)
+        self._infos = tuple(worker.info for worker in members)
+        self.row = {info.worker: row for row, info in enumerate(self._infos)}
         self._nodes = tuple(sorted({info.node.node for info in self._infos}))
         self._node_row = {node: row for row, node in enumerate(self._nodes)}
-        count = len(self._workers)
-        self._columns: dict[str, npt.NDArray[np.generic]] = {
-            **{name: np.zeros(count, dtype=np.int64) for name in self._INTS},
-            **{name: np.zeros(count) for name in self._FLOATS},
-            **{name: np.zeros(count, dtype=bool) for name in self._BOOLS},
-        }
-        for worker in self._workers:
+        count = len(members)
+        spec = self._infos[0].namespace.kv
+        self._block_tokens, self._block_bytes = spec.block_tokens, spec.block_bytes
+        self._fits_all = min(
+            min(min(info.pages, info.pool_slots - SPARE_SLOTS) * spec.block_tokens, info.max_positions) - 1
+            for info in self._infos
+        )
+        # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
+        self._ints: Ints = np.zeros((len(INTS), count), dtype=np.int64)
+        self._floats: F64 = np.zeros((len(FLOATS), count))
+        self._bools: Bools = np.zeros((len(BOOLS), count), dtype=bool)
+        self._shown = False
+        for worker in members:
             self.update(worker, daemons)
 
     def update(self, worker: Worker, daemons: dict[str, Daemon]) -> None:
         """Rewrites the worker's row."""
-        info, cost = worker.info, worker.cost
-        step, token, context, sequence, history = cost.coefficients
-        assigned = worker.assigned.values()
-        tokens = worker.queued_tokens + sum(plan.prompt_tokens for plan in assigned)
-        running = worker.running + worker.queued_requests + sum(plan.sequences for plan in assigned)
+        if self._shown:
+            # A view that was handed out stays as it was.
+            self._ints, self._floats, self._bools = self._ints.copy(), self._floats.copy(), self._bools.copy()
+            self._shown = False
+        info, cost, plans = worker.info, worker.cost, worker.assigned.values()
+        base, token, context, sequence, history = cost.coefficients
+        step = base
+        block_tokens = self._block_tokens
+        running = worker.running + worker.queued_requests + sum(plan.sequences for plan in plans)
+        expected = worker.expected_tokens + sum(plan.context for plan in plans)
+        pages = -(-worker.expected_tokens // block_tokens) + sum(-(-plan.context // block_tokens) for plan in plans)
+        kept = worker.running_context + expected
+        gap = 0.0
         if info.role.decodes:
             # A decode step carries every sequence; beside prefill, each of its steps is that much longer.
-            gap = step + sequence * (running + 1) + history * cost.decode_context * (running + 1)
-            step += sequence * worker.running + history * cost.decode_context * worker.running
-        else:
-            gap = 0.0
+            gap = step + sequence * (running + 1) + history * kept
+            if info.role.prefills:
+                step += sequence * worker.running + history * worker.running_context
+        right = worker.correction
         daemon = daemons.get(info.node.node)
-        steps = -(-tokens // info.max_tokens_per_step)
-        row = {
-            "node": self._node_row[info.node.node],
-            "running": running,
-            "free_pages": worker.free_pages,
-            "pages": info.pages,
-            "pool_slots": info.pool_slots,
-            "max_positions": info.max_positions,
-            "max_tokens_per_step": info.max_tokens_per_step,
-            "queue_seconds": steps * step + tokens * (token + context * cost.prompt_context),
-            "tbt": gap,
-            "step_seconds": step,
-            "token_seconds": token,
-            "context_seconds": context,
-            "both": info.role is Role.BOTH,
-            "prefills": info.role.prefills and not worker.stuck,
-            "decodes": info.role.decodes and not worker.stuck,
-            "takes": daemon is not None and daemon.takes and daemon.node.incarnation == info.node.incarnation,
-            "measured": cost.measured,
-            "queued_requests": worker.queued_requests + len(worker.assigned),
-            "queued_tokens": tokens,
-            "running_context": worker.running_context,
-            "max_sequences": info.max_sequences,
-            "sequence_seconds": sequence,
-            "history_seconds": history,
-            "error": cost.error,
-        }
-        for name, value in row.items():
-            self._columns[name][self._row[info.worker]] = value
+        row = self.row[info.worker]
+        self._ints[:, row] = (
+            self._node_row[info.node.node],
+            running,
+            worker.free_pages - pages,
+            info.pages,
+            info.pool_slots,
+            info.max_positions,
+            info.max_tokens_per_step,
+            worker.queued_requests + len(worker.assigned),
+            worker.queued_tokens + sum(plan.prompt_tokens for plan in plans),
+            kept,
+            info.max_sequences,
+            daemon.blocks if daemon is not None else 0,
+            worker.recent.prompt,
+            worker.recent.computed,
+            worker.recent.output,
+        )
+        self._floats[:, row] = (
+            worker.busy_until,
+            gap,
+            step * right,
+            token * right,
+            context * right,
+            sequence,
+            history,
+            base,
+            cost.error,
+            right,
+        )
+        free = not worker.stuck
+        self._bools[:, row] = (
+            info.role is Role.BOTH,
+            info.role.prefills and free,
+            info.role.decodes and free,
+            daemon is not None and daemon.takes and daemon.node.incarnation == info.node.incarnation,
+            cost.measured,
+            False,
+        )
 
-    def view(self, turn: int) -> View:
+    def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
-        spec = self._infos[0].namespace.kv
-        columns = {name: column.copy() for name, column in self._columns.items()}
+        self._shown = True
+        floats = dict(zip(FLOATS, self._floats, strict=True))
+        floats["queue_seconds"] = np.maximum(floats["queue_seconds"] - now, 0.0)
         return View(
             workers=self._infos,
             nodes=self._nodes,
-            block_tokens=spec.block_tokens,
-            block_bytes=spec.block_bytes,
+            block_tokens=self._block_tokens,
+            block_bytes=self._block_bytes,
             turn=turn,
-            **columns,  # type: ignore[arg-type]
+            fits_all=self._fits_all,
+            **dict(zip(INTS, self._ints, strict=True)),
+            **floats,
+            **dict(zip(BOOLS, self._bools, strict=True)),
         )
 
 
@@ -258,10 +342,13 @@ class Cluster:
         if known is not None:
             worker.counters = known.counters
             if known.info.namespace == info.namespace:
-                worker.cost = known.cost
+                worker.cost, worker.correction = known.cost, known.correction
             if known.info.incarnation == info.incarnation:
                 worker.assigned, worker.running = known.assigned, known.running
                 worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
+                worker.queue_seconds, worker.told = known.queue_seconds, known.told
+                worker.running_context, worker.expected_tokens = known.running_context, known.expected_tokens
+                worker.recent = known.recent
         worker.free_pages = info.pages if not worker.running else 0
         self.workers[info.worker] = worker
         self.workers.move_to_end(info.worker)
@@ -275,19 +362,26 @@ class Cluster:
         worker = self.workers.get(message.worker)
         if worker is None or not worker.alive:
             return False
-        worker.heard = now
+        worker.heard = worker.told = now
         if message.progress != worker.progress or not (message.running or message.queued_requests):
             worker.moved = now
         worker.progress = message.progress
         worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens
         worker.running, worker.free_pages = message.running, message.free_pages
-        worker.running_context = message.running_context
-        worker.counters = dict(message.counters)
-        for sample in message.samples:
-            worker.cost.observe(sample)
-        # Work planned before the last heartbeat but one has reached the worker: its own counts show it now.
-        shown = now - 2 * HEARTBEAT_EVERY
-        worker.assigned = {key: plan for key, plan in worker.assigned.items() if plan.at > shown}
+        worker.queue_seconds = message.queue_seconds
+        worker.running_context, worker.expected_tokens = message.running_context, message.expected_tokens
+        worker.counters = message.counters
+        if message.cost.measured or not worker.cost.measured:
+            # A worker that has just been restarted knows less of its speed than its last life did.
+            worker.cost = message.cost
+        if worker.assigned:
+            # Its own counts show now what it has taken in; and whatever was planned before the last heartbeat but one
+            # has reached it, or never will.
+            taken, shown = set(message.accepted), now - 2 * HEARTBEAT_EVERY
+            worker.assigned = {
+                key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown
+            }
+        worker.recent.expire(now)
         self.touch(message.worker)
         return True
 
@@ -311,6 +405,12 @@ class Cluster:
         if worker is not None and worker.alive:
             worker.assigned[key] = plan
             self.touch(name)
+
+    def gave(self, name: str, now: float, prompt: int = 0, computed: int = 0, output: int = 0) -> None:
+        """A plan gives the worker a prompt, of which so much is to compute, or an answer to decode: for `Recent`."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.recent.add(now, prompt, computed, output)
 
     def unassign(self, name: str, key: tuple[str, int]) -> None:
         worker = self.workers.get(name)
@@ -341,6 +441,13 @@ class Cluster:
             daemon.up = False
             self._groups.clear()
 
+    def correct(self, name: str, factor: float) -> None:
+        """Predictions for this worker have been so much too short, lately."""
+        worker = self.workers.get(name)
+        if worker is not None and abs(worker.correction - factor) > SAME_FACTOR:
+            worker.correction = factor
+            self.touch(name)
+
     def touch(self, name: str) -> None:
         """The worker's row is out of date."""
         worker = self.workers[name]
@@ -348,7 +455,7 @@ class Cluster:
         if group is not None and worker.alive:
             group.update(worker, self.daemons)
 
-    def view(self, model: str, namespace: bytes, turn: int) -> View | None:
+    def view(self, model: str, namespace: bytes, turn: int, now: float) -> View | None:
         """The workers of this model and namespace that are alive, or None if there are none."""
         group = self._groups.get((model, namespace))
         if group is None:
@@ -360,7 +467,7 @@ class Cluster:
             if not members:
                 return None
             group = self._groups[model, namespace] = Group(members, self.daemons)
-        return group.view(turn)
+        return group.view(turn, now)
 
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
@@ -383,7 +490,7 @@ class Cluster:
         """Raises AssertionError if a group holds a dead worker or misses a live one."""
         assert set(self.workers) == set(self._namespace), "a worker has no namespace"
         for model, namespace in self._groups:
-            view = self.view(model, namespace, 0)
+            view = self.view(model, namespace, 0, 0.0)
             assert view is not None, "a group is empty"
             names = [info.worker for info in view.workers]
             alive = [info.worker for info in self.live() if info.model == model]

@@ -1,4 +1,4 @@
-"""How long things take: running fits of measured steps and links, with priors before anything was measured.
+"""How long steps take: running fits of measured ones, with priors before anything was measured.
 
 A step's time is modelled as
 
@@ -10,15 +10,18 @@ serves prefill, decode and mixed steps alike; features a worker never shows keep
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from .messages import StepSample
+from .messages import CostFit
 
 F64 = npt.NDArray[np.float64]
 
 #: A small model on a few CPU cores, in the order of the formula above. Only until a worker's first samples.
-PRIOR: F64 = np.array([5e-3, 1e-3, 1e-8, 2e-3, 1e-6])
+UNMEASURED = CostFit(coefficients=(5e-3, 1e-3, 1e-8, 2e-3, 1e-6))
+PRIOR: F64 = np.array(UNMEASURED.coefficients)
 #: Weight of the prior in samples: it says "right to a factor of ten", so a handful of samples overrules it.
 PRIOR_WEIGHT = 0.01
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
@@ -26,10 +29,19 @@ FORGETTING = 0.99
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 
-#: Bytes per second and seconds of delay of a link nobody has measured: slower than any data centre's network, and about
-#: what an NVMe drive gives that serves others too.
-LINK_RATE = 1e9
-LINK_DELAY = 1e-3
+
+class StepWork(NamedTuple):
+    """What one step computes: P, C, S and H of the formula above."""
+
+    prefill_tokens: int
+    prefill_context: int
+    decode_sequences: int
+    decode_context: int
+
+
+def context_of(start: int, end: int) -> int:
+    """Summed context of positions `start` to `end` (exclusive): each sees itself and all before it."""
+    return (end * (end + 1) - start * (start + 1)) // 2
 
 
 class StepCost:
@@ -42,6 +54,7 @@ class StepCost:
         #: Mean context of a computed prompt token, and of a decoding sequence, in the latest samples.
         self.prompt_context = 0.0
         self.decode_context = 0.0
+        self._fit: CostFit | None = None
         # Unknowns are coefficients in units of the prior: the prior is all ones and the matrix well conditioned.
         self._matrix: F64 = PRIOR_WEIGHT * np.eye(len(PRIOR))
         self._vector: F64 = PRIOR_WEIGHT * np.ones(len(PRIOR))
@@ -56,72 +69,46 @@ class StepCost:
         """[5]: step, token, context, sequence, history; none negative."""
         return self._coefficients
 
-    def observe(self, sample: StepSample) -> None:
-        """Takes in one measured step. Samples without time or work are ignored."""
-        features = np.array(
-            [
-                1.0,
-                sample.prefill_tokens,
-                sample.prefill_context,
-                sample.decode_sequences,
-                sample.decode_context,
-            ]
+    def fit(self) -> CostFit:
+        """The same as plain data. Equal objects while nothing is observed: heartbeats cost nothing."""
+        if self._fit is None:
+            step, token, context, sequence, history = self._coefficients.tolist()
+            self._fit = CostFit(
+                (step, token, context, sequence, history),
+                self.samples,
+                self.error,
+                self.prompt_context,
+                self.decode_context,
+            )
+        return self._fit
+
+    def seconds(self, work: StepWork) -> float:
+        """Predicted time of one step."""
+        step, token, context, sequence, history = self.fit().coefficients
+        return (
+            step
+            + token * work.prefill_tokens
+            + context * work.prefill_context
+            + sequence * work.decode_sequences
+            + history * work.decode_context
         )
-        if sample.seconds <= 0 or not (sample.prefill_tokens or sample.decode_sequences):
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Takes in one measured step. Samples without time or work are ignored."""
+        if seconds <= 0 or not (work.prefill_tokens or work.decode_sequences):
             return
-        seconds = max(sample.seconds, SHORTEST)
+        self._fit = None
+        features = np.array([1.0, *work])
+        seconds = max(seconds, SHORTEST)
         error = abs(float(features @ self._coefficients) - seconds) / seconds
         self.error = error if not self.samples else 0.9 * self.error + 0.1 * error
         self.samples += 1
-        if sample.prefill_tokens:
-            self.prompt_context = sample.prefill_context / sample.prefill_tokens
-        if sample.decode_sequences:
-            self.decode_context = sample.decode_context / sample.decode_sequences
+        if work.prefill_tokens:
+            self.prompt_context = work.prefill_context / work.prefill_tokens
+        if work.decode_sequences:
+            self.decode_context = work.decode_context / work.decode_sequences
         row = features * PRIOR / seconds
         fresh = (1 - FORGETTING) * PRIOR_WEIGHT
         self._matrix = FORGETTING * self._matrix + np.outer(row, row) + fresh * np.eye(len(PRIOR))
         self._vector = FORGETTING * self._vector + row + fresh
         self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR
-
-
-class LinkCost:
-    """Seconds to move bytes from a node to another: rates observed per pair, and the sender's queue. A node's link to
-    itself is its SSD.
-
-    A sender is shared by all who fetch from it: transfers ordered earlier and not over yet delay the next.
-    """
-
-    def __init__(self) -> None:
-        self._rates: dict[tuple[str, str], float] = {}
-        self._busy: dict[str, float] = {}
-
-    def rate(self, source: str, to: str) -> float:
-        """Bytes per second."""
-        return self._rates.get((source, to), LINK_RATE)
-
-    def rates(self, source: str, to: tuple[str, ...]) -> F64:
-        """Bytes per second towards each of the nodes."""
-        if not any(source == known for known, _ in self._rates):
-            return np.full(len(to), LINK_RATE)
-        return np.array([self.rate(source, node) for node in to])
-
-    def queue(self, source: str, now: float) -> float:
-        """Seconds until what was ordered from this sender is sent."""
-        return max(self._busy.get(source, 0.0) - now, 0.0)
-
-    def order(self, source: str, to: str, size: int, now: float) -> None:
-        """`size` bytes will be sent."""
-        self._busy[source] = now + self.queue(source, now) + LINK_DELAY + size / self.rate(source, to)
-
-    def observe(self, source: str, to: str, size: int, seconds: float) -> None:
-        """A transfer of `size` bytes took so long. Tiny ones say nothing about the rate and are ignored."""
-        if size < 1 << 16 or seconds <= 0:
-            return
-        rate = size / max(seconds - LINK_DELAY, LINK_DELAY)
-        self._rates[source, to] = 0.7 * self._rates.get((source, to), rate) + 0.3 * rate
-
-    def forget(self, node: str) -> None:
-        """The node is gone, and its queue with it; what was learnt of its links too."""
-        self._busy.pop(node, None)
-        for pair in [pair for pair in self._rates if node in pair]:
-            del self._rates[pair]

@@ -194,8 +194,4 @@ class Drains:
 
 def _room(daemon: Daemon) -> int:
     """Blocks that a node can take: what is empty, and half of what is cached, the half that is used least."""
-    states = dict.fromkeys(("free", "cached"), 0)
-    for state in states:
-        sample = f'pyengine_pool_blocks{{node="{daemon.node.node}",tier="dram",state="{state}"}}'
-        states[state] = daemon.counters.get(sample, 0)
-    return states["free"] + states["cached"] // 2
+    return daemon.slots("free") + daemon.slots("cached") // 2

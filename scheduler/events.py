@@ -178,4 +178,14 @@ class OrderClear:
     tenant: int | None
 
 
-Action: TypeAlias = SendToGateway | SendToWorker | OrderDump | OrderReplicate | OrderClear | OrderMembers | TellMoved
+@dataclass(frozen=True, slots=True)
+class OrderForget:
+    """The node's daemon is to drop these blocks from DRAM, as far as nobody holds them. keys: 16 bytes each."""
+
+    node: str
+    keys: bytes
+
+
+Action: TypeAlias = (
+    SendToGateway | SendToWorker | OrderDump | OrderReplicate | OrderClear | OrderForget | OrderMembers | TellMoved
+)

@@ -7,10 +7,12 @@ Every message about a request carries (request, attempt); whoever gets one of a 
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import msgspec
 
+from .explanation import Explanation
 from .types import FinishReason, Namespace, Node, Plan, Rejection, Role, SamplingParams, Slo, Source, WorkerInfo
 
 PROTOCOL = 1
@@ -44,7 +46,7 @@ class Route(Message, frozen=True):
     """Ask for a plan. keys: 16 bytes per full block of the prompt, no prompt. exclude: workers that just failed it.
 
     priority: higher goes first; 0 is everybody's. waited: seconds since the client's request arrived, of what slo
-    counts.
+    counts. admitted: an earlier attempt was planned, so this one is not refused for its objectives.
     """
 
     request: int
@@ -59,13 +61,23 @@ class Route(Message, frozen=True):
     exclude: tuple[str, ...] = ()
     priority: int = 0
     waited: float = 0.0
+    admitted: bool = False
 
 
 class RouteEnded(Message, frozen=True):
-    """The attempt is over (done, failed or aborted): its load is to be forgotten."""
+    """The attempt is over (done, failed or aborted): its load is to be forgotten.
+
+    ttft: seconds from the client's request to the attempt's first token; tbt: mean of the longest tenth of the gaps
+    between its tokens; negative: there were none. generated: tokens of this attempt. finished: the answer is whole;
+    else it would have been longer.
+    """
 
     request: int
     attempt: int
+    ttft: float = -1.0
+    generated: int = 0
+    tbt: float = -1.0
+    finished: bool = False
 
 
 class Clear(Message, frozen=True):
@@ -77,6 +89,20 @@ class Clear(Message, frozen=True):
     number: int
     namespace: int | None = None
     tenant: int | None = None
+
+
+class Explain(Message, frozen=True):
+    """Why did this request, or the latest one, go where it went? -> Explained. Who may ask: as for Clear."""
+
+    number: int
+    request: int | None = None
+
+
+class OrderRole(Message, frozen=True):
+    """Have this worker take on a role. Whoever has said a GatewayHello may ask. A worker that is away does not hear."""
+
+    worker: str
+    role: Role
 
 
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
@@ -120,6 +146,13 @@ class ClearOutcome(Message, frozen=True):
     refused: str = ""
 
 
+class Explained(Message, frozen=True):
+    """Answer to an Explain. None: it is not among the latest decisions."""
+
+    number: int
+    explanation: Explanation | None
+
+
 # -- worker -> conductor -------------------------------------------------------------------------------------------
 
 
@@ -129,33 +162,53 @@ class WorkerHello(Message, frozen=True):
     info: WorkerInfo
 
 
-class StepSample(msgspec.Struct, frozen=True):
-    """One measured step: computed prompt tokens and their summed context, decoding sequences and theirs, seconds."""
+class CostFit(msgspec.Struct, frozen=True):
+    """What a worker has learnt of the time its steps take (`cost.py`).
 
-    prefill_tokens: int
-    prefill_context: int
-    decode_sequences: int
-    decode_context: int
-    seconds: float
+    coefficients: seconds per step, prompt token, token of a prompt token's context, decoding sequence, token of a
+    decoding sequence's context. samples: steps measured, 0: these are guesses. error: of predictions, relative, running
+    mean. prompt_context, decode_context: mean context of a computed prompt token and of a decoding sequence, lately.
+
+    Raises ValueError, so that no frame with them is taken, for numbers no fit can have.
+    """
+
+    coefficients: tuple[float, float, float, float, float]
+    samples: int = 0
+    error: float = 1.0
+    prompt_context: float = 0.0
+    decode_context: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = (*self.coefficients, self.samples, self.error, self.prompt_context, self.decode_context)
+        if not all(0.0 <= number < math.inf for number in numbers):
+            raise ValueError(f"a cost is negative or no number: {numbers}")
+
+    @property
+    def measured(self) -> bool:
+        return self.samples > 0
 
 
 class LoadSample(msgspec.Struct, frozen=True):
-    """One measured load of a prefix: bytes and seconds, from this node's DRAM, or from its SSD if it is the worker's
+    """One measured load of a prefix: bytes and seconds, from that node's DRAM, or from its SSD if it is the worker's
     own.
+
+    device: from the own node's DRAM into the worker's pages.
     """
 
     source: str
     size: int
     seconds: float
+    device: bool = False
 
 
 class WorkerAlive(Message, frozen=True):
     """Heartbeat, on its own thread.
 
     progress: rounds of the worker's loop, which turns every second at least, also while all wait for KV from elsewhere;
-    it stands still when the loop hangs.
-    queued_tokens: prompt tokens accepted and not computed yet; queue_seconds: until they are, as the worker predicts.
-    running_context: tokens in the pages of what runs. counters by Prometheus sample name.
+    it stands still when the loop hangs. queued_tokens: prompt tokens accepted and not computed yet; queue_seconds:
+    until they are, as the worker predicts. running_context: tokens in the pages of what runs; expected_tokens: that
+    those accepted will bring there that have no pages yet. accepted: requests taken in since the last heartbeat: what
+    was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample name.
     """
 
     worker: str
@@ -164,11 +217,13 @@ class WorkerAlive(Message, frozen=True):
     queued_tokens: int
     running: int
     free_pages: int
-    samples: tuple[StepSample, ...]
+    cost: CostFit
     counters: dict[str, float]
     loads: tuple[LoadSample, ...] = ()
     queue_seconds: float = 0.0
     running_context: int = 0
+    expected_tokens: int = 0
+    accepted: tuple[int, ...] = ()
 
 
 class PagesChanged(Message, frozen=True):
@@ -277,6 +332,7 @@ class Failed(Message, frozen=True):
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
     "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
+    "late": the client's deadline has passed or cannot be met any more, and to try again would be as late: 504.
     """
 
     request: int
@@ -293,11 +349,11 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | Explain | OrderRole
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
-ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome
+ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome | Explained
 GatewayToWorker: TypeAlias = Work | Abort | GatewayPing
 WorkerToGateway: TypeAlias = PrefillReport | Tokens | Failed | WorkerPing
 
@@ -340,4 +396,4 @@ class Codec:
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
-__all__ += ["ClearedNode", "Codec", "LoadSample", "Namespace", "Note", "ProtocolError", "StepSample"]
+__all__ += ["ClearedNode", "Codec", "CostFit", "LoadSample", "Namespace", "Note", "ProtocolError"]

@@ -1,20 +1,24 @@
 """Copies of hot prefixes: blocks hit often and held by few nodes are copied to one more, before anybody waits for them.
 
 Algorithm 1 replicates what requests happen to fetch. A prefix whose every request goes to its one holder is never
-fetched, and its holder is a single point of load and of loss; this sees to a second copy, and to more the hotter it is.
+fetched, and its holder is a single point of load and of loss; this sees to a second copy, and to more the hotter it is,
+as far as a copy is cheaper than to compute the prefix once more. `dropping.py` does the reverse.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from .cluster import View
+from .inflight import marks
+from .link_cost import LinkCost
+from .overlap import Overlap
 from .prefix_index import Index
+from .types import KEY_BYTES
 
 #: Hits within about HALF_LIFE seconds that justify one more copy.
 HOT = 4.0
@@ -45,45 +49,85 @@ class _Order:
     at: float
 
 
+@dataclass(slots=True)
+class _Heat:
+    """Hits of a block, each worth half after HALF_LIFE. stretch: the keys from the one kept before it up to it."""
+
+    heat: float
+    at: float
+    stretch: bytes
+
+    def warm(self, now: float) -> float:
+        return self.heat * math.exp2((self.at - now) / HALF_LIFE)
+
+
 class Replicator:
-    """Heat of blocks, and the copies under way."""
+    """Heat of prefixes, and the copies under way.
+
+    Who reuses a block reuses all before it: heat is kept for some blocks of each prefix only (`marks`), and holds for
+    those between.
+    """
 
     def __init__(self, index: Index, first: int = 0) -> None:
         self._index = index
-        self._heat: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._heat: OrderedDict[bytes, _Heat] = OrderedDict()
         self._orders: dict[int, _Order] = {}
         self._next = first
+        #: Keys as they were first hit, for whoever looks after the cold ones.
+        self.fresh: deque[bytes] = deque(maxlen=MAX_KEYS)
 
-    def hit(self, keys: Sequence[bytes], now: float) -> int:
+    def hit(self, keys: bytes, block_tokens: int, now: float) -> int:
         """A request reuses these leading blocks. Returns how many of them are hot."""
-        hot, cooling = 0, True
-        for i, key in enumerate(keys):
-            heat = self._warm(key, now) + 1.0
-            self._heat[key] = (heat, now)
+        hot, cooling, before = 0, True, 0
+        for n in marks(len(keys) // KEY_BYTES, block_tokens):
+            key = keys[(n - 1) * KEY_BYTES : n * KEY_BYTES]
+            known = self._heat.get(key)
+            if known is None:
+                known = self._heat[key] = _Heat(0.0, now, keys[before * KEY_BYTES : n * KEY_BYTES])
+                self.fresh.append(key)
+            known.heat, known.at = known.warm(now) + 1.0, now
             self._heat.move_to_end(key)
-            cooling &= heat >= HOT
+            cooling &= known.heat >= HOT
             if cooling:
-                hot = i + 1
+                hot = n
+            before = n
         while len(self._heat) > MAX_KEYS:
             self._heat.popitem(last=False)
         return hot
 
-    def propose(self, view: View, keys: Sequence[bytes], now: float) -> Copy | None:
-        """One more copy of these hot leading blocks, to the least loaded prefill node that lacks them."""
-        self._orders = {n: order for n, order in self._orders.items() if now - order.at <= ORDER_PATIENCE}
-        if not keys or len(self._orders) >= MAX_ORDERS:
+    def propose(self, view: View, overlap: Overlap, hot: int, links: LinkCost, now: float) -> Copy | None:
+        """One more copy of the `hot` leading blocks, to the prefill node with the shortest queue that lacks them."""
+        if self._orders:
+            self._orders = {n: order for n, order in self._orders.items() if now - order.at <= ORDER_PATIENCE}
+        if not hot or len(self._orders) >= MAX_ORDERS:
             return None
-        rows = np.flatnonzero(view.prefills & view.takes)
-        nodes = {view.nodes[view.node[row]] for row in rows}
-        holders = nodes & set(self._index.holders(keys[-1]))
-        wanted = 1 + int(self._warm(keys[-1], now) / HOT)
-        busy = {order.copy.to for order in self._orders.values()}
-        if len(holders) >= wanted or not nodes - holders - busy:
+        able = view.prefills & view.takes
+        prefills = np.zeros(len(view.nodes), dtype=bool)
+        prefills[view.node[able]] = True
+        holds = overlap.held >= hot
+        copies = int((holds & prefills).sum())
+        key = overlap.keys[(hot - 1) * KEY_BYTES : hot * KEY_BYTES]
+        known = self._heat.get(key)
+        wanted = 1 + int((known.warm(now) if known else 0.0) / HOT)
+        if copies >= wanted:
             return None
-        able = [row for row in rows if view.nodes[view.node[row]] not in holders | busy]
-        to = view.nodes[view.node[min(able, key=lambda row: (view.queue_seconds[row], row))]]
-        first = next(i for i, key in enumerate(keys) if not self._index.holds(to, key))
-        runs = self._index.runs(b"".join(keys[: first + MAX_BLOCKS]), first, {to})
+        lacking = prefills & ~holds
+        for order in self._orders.values():
+            if order.copy.to in view.nodes:
+                lacking[view.nodes.index(order.copy.to)] = False
+        rows = np.flatnonzero(able & lacking[view.node])
+        if not len(rows):
+            return None
+        row = int(rows[np.argmin(view.queue_seconds[rows])])
+        place = int(view.node[row])
+        to, first = view.nodes[place], int(overlap.held[place])
+        # What a copy spares each request is to move the prefix, or to compute it, whatever is less; it costs moving it.
+        moved = (hot - first) * view.block_bytes / links.rate(overlap.source, to)
+        tokens, had = hot * view.block_tokens, np.full(len(view.workers), first * view.block_tokens)
+        computed = float(view.prefill_seconds(tokens, had)[row])
+        if copies and copies >= 1 + int((wanted - 1) * min(computed / moved, 1.0)):
+            return None
+        runs = self._index.runs(overlap.keys[: min(hot, first + MAX_BLOCKS) * KEY_BYTES], first, {to})
         if not runs:
             return None
         copy = Copy(self.number(), runs[0].node, to, runs[0].first, runs[0].last)
@@ -96,8 +140,13 @@ class Replicator:
         return self._next - 1
 
     def heat(self, now: float) -> dict[bytes, float]:
-        """Of all blocks whose reuse is remembered."""
-        return {key: self._warm(key, now) for key in self._heat}
+        """Of the blocks whose reuse is remembered."""
+        return {key: heat.warm(now) for key, heat in self._heat.items()}
+
+    def remembered(self, key: bytes, now: float) -> tuple[float, float, bytes] | None:
+        """Heat of a block, when it was last hit, and the keys for which that holds; None: it is forgotten."""
+        known = self._heat.get(key)
+        return (known.warm(now), known.at, known.stretch) if known is not None else None
 
     def done(self, order: int, now: float) -> tuple[Copy, float] | None:
         """The order was carried out: what it was, and how long it took."""
@@ -107,7 +156,3 @@ class Replicator:
     def lost(self, node: str) -> None:
         """The node is gone, and with it the orders it was given."""
         self._orders = {n: order for n, order in self._orders.items() if order.copy.to != node}
-
-    def _warm(self, key: bytes, now: float) -> float:
-        heat, at = self._heat.get(key, (0.0, now))
-        return heat * math.exp2((at - now) / HALF_LIFE)

@@ -32,10 +32,12 @@ from .events import (
     GatewayLost,
     OrderClear,
     OrderDump,
+    OrderForget,
     OrderMembers,
     OrderReplicate,
     Replicated,
     SendToGateway,
+    SendToWorker,
     TellMoved,
     Tick,
     WorkerLost,
@@ -44,9 +46,12 @@ from .links import bind
 from .messages import (
     Clear,
     Codec,
+    Explain,
     GatewayAlive,
     GatewayHello,
     Message,
+    OrderRole,
+    PagesChanged,
     ProtocolError,
     Route,
     RouteEnded,
@@ -171,7 +176,7 @@ class Service:
             case WorkerLeaving():
                 self._workers.pop(message.worker, None)
                 self._on(FromWorker(message))
-            case WorkerAlive():
+            case WorkerAlive() | PagesChanged():
                 self._on(FromWorker(message))
             case GatewayHello():
                 # A gateway that dials in anew has another identity: the old one is forgotten.
@@ -179,7 +184,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded() | Clear():
+            case GatewayAlive() | Route() | RouteEnded() | Clear() | Explain() | OrderRole():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
@@ -195,6 +200,8 @@ class Service:
             match action:
                 case SendToGateway(gateway, message):
                     self._outgoing.setdefault(gateway, []).append(message)
+                case SendToWorker(worker, message):
+                    self._send_to_worker(worker, message)
                 case OrderDump(node):
                     logger.info("asking %s for all its blocks", node)
                     self._reports.order_dump(node)
@@ -209,9 +216,20 @@ class Service:
                 case OrderClear(node, order, namespace, tenant):
                     logger.info("asking %s to clear %s", node, _whose(namespace, tenant))
                     self._reports.order_clear(node, order, namespace, tenant)
+                case OrderForget(node, keys):
+                    self._reports.order_forget(node, keys)
         except _native.RetryError as error:
             # The daemon has gone meanwhile; its DaemonGone is on the way.
             logger.info("an order could not be given: %s", error)
+
+    def _send_to_worker(self, worker: str, message: Message) -> None:
+        identity = self._workers.get(worker)
+        if identity is not None:
+            try:
+                self._router.send_multipart([identity, self._codec.encode([message])], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # If it is gone, `_probe` will say so; what it was to do is then nobody's.
+                logger.warning("worker %s could not be told: %s", worker, error.strerror)
 
     def _probe(self) -> None:
         """Notices links that are gone. A ROUTER hears of no disconnect, but refuses to send to a peer that has left."""

@@ -148,7 +148,10 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself when it dials the conductor. work: the ZeroMQ endpoint where gateways send work."""
+    """What a worker says of itself when it dials the conductor. work: the ZeroMQ endpoint where gateways send work.
+
+    pinned: it keeps its role, whatever the conductor would like.
+    """
 
     worker: str
     incarnation: int
@@ -164,6 +167,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pool_slots: int
     max_tokens_per_step: int
     max_sequences: int
+    pinned: bool = False
 
 
 class WorkerRef(msgspec.Struct, frozen=True):
@@ -178,13 +182,15 @@ class WorkerRef(msgspec.Struct, frozen=True):
 class Source(msgspec.Struct, frozen=True):
     """Blocks `first` to `last` (exclusive) of the prefix can be had from this node, which has them on this medium.
 
-    From the very node that wants them: its SSD alone has them there.
+    From the very node that wants them: its SSD alone has them there, or they are coming. ready: seconds from the plan
+    until somebody will have computed them, as predicted; they may be late, or never come. 0: they are there.
     """
 
     node: Node
     first: int
     last: int
     medium: Medium = Medium.DRAM
+    ready: float = 0.0
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -218,12 +224,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request was not planned. retry_after: predicted wait in seconds, None: never by waiting."""
+    """Why a request was not planned. retry_after: predicted wait in seconds, None: never by waiting.
+
+    kind: as the conductor counts it ("absent", "too_large"...); "slo_ttft", "slo_tbt", "slo_deadline" and "share" are
+    those of admission.
+    """
 
     request: int
     attempt: int
     reason: str
     retry_after: float | None = None
+    kind: str = ""
 
 
 def cacheable_blocks(prompt_tokens: int, block_tokens: int) -> int:

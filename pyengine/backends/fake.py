@@ -11,9 +11,11 @@ Ids 0-255 are bytes; the hash chooses printable ASCII, so that answers are text 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +23,19 @@ import numpy.typing as npt
 from pyengine.backend import U8, Slice
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
 
+if TYPE_CHECKING:
+    from pyengine.scheduler.sim.compute import StepTime
+
 U64 = npt.NDArray[np.uint64]
 
 VOCAB = 258  # the byte tokenizer's: 256 bytes, then bos and eos
 EOS = 257
 FIRST_CHOICE, CHOICES = 32, 95  # printable ASCII
 MASK = 2**64 - 1
+#: Settings that are no whole numbers.
+KINDS = {"seconds_per_step": float, "seconds_per_token": float, "hold": str, "cost": str, "time_scale": float}
+#: Seconds at the end of a step of a cost model that are not slept.
+AWAKE = 3e-4
 GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -45,10 +54,17 @@ class FakeBackend:
         seconds_per_step: float = 0.0,
         seconds_per_token: float = 0.0,
         hold: str = "",
+        cost: str = "",
+        time_scale: float = 1.0,
     ) -> None:
         """For tests that need to meet it at work:
 
         seconds_per_*: how long `execute` sleeps; 0: not at all. hold: a file; while it is there, `execute` waits.
+
+        To compare a live cluster with the simulation of it: `execute` takes as long as a step of the cost model `cost`
+        (a name or a file, as `scheduler.sim.compute` has them), times time_scale, to 0.2 ms. Small sizes (layers=1,
+        kv_heads=1, head_dim=2) leave the processor to other workers meanwhile: every KV byte is read for every token.
+        Raises ValueError for a cost model that cannot be had.
         """
         if head_dim % 2 or min(layers, kv_heads, head_dim, block_tokens, max_positions) < 1 or vocab < VOCAB:
             raise ValueError(f"fake model: sizes must be positive, head_dim even, vocab at least {VOCAB}")
@@ -68,6 +84,10 @@ class FakeBackend:
         self._seconds_per_step = seconds_per_step
         self._seconds_per_token = seconds_per_token
         self._hold = Path(hold) if hold else None
+        if not 0.0 < time_scale < math.inf:
+            raise ValueError(f"fake model: time_scale is {time_scale}: give how many seconds one of the model's takes")
+        self._cost = _cost_model(cost) if cost else None
+        self._time_scale = time_scale
         self._strips = self.namespace.kv.strips
         self._words = head_dim // 2
         self._cache: U64 | None = None
@@ -80,7 +100,7 @@ class FakeBackend:
         for setting in filter(None, settings.split(",")):
             name, _, value = setting.partition("=")
             try:
-                kind = float if name.startswith("seconds_") else str if name == "hold" else int
+                kind = KINDS.get(name, int)
                 arguments[name] = kind(value)
             except ValueError as error:
                 raise ValueError(f"fake model: {setting!r} is not name=number") from error
@@ -100,6 +120,7 @@ class FakeBackend:
             raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
 
     def execute(self, slices: list[Slice]) -> list[int]:
+        began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
         if seconds:
             time.sleep(seconds)
@@ -107,7 +128,10 @@ class FakeBackend:
             time.sleep(0.01)
         for slice_ in slices:
             self._write(slice_)
-        return [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
+        tokens = [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
+        if self._cost is not None:
+            sleep_until(began + self._time_scale * step_seconds(self._cost, slices))
+        return tokens
 
     def read_pages(self, pages: list[int], out: U8) -> None:
         out[:] = self._pages[pages].view(np.uint8).reshape(len(pages), self._strips, -1)
@@ -141,6 +165,36 @@ class FakeBackend:
         count = -(-length // self.namespace.kv.block_tokens)
         kv = self._pages[slice_.pages[:count]].swapaxes(1, 2).reshape(-1, self._strips, self._words)
         return choose(kv[:length], params, length)
+
+
+def step_seconds(cost: StepTime, slices: Sequence[Slice]) -> float:
+    """What the cost model says of such a step. A token computed alone behind others decodes; a backend cannot know that
+    it is the last of a prompt.
+    """
+    prefill, context, decoding = [], 0, 0
+    for slice_ in slices:
+        count = len(slice_.tokens)
+        if count == 1 and slice_.start:
+            decoding += 1
+            context += slice_.start + 1
+        else:
+            prefill.append((slice_.start, count))
+    return cost.seconds(prefill, decoding, context)
+
+
+def sleep_until(deadline: float) -> None:
+    """On time.perf_counter. The kernel wakes a sleeper some 0.05 ms late, so the end is waited for awake."""
+    rest = deadline - time.perf_counter() - AWAKE
+    if rest > 0:
+        time.sleep(rest)
+    while time.perf_counter() < deadline:
+        pass
+
+
+def _cost_model(name: str) -> StepTime:
+    from pyengine.scheduler.sim.compute import StepTime
+
+    return StepTime.load(name)
 
 
 def chain(state: int, tokens: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections import OrderedDict
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from pyengine.backend import Backend, Slice
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
-from pyengine.scheduler.messages import Abort, Failed, Message, Note, PrefillReport, StepSample, Tokens, Work
+from pyengine.scheduler.messages import Abort, CostFit, Failed, Message, Note, PrefillReport, Tokens, Work
 from pyengine.scheduler.types import KEY_BYTES, FinishReason, Role
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ REMEMBERED_ENDS = 4096
 RECOMPUTE_STEPS = 4
 #: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
 HOPELESS_STEPS = 3
-#: Step samples kept for the next heartbeat.
-SAMPLES = 256
+#: Requests told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
+ACCEPTED = 4096
 
 
 class WorkerBroken(RuntimeError):
@@ -48,6 +49,10 @@ class Load(NamedTuple):
     running: int
     waiting: int
     queued_tokens: int
+    queue_seconds: float
+    running_context: int
+    expected_tokens: int
+    cost: CostFit
 
 
 class Worker:
@@ -94,10 +99,12 @@ class Worker:
         self.mover = KvMover(backend, self.batcher, spec, incarnation)
         self.recompute_limit = RECOMPUTE_STEPS * max_tokens
         self.work: dict[SequenceId, Work] = {}
-        self.samples: list[StepSample] = []
         self.progress = 0
         self.busy = False
-        self.load = Load(0, 0, 0)
+        self.load = self._load()
+        #: Requests that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
+        self.accepted: list[int] = []
+        self._taken: list[int] = []
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
@@ -122,6 +129,8 @@ class Worker:
         if self._turned_away(work):
             return
         tokens = np.frombuffer(work.token_ids, np.uint32).tolist()
+        now = time.monotonic()
+        arrived, slo = now - work.waited, work.slo
         sequence = Sequence(
             id=identity,
             tokens=tokens,
@@ -132,6 +141,12 @@ class Worker:
             sampling=work.sampling,
             first_only=work.part == "prefill",
             handed_off=work.part == "decode",
+            arrived=arrived,
+            ttft=math.inf if slo.ttft is None else slo.ttft,
+            tbt=math.inf if slo.tbt is None else slo.tbt,
+            deadline=math.inf if slo.deadline is None else arrived + slo.deadline,
+            priority=work.priority,
+            tenant=work.tenant,
         )
         try:
             self.batcher.add(sequence)
@@ -146,13 +161,15 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
-        self._due[identity] = due = time.monotonic() + work.deadline
+        self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
+        self._taken.append(work.request)
         self.mover.begin(sequence, work)
 
     def _turned_away(self, work: Work) -> bool:
         """Answers work that is not for this worker, or that nobody could do."""
-        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role is Role.BOTH}
+        # A decode worker computes short prompts in its decode batches, if the conductor sends it any.
+        needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role.decodes}
         if work.part in needs and not needs[work.part]:
             self._refuse(work, "wrong_role", f"a {self.role.value} worker does not take the part {work.part!r}")
         elif work.namespace != self.namespace:
@@ -177,12 +194,17 @@ class Worker:
             return "an incarnation is out of range"
         if not all(0 <= source.first <= source.last for source in work.sources):
             return "a source has no range of blocks"
+        if not all(0.0 <= source.ready < math.inf for source in work.sources):
+            return "a source is ready at no time"
         if not 0 <= work.tenant < 2**64:
             return "its tenant is out of range"
         if work.cached_blocks < 0:
             return f"{work.cached_blocks} of its blocks are cached"
-        if not work.deadline >= 0.0:
-            return f"{work.deadline} is no number of seconds"
+        promised = [each for each in (work.slo.ttft, work.slo.tbt, work.slo.deadline) if each is not None]
+        if not work.deadline >= 0.0 or not all(0.0 <= each < math.inf for each in (work.waited, *promised)):
+            return "its deadline, its objectives or how long it has waited are no numbers of seconds"
+        if not -(2**31) <= work.priority < 2**31:
+            return "its priority is out of range"
         if not work.token_ids or len(work.token_ids) % 4:
             return f"{len(work.token_ids)} bytes are no token ids"
         tokens = np.frombuffer(work.token_ids, np.uint32)
@@ -217,7 +239,7 @@ class Worker:
             self._end(self.mover.handed_off.popleft())
         self._report_failures()
         self._end_late()
-        step = self.batcher.plan()
+        step = self.batcher.plan(time.monotonic())
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
             self.mover.resume(sequence_id)
@@ -229,8 +251,27 @@ class Worker:
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
         self.busy = bool(out) or not step.empty or self.mover.lost is not None
-        self.load = Load(self.batcher.running, self.batcher.waiting, self.batcher.queued_tokens)
+        self.load = self._load()
+        self.accepted.extend(self._taken[: ACCEPTED - len(self.accepted)])
+        self._taken.clear()
         return out
+
+    def _load(self) -> Load:
+        batcher = self.batcher
+        return Load(
+            running=batcher.running,
+            waiting=batcher.waiting,
+            queued_tokens=batcher.queued_tokens,
+            queue_seconds=batcher.queue_seconds,
+            running_context=batcher.running_context,
+            expected_tokens=batcher.expected_tokens,
+            cost=batcher.cost.fit(),
+        )
+
+    @property
+    def due(self) -> float:
+        """When `step` will find somebody late (time.monotonic), if nothing happens before."""
+        return min(self._next_due, self.batcher.next_late, self.mover.due)
 
     def take_ended(self) -> list[SequenceId]:
         """Attempts that have ended since the last call: no message of theirs follows those that `step` has returned."""
@@ -254,23 +295,11 @@ class Worker:
         began = time.perf_counter()
         tokens = self._execute(step.slices)
         seconds = time.perf_counter() - began
-        prefill = prefill_context = decode = decode_context = 0
-        for planned in step.slices:
-            sequence = self._sequences.get(planned.id)
-            if sequence is None:  # the backend could not compute it
-                continue
-            end = planned.start + planned.count
-            if planned.start >= sequence.prompt_tokens:
-                decode += planned.count
-                decode_context += end
-            else:
-                prefill += planned.count
-                prefill_context += planned.count * planned.start + planned.count * (planned.count + 1) // 2
-        self.counters["prefill"] += prefill
-        self.counters["decode"] += decode
-        self.counters["steps"] += prefill + decode > 0
-        if prefill + decode and len(self.samples) < SAMPLES:
-            self.samples.append(StepSample(prefill, prefill_context, decode, decode_context, seconds))
+        work = self.batcher.work(step)
+        self.counters["prefill"] += work.prefill_tokens
+        self.counters["decode"] += work.decode_sequences
+        self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
+        self.batcher.observe(work, seconds)
         for outcome in self.batcher.finish(step, tokens):
             self._outcome(outcome)
 
@@ -383,8 +412,12 @@ class Worker:
         return dataclasses.replace(step, slices=within)
 
     def _end_late(self) -> None:
-        """Ends attempts that are worthless by now, should their gateway have forgotten to."""
+        """Ends what cannot be in time any more for its client, and attempts that are worthless by now, should their
+        gateway have forgotten to.
+        """
         now = time.monotonic()
+        for sequence_id in self.batcher.late(now):
+            self._fail(sequence_id, "late", "the answer cannot be complete by its deadline")
         if now < self._next_due:
             return
         for sequence_id in [sequence_id for sequence_id, due in self._due.items() if due <= now]:

@@ -24,11 +24,14 @@ from pyengine.scheduler.messages import (
     HEARTBEAT_EVERY,
     Abort,
     Codec,
+    ConductorToWorker,
     Failed,
     GatewayPing,
     GatewayToWorker,
     Message,
+    PagesChanged,
     ProtocolError,
+    SetRole,
     Work,
     WorkerAlive,
     WorkerHello,
@@ -62,15 +65,19 @@ class WorkerLinks(threading.Thread):
         self.arrived = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._alive = alive
-        self._in: deque[Work | Abort] = deque()
+        self._in: deque[Work | Abort | SetRole] = deque()
         self._out: deque[Message] = deque()
         self._over: deque[Attempt] = deque()
         self._hello = False
+        self._told: deque[PagesChanged] = deque()
+        #: The conductor knows nothing of this worker's pages: a link stands anew, or did not take what was said.
+        self._pages_unknown = False
         self._stopping = False
         self.failed: Exception | None = None
         self._gateways: dict[bytes, float] = {}
         self._owner: dict[Attempt, bytes] = {}
         self._codec = Codec(GatewayToWorker)
+        self._orders = Codec(ConductorToWorker)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         router = context.socket(zmq.ROUTER)
         router.router_mandatory = True
@@ -82,8 +89,8 @@ class WorkerLinks(threading.Thread):
 
     # -- the loop's side ------------------------------------------------------------------------------------------
 
-    def take(self) -> list[Work | Abort]:
-        """What has come from gateways, in order. Never blocks; poll `arrived` to wait."""
+    def take(self) -> list[Work | Abort | SetRole]:
+        """What has come from gateways and the conductor, in order. Never blocks; poll `arrived` to wait."""
         _drain(self.arrived)
         return [self._in.popleft() for _ in range(len(self._in))]
 
@@ -93,6 +100,16 @@ class WorkerLinks(threading.Thread):
             self._out.extend(messages)
             self._over.extend(over)
             os.eventfd_write(self._wake, 1)
+
+    def take_unknown(self) -> bool:
+        """Whether the conductor has to be told of all pages; once for each time that it has."""
+        unknown, self._pages_unknown = self._pages_unknown, False
+        return unknown
+
+    def tell(self, changes: list[PagesChanged]) -> None:
+        """To the conductor, after its WorkerHello. What cannot be said makes `take_unknown` true."""
+        self._told.extend(changes)
+        os.eventfd_write(self._wake, 1)
 
     def wake(self) -> None:
         """Makes `arrived` readable."""
@@ -144,6 +161,7 @@ class WorkerLinks(threading.Thread):
             self._redial_conductor(poller)
             self._receive()
             self._send_out()
+            self._tell_pages()
             if time.monotonic() >= due:
                 due = time.monotonic() + HEARTBEAT_EVERY
                 self._beat()
@@ -158,9 +176,16 @@ class WorkerLinks(threading.Thread):
         if self._hello and self._conductor_up:
             self._hello = False
             self._tell_conductor(WorkerHello(info=self.info))
+            self._pages_unknown = True
+            self.wake()
         while self._conductor.poll(0):
-            # The conductor has nothing to say to workers in this protocol version.
-            self._conductor.recv(zmq.NOBLOCK)
+            frame = self._conductor.recv(zmq.NOBLOCK)
+            try:
+                # Every message is an order. There are few, but who sends many is not to fill the memory.
+                self._in.extend(order for order in self._orders.decode(frame) if len(self._in) < INBOX)  # type: ignore[misc]
+            except (ProtocolError, RecursionError) as error:
+                logger.warning("the conductor sent what this worker cannot read: %s", error)
+            self.wake()
 
     def _redial_conductor(self, poller: zmq.Poller) -> None:
         """A link that has not stood for DEAD_AFTER may be dead for good (`dial`): another socket tries afresh."""
@@ -257,13 +282,23 @@ class WorkerLinks(threading.Thread):
             self._in.append(Abort(request=request, attempt=attempt))
         self.wake()
 
-    def _tell_conductor(self, message: Message) -> None:
+    def _tell_pages(self) -> None:
+        while self._told:
+            if not self._tell_conductor(self._told.popleft()):
+                # Whatever follows would be about what it does not know.
+                self._told.clear()
+                self._pages_unknown = True
+
+    def _tell_conductor(self, message: Message) -> bool:
+        """False: it was not said."""
         if not self._conductor_up:
-            return
+            return False
         try:
             self._conductor.send(self._codec.encode([message]), zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning("the conductor does not read: a heartbeat was dropped")
+            logger.warning("the conductor does not read: a message was dropped")
+            return False
+        return True
 
 
 def _drain(descriptor: int) -> None:

@@ -19,9 +19,11 @@ from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
 from pyengine.kv_mover import TIERS
-from pyengine.scheduler.messages import Abort, Work, WorkerAlive
-from pyengine.scheduler.types import Node, WorkerInfo
+from pyengine.scheduler.changes import CHANGE_BYTES
+from pyengine.scheduler.messages import Abort, PagesChanged, SetRole, Work, WorkerAlive
+from pyengine.scheduler.types import Node, Role, WorkerInfo
 from pyengine.secret import read_secret
+from pyengine.worker.calibrate import calibrate
 from pyengine.worker.core import Worker
 from pyengine.worker.links import WorkerLinks
 
@@ -36,6 +38,12 @@ DAEMON_LATE = 10.0
 SIGNAL_LATE = 1.0
 #: Seconds between attempts to reach a daemon that died.
 RECONNECT_EVERY = 0.2
+#: The coefficients of `CostFit`, as metrics name them: seconds per each of these.
+COST_TERMS = ("step", "prompt_token", "prompt_context_token", "decoding_sequence", "decoding_context_token")
+#: Seconds between reports of changed pages while the worker computes: what changes twice meanwhile is not told.
+PAGES_EVERY = 0.1
+#: Changes in one message, 160 KiB of it.
+CHANGES_AT_ONCE = 4096
 #: Milliseconds the idle loop sleeps at most; every event wakes it before.
 IDLE_POLL = 1000
 
@@ -99,6 +107,13 @@ class WorkerService:
             incarnation=self._incarnation,
             role=config.role,
         )
+        calibrate(
+            self._backend,
+            self._worker.batcher.cost,
+            pages=pages,
+            max_tokens=config.max_tokens_per_step,
+            max_sequences=config.max_sequences,
+        )
         self._worker.attach(self._pool)
         self.info = describe(config, self._backend, self._incarnation, self._pool, pages)
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
@@ -110,6 +125,7 @@ class WorkerService:
         self._refused: _native.TransferError | None = None
         self._closing = False
         self._stopping = False
+        self._pages_due = 0.0
         self._links.start()
 
     def stop(self) -> None:
@@ -129,14 +145,46 @@ class WorkerService:
                         self._worker.accept(message)
                     case Abort():
                         self._worker.abort(message)
+                    case SetRole():
+                        self._take_role(message.role)
             self._links.send(self._worker.step(), self._worker.take_ended())
+            self._tell_pages()
             self._mind_daemon()
             if not self._worker.busy:
                 # Checking costs milliseconds: once whenever the worker comes to rest, not at every look at the clock.
                 if self._worker.idle and not rested:
                     self._worker.check()
                 rested = self._worker.idle
-                self._poll.poll(IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000)
+                longest = IDLE_POLL if self._pool is not None else RECONNECT_EVERY * 1000
+                self._poll.poll(min(longest, max(self._worker.due - time.monotonic(), 0.0) * 1000 + 1))
+
+    def _take_role(self, role: Role) -> None:
+        """What it has accepted goes on; later work is taken, or answered "wrong_role", by the new role."""
+        logger.info("%s takes on the role %s", self._config.worker, role.value)
+        self._worker.role = role
+        self.info = msgspec.structs.replace(self.info, role=role)
+        self._links.announce(self.info)
+
+    def _tell_pages(self) -> None:
+        """Tells the conductor which blocks came to device pages and went from there."""
+        pool, now = self._worker.batcher.pool, time.monotonic()
+        if now < self._pages_due and self._worker.busy:
+            return
+        if first := self._links.take_unknown():
+            packed = pool.take_all()
+        elif pool.changed:
+            packed = pool.take_changes()
+        else:
+            return
+        self._pages_due = now + PAGES_EVERY
+        size = CHANGES_AT_ONCE * CHANGE_BYTES
+        parts = [packed[at : at + size] for at in range(0, max(len(packed), 1), size)]
+        self._links.tell(
+            [
+                PagesChanged(worker=self._config.worker, changes=part, first=first and number == 0)
+                for number, part in enumerate(parts)
+            ]
+        )
 
     def close(self) -> None:
         """Leaves the cluster and frees the model. What ran here is retried elsewhere by its gateway."""
@@ -213,8 +261,8 @@ class WorkerService:
     def _alive(self) -> WorkerAlive:
         """The heartbeat; runs on the links' thread and only reads plain counters."""
         worker, batcher = self._worker, self._worker.batcher
-        samples, worker.samples = worker.samples, []
         loads, worker.mover.loads = worker.mover.loads, []
+        accepted, worker.accepted = worker.accepted, []
         return WorkerAlive(
             worker=self._config.worker,
             progress=worker.progress,
@@ -222,9 +270,13 @@ class WorkerService:
             queued_tokens=worker.load.queued_tokens,
             running=worker.load.running,
             free_pages=batcher.pool.free,
-            samples=tuple(samples),
+            cost=worker.load.cost,
             counters=sample_names(self._config.worker, worker),
             loads=tuple(loads),
+            queue_seconds=worker.load.queue_seconds,
+            running_context=worker.load.running_context,
+            expected_tokens=worker.load.expected_tokens,
+            accepted=tuple(accepted),
         )
 
 
@@ -245,6 +297,7 @@ def describe(config: WorkerConfig, backend: Backend, incarnation: int, pool: Poo
         pool_slots=pool.slots,
         max_tokens_per_step=config.max_tokens_per_step,
         max_sequences=config.max_sequences,
+        pinned=config.pinned,
     )
 
 
@@ -252,6 +305,7 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
     """The worker's counters as Prometheus samples."""
     label = f'worker="{name}"'
     counters, moved, load = worker.counters, worker.mover.counters, worker.load
+    terms = zip(COST_TERMS, load.cost.coefficients, strict=True)
     return {
         f'pyengine_worker_tokens_total{{{label},phase="prefill"}}': counters["prefill"],
         f'pyengine_worker_tokens_total{{{label},phase="decode"}}': counters["decode"],
@@ -266,6 +320,9 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
         f'pyengine_worker_pages{{{label},state="referenced"}}': worker.batcher.pool.referenced,
         f"vllm:num_requests_running{{{label}}}": load.running,
         f"vllm:num_requests_waiting{{{label}}}": load.waiting,
+        f"pyengine_cost_error{{{label}}}": load.cost.error,
+        f"pyengine_cost_samples_total{{{label}}}": load.cost.samples,
+        **{f'pyengine_cost_seconds{{{label},per="{term}"}}': seconds for term, seconds in terms},
     }
 
 

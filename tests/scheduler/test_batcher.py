@@ -6,11 +6,18 @@ before it writes. Hypothesis drives arrivals, pool answers, losses, aborts and s
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import enum
 import hashlib
+import itertools
+import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -27,10 +34,10 @@ def key_of(parent: bytes, tokens: list[int]) -> bytes:
     return hashlib.blake2b(parent + bytes(tokens), digest_size=8).digest()
 
 
-def keys_of(tokens: list[int]) -> list[bytes]:
+def keys_of(tokens: list[int], block: int = BLOCK) -> list[bytes]:
     keys: list[bytes] = []
-    for i in range(len(tokens) // BLOCK):
-        keys.append(key_of(keys[-1] if keys else ROOT, tokens[i * BLOCK : (i + 1) * BLOCK]))
+    for i in range(len(tokens) // block):
+        keys.append(key_of(keys[-1] if keys else ROOT, tokens[i * block : (i + 1) * block]))
     return keys
 
 
@@ -96,6 +103,7 @@ def sequence(
     handed_off: bool = False,
     ignore_eos: bool = False,
     generated_before: int = 0,
+    **more: Any,
 ) -> Sequence:
     return Sequence(
         id=(number, 0),
@@ -107,7 +115,48 @@ def sequence(
         generated_before=generated_before,
         first_only=first_only,
         handed_off=handed_off,
+        **more,
     )
+
+
+def dump(value: object) -> object:
+    """All state, by value."""
+    match value:
+        case dict():
+            return [(dump(k), dump(v)) for k, v in value.items()]
+        case list() | tuple():
+            return [dump(each) for each in value]
+        case np.ndarray():
+            return value.tolist()
+        case Sequence():
+            return [(name, dump(getattr(value, name))) for name in Sequence.__slots__]
+        case enum.Enum() | SamplingParams():
+            return value
+        case itertools.count():
+            return repr(value)
+        case _ if hasattr(value, "__dict__"):
+            return dump({name: each for name, each in vars(value).items() if name != "_key_of"})
+        case _:
+            return value
+
+
+def full_step(b: Batcher) -> list[Load]:
+    """One step that samples zeros."""
+    step = b.plan(0.0)
+    for id in step.preempted:
+        b.ready(id, 0)
+    b.observe(b.work(step), 0.1)
+    b.finish(step, [0 if planned.sample else -1 for planned in step.slices])
+    return step.loads
+
+
+def plain_step(b: Batcher) -> bool:
+    """The same; whether it did nothing but compute a token of each running sequence."""
+    before = [(s.id, len(s.tokens) + 1, len(s.pages), s.computed // b.pool.block_tokens) for s in b._running]
+    samples = b.cost.samples
+    loads = full_step(b)
+    after = [(s.id, len(s.tokens), len(s.pages), s.computed // b.pool.block_tokens) for s in b._running]
+    return before == after and not loads and b.cost.samples == samples
 
 
 def batcher(pages: int = 8, **limits: int) -> Batcher:
@@ -123,17 +172,30 @@ class BatcherMachine(RuleBasedStateMachine):
         self.number = 0
         self.answers: dict[tuple[int, int], list[int]] = {}
         self.loading: list[Load] = []
+        self.now = 0.0
 
     @rule(
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=20),
         max_tokens=st.integers(1, 14),
         kind=st.sampled_from(["both", "prefill", "decode"]),
+        ttft=st.sampled_from([math.inf, 2.0, 20.0]),
+        tbt=st.sampled_from([math.inf, 0.05, 1.0]),
+        deadline=st.sampled_from([math.inf, math.inf, 30.0]),
+        priority=st.sampled_from([0, 0, 1]),
+        tenant=st.integers(0, 2),
     )
-    def arrive(self, tokens: list[int], max_tokens: int, kind: str) -> None:
+    def arrive(self, tokens: list[int], max_tokens: int, kind: str, deadline: float, **more: Any) -> None:
         if kind == "decode" and (max_tokens == 1 or next_token(tokens) == EOS):
             return  # ended at the prefill side
         new = sequence(
-            self.number, tokens, max_tokens=max_tokens, first_only=kind == "prefill", handed_off=kind == "decode"
+            self.number,
+            tokens,
+            max_tokens=max_tokens,
+            first_only=kind == "prefill",
+            handed_off=kind == "decode",
+            arrived=self.now,
+            deadline=self.now + deadline,
+            **more,
         )
         needed = len(tokens) + (kind != "prefill")
         try:
@@ -165,8 +227,11 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans())
     def step(self, lost: int, abort: bool, late: bool) -> None:
-        step = self.batcher.plan()
+        self.drop_late()
+        step = self.batcher.plan(self.now)
         self.batcher.check()
+        work = self.batcher.work(step)
+        self.batcher.observe(work, 0.01 + 0.01 * work.prefill_tokens + 0.02 * work.decode_sequences)
         assert sum(planned.count for planned in step.slices) <= self.batcher.max_tokens
         self.loading += step.loads
         if not late:
@@ -189,6 +254,20 @@ class BatcherMachine(RuleBasedStateMachine):
                 assert mine.tokens == self.answers[planned.id]
                 over = outcome.finish is not None or mine.first_only
                 assert over == (mine.state is State.FINISHED)
+
+    def drop_late(self) -> None:
+        before = self.batcher.next_late
+        late = self.batcher.late(self.now)
+        assert not late or self.now >= before, "somebody is late who was not to be yet"
+        for s in self.batcher.sequences.values():
+            due = s.deadline <= self.now and s.state is not State.FINISHED
+            assert not due or s.id in late
+        for id in late:
+            self.batcher.remove(id)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 7.0, 40.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(lost=st.integers(0, 2))
     def load(self, lost: int) -> None:
@@ -223,6 +302,7 @@ class BatcherMachine(RuleBasedStateMachine):
         if not hasattr(self, "batcher"):
             return
         for _ in range(5000):
+            self.now += 0.01
             self.reap()
             if self.batcher.idle:
                 break
@@ -238,6 +318,56 @@ class BatcherMachine(RuleBasedStateMachine):
         assert self.batcher.pool.referenced == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30), st.booleans()), min_size=1, max_size=5),
+    pages=st.integers(6, 30),
+    block=st.sampled_from([4, 7]),
+    width=st.integers(1, 5),
+    most=st.integers(1, 9),
+)
+def test_a_run_is_what_single_steps_are_and_could_not_be_longer(
+    prompts: list[tuple[int, int, bool]], pages: int, block: int, width: int, most: int
+) -> None:
+    b = Batcher(
+        BlockPool(pages, block),
+        max_tokens=8,
+        max_sequences=width,
+        max_queue=16,
+        max_positions=40,
+        eos=frozenset([EOS]),
+        key_of=key_of,
+    )
+    for number, (length, max_tokens, handed_off) in enumerate(prompts):
+        new = sequence(number, [number] * length, max_tokens=max_tokens + handed_off, handed_off=handed_off)
+        new.keys = keys_of(new.tokens, block)
+        with contextlib.suppress(TooLarge):
+            b.add(new)
+            if not handed_off or b.first_token(new.id, 0) is None:
+                b.ready(new.id, length if handed_off else 0)
+    for _ in range(1000):
+        for s in [s for s in b.sequences.values() if s.state is State.FINISHED]:
+            b.remove(s.id)
+        if b.idle:
+            break
+        length = b.run_length()
+        count = min(most, length)
+        singly = copy.deepcopy(b)
+        b.run(count)
+        for _ in range(count):
+            event("a step of a run")
+            assert plain_step(singly), "not a step of a run"
+        assert dump(b) == dump(singly)
+        b.check()
+        may_admit = b._standing and not b._short  # whether it can is looked at by the next `plan`
+        if count == length and b._observed == (0, 0, len(b._running)) and not may_admit:
+            event("the end of a run")
+            assert not plain_step(singly), "the run could have been longer"
+        for load in full_step(b):
+            b.loaded(load.id, b.sequences[load.id].available)
+    assert b.idle
+
+
 BatcherMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestBatcher = BatcherMachine.TestCase
 
@@ -246,7 +376,7 @@ def run(b: Batcher, device: Device, steps: int = 1000) -> dict[tuple[int, int], 
     """Steps until nothing more can be planned; returns the tokens of each sequence."""
     answers: dict[tuple[int, int], list[int]] = {}
     for _ in range(steps):
-        step = b.plan()
+        step = b.plan(0.0)
         if step.empty:
             break
         for id in step.preempted:
@@ -268,7 +398,7 @@ def test_decodes_come_first_and_chunks_share_the_rest_of_the_budget() -> None:
     b.ready((2, 0), 0)
     counts = []
     for _ in range(3):
-        step = b.plan()
+        step = b.plan(0.0)
         counts.append([(planned.id[0], planned.count, planned.sample) for planned in step.slices])
         b.finish(step, device.execute(step))
     assert counts == [[(1, 1, True), (2, 7, False)], [(1, 1, True), (2, 7, False)], [(1, 1, True), (2, 6, True)]]
@@ -285,7 +415,7 @@ def test_a_second_turn_reuses_the_pages_of_the_first() -> None:
     second = prompt + answer
     b.add(sequence(2, second))
     b.ready((2, 0), 0)
-    step = b.plan()
+    step = b.plan(0.0)
     # The KV of the last token of the answer was never computed: reusable are the full blocks before it.
     assert b.sequences[2, 0].cached == (len(second) - 1) // BLOCK * BLOCK
     assert step.slices[0].start == b.sequences[2, 0].cached
@@ -297,10 +427,10 @@ def test_the_whole_prompt_cached_still_computes_a_token() -> None:
     for number in (1, 2):
         b.add(sequence(number, [1] * 8))
         b.ready((number, 0), 8)
-        step = b.plan()
+        step = b.plan(0.0)
         device.load(step.loads)
         if not step.slices:
-            step = b.plan()
+            step = b.plan(0.0)
         assert (step.slices[0].start, step.slices[0].count) == (4, 4)
         b.finish(step, device.execute(step))
         b.remove((number, 0))
@@ -316,7 +446,7 @@ def test_a_handed_off_sequence_computes_only_its_own_tokens() -> None:
     assert b.first_token((1, 0), next_token(prompt)) is None
     assert b.queued_tokens == 0
     b.ready((1, 0), 6)
-    step = b.plan()
+    step = b.plan(0.0)
     (load,) = step.loads
     assert (load.first_block, load.blocks, step.slices) == (0, 2, [])
     device.load(step.loads)
@@ -332,7 +462,7 @@ def test_lost_blocks_of_a_hand_off_are_recomputed_and_counted() -> None:
     b.add(sequence(1, prompt, handed_off=True, ignore_eos=True))
     b.first_token((1, 0), next_token(prompt))
     b.ready((1, 0), 6)
-    step = b.plan()
+    step = b.plan(0.0)
     device.load(step.loads, {(1, 0): 1})
     run(b, device)
     assert b.sequences[1, 0].recomputed == 4
@@ -353,7 +483,7 @@ def test_the_youngest_is_preempted_and_its_answer_does_not_change() -> None:
     together: dict[tuple[int, int], list[int]] = {}
     preempted = []
     for _ in range(200):
-        step = b.plan()
+        step = b.plan(0.0)
         preempted += step.preempted
         for id in step.preempted:
             b.ready(id, 0)
@@ -378,7 +508,7 @@ def test_preempted_sequences_are_admitted_before_new_ones() -> None:
         b.ready((number, 0), 0)
     preempted: list[tuple[int, int]] = []
     for _ in range(20):
-        step = b.plan()
+        step = b.plan(0.0)
         preempted += step.preempted
         if preempted:
             break
@@ -386,7 +516,7 @@ def test_preempted_sequences_are_admitted_before_new_ones() -> None:
     assert preempted == [(2, 0)]
     b.ready((2, 0), 0)
     b.remove((1, 0))
-    assert next(planned.id for planned in b.plan().slices) == (2, 0)
+    assert next(planned.id for planned in b.plan(0.0).slices) == (2, 0)
 
 
 def test_why_sequences_end() -> None:
@@ -402,7 +532,7 @@ def test_why_sequences_end() -> None:
         b.ready(new.id, 0)
         device, outcomes = Device(b), []
         while new.state is not State.FINISHED:
-            step = b.plan()
+            step = b.plan(0.0)
             outcomes += b.finish(step, device.execute(step))
         assert [outcome.index for outcome in outcomes] == list(
             range(new.generated_before, new.generated_before + count)
@@ -414,7 +544,7 @@ def test_why_sequences_end() -> None:
         new.sampling = SamplingParams(stop_token_ids=ends, ignore_eos=ignore)
         b.add(new)
         b.ready(new.id, 0)
-        (outcome,) = b.finish(b.plan(), [7 if ends else EOS])
+        (outcome,) = b.finish(b.plan(0.0), [7 if ends else EOS])
         assert outcome.finish is FinishReason.STOP
 
 
@@ -423,7 +553,7 @@ def test_a_prefill_part_ends_with_its_first_token_and_keeps_its_pages() -> None:
     device = Device(b)
     b.add(sequence(1, [1] * 6, first_only=True, ignore_eos=True))
     b.ready((1, 0), 0)
-    step = b.plan()
+    step = b.plan(0.0)
     (outcome,) = b.finish(step, device.execute(step))
     assert (outcome.finish, outcome.prefilled, outcome.index) == (None, True, 0)
     assert b.sequences[1, 0].state is State.FINISHED
@@ -445,3 +575,33 @@ def test_what_can_never_fit_is_refused_with_a_sentence() -> None:
         b.add(sequence(2, [1]))
     with pytest.raises(ValueError, match="earlier attempts"):
         b.add(sequence(3, [1], max_tokens=2, generated_before=2))
+
+
+def test_of_a_run_of_equal_decode_steps_one_is_observed() -> None:
+    b = batcher(pages=20)
+    for number in (1, 2):
+        b.add(sequence(number, [number] * 6, max_tokens=20, ignore_eos=True))
+        b.ready((number, 0), 0)
+    device = Device(b)
+    works = []
+    for _ in range(12):
+        step = b.plan(0.0)
+        works.append(b.work(step))
+        b.observe(works[-1], 0.25)
+        b.finish(step, device.execute(step))
+    # 8 tokens of the two prompts, then the other 4 beside the first one's decoding, then both decode.
+    assert works[0] == (8, 21 + 3, 0, 0)
+    assert works[1] == (4, 3 + 4 + 5 + 6, 1, 7)
+    assert works[2] == (0, 0, 2, 8 + 7)
+    assert works[-1] == (0, 0, 2, 17 + 16)
+    assert b.cost.samples == 3
+    assert b.running_context == 17 + 16
+    assert b.queued_tokens == b.queue_seconds == 0
+
+
+def test_the_queue_takes_as_long_as_its_steps_and_tokens() -> None:
+    b = batcher(pages=20)
+    b.add(sequence(1, [1] * 20))
+    b.add(sequence(2, [2] * 6))
+    step, token, context, _, _ = b.cost.fit().coefficients
+    assert b.queue_seconds == pytest.approx(4 * step + 26 * token + (210 + 21) * context)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pyengine.scheduler.blocks import BlockPool
+from pyengine.scheduler.changes import unpack
 
 PAGES = 6
 
@@ -103,3 +106,48 @@ def test_misuse_is_refused() -> None:
         pool.publish(0, b"a")
     with pytest.raises(ValueError, match="at least one page"):
         BlockPool(0, 4)
+
+
+def test_an_index_that_follows_the_changes_equals_the_pool() -> None:
+    """Random publications and evictions; the index takes what changed now and then, or all anew."""
+    random = Random(7)
+    pool, index = BlockPool(5, 4), set[bytes]()
+    keys = [number.to_bytes(16, "little") for number in range(12)]
+    told = 0
+    for _ in range(2000):
+        pages = pool.allocate(random.randint(1, 3)) or []
+        for position, page in enumerate(pages):
+            pool.publish(page, random.choice(keys), keys[3], position)
+        pool.release(pages)
+        if random.random() < 0.3:
+            packed = pool.take_changes()
+            for change in unpack(packed):
+                told += 1
+                assert change.tier == 0
+                assert change.removed == (change.key in index), "told what was known"
+                if change.removed:
+                    index.remove(change.key)
+                else:
+                    index.add(change.key)
+                    assert (change.parent, change.position < 3) == (keys[3], True)
+            assert index == {key for key in keys if pool.count([key])}
+            assert not pool.changed
+        elif random.random() < 0.02:
+            index = {change.key for change in unpack(pool.take_all())}
+            assert not pool.changed
+        pool.check()
+    assert told > 500
+
+
+def test_what_came_and_went_between_two_reports_is_not_told() -> None:
+    pool = BlockPool(1, 4)
+    for key in (b"a" * 16, b"b" * 16):
+        (page,) = pool.allocate(1) or []
+        pool.publish(page, key)
+        pool.release([page])
+    assert [(change.key, change.removed) for change in unpack(pool.take_changes())] == [(b"b" * 16, False)]
+    for key in (b"a" * 16, b"b" * 16):
+        (page,) = pool.allocate(1) or []
+        pool.publish(page, key)
+        pool.release([page])
+    assert pool.take_changes() == b""

@@ -44,6 +44,9 @@ from pyengine.scheduler.types import Medium, Namespace, Node, Role, Slo, Source
 
 from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
 
+#: The others compute what the node they chose lacks.
+FETCHING = ("random", "round-robin", "least-loaded", "least-queue-time", "kvcache-centric", "least-harm")
+
 
 def apart(nodes: int = 2, **settings: object) -> World:
     """One prefill and one decode worker."""
@@ -82,8 +85,8 @@ def test_a_worker_of_role_both_serves_alone(policy: str) -> None:
     assert plan.prefill == plan.decode
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_names_the_sources_of_what_the_prefill_node_lacks(policy: str) -> None:
+@pytest.mark.parametrize("policy", [*FETCHING, "lmetric:fetch=true"])
+def test_every_policy_that_fetches_names_the_sources_of_what_the_prefill_node_lacks(policy: str) -> None:
     world = apart(policy=policy)
     keys = chain(1, 2, 3, 4)
     world.store("node-0", keys[:1])
@@ -98,7 +101,7 @@ def test_a_hit_leaves_one_token_to_compute() -> None:
     world = apart()
     keys = chain(1, 2, 3)
     world.store("node-1", keys)
-    assert world.plan(keys, tokens=3 * BLOCK).sources[0].last == 2
+    assert world.planned_alone(keys, tokens=3 * BLOCK).sources[0].last == 2
     assert world.plan(keys, tokens=3 * BLOCK + 1).sources[0].last == 3
 
 
@@ -136,7 +139,7 @@ def test_dram_of_another_node_is_preferred_to_its_ssd_and_others_stand_in() -> N
     keys = chain(*range(4))
     world.store("node-1", keys, Medium.SSD)
     world.store("node-2", keys[:3])
-    plan = world.plan(keys)
+    plan = world.planned_alone(keys)
     assert parts(plan.sources) == [("node-2", 0, 3, Medium.DRAM), ("node-1", 3, 4, Medium.SSD)]
     world.store("node-1", keys[:1])
     world.store("node-2", keys, Medium.SSD)
@@ -176,14 +179,15 @@ def test_the_prefix_decides_until_the_queue_does() -> None:
     for name in world.workers:
         world.measured(name, 0.01)
     assert world.plan(keys).prefill.worker == "both-1"
-    world.alive("both-1", queued_tokens=50_000, queued_requests=3)
+    world.end(0)
+    world.alive("both-1", queued_tokens=50_000, queued_requests=3, queue_seconds=500.0)
     world.wait(0)
     moved = world.plan(keys)
     assert moved.prefill.worker == "both-0"
     assert moved.sources[0].node.node == "node-1"
 
 
-@pytest.mark.parametrize("policy", ["least-loaded", "kvcache-centric"])
+@pytest.mark.parametrize("policy", ["least-loaded", "kvcache-centric", "least-harm", "lmetric"])
 def test_a_burst_spreads_before_any_heartbeat(policy: str) -> None:
     world = twins(policy=policy)
     chosen = [world.plan(chain(100 + i, 7)).prefill.worker for i in range(20)]
@@ -300,7 +304,7 @@ def test_admission_at_arrival_keeps_its_promise() -> None:
     assert late.retry_after is not None
     assert late.retry_after > 1
     assert "objective is 1 ms" in world.refusal([], 5, slo=Slo(tbt=0.001)).reason
-    assert 'pyengine_conductor_rejections_total{reason="slo"}' in world.conductor.counters()
+    assert 'pyengine_conductor_rejections_total{reason="slo_ttft"}' in world.conductor.counters()
 
 
 def test_stale_attempts_are_dropped_and_new_ones_replace_them() -> None:
@@ -394,12 +398,12 @@ def test_a_daemons_new_life_drops_what_the_old_one_held() -> None:
     world = apart()
     keys = chain(1, 2)
     world.store("node-1", keys)
-    assert world.plan(keys).sources
+    assert world.planned_alone(keys).sources
     world.pools["node-1"].node = Node("node-1", "node-1:2", 2)
     world.pools["node-1"].blocks.clear()
     world.pools["node-1"].sequence = 0
     world.on(DaemonHello(world.pools["node-1"].node, 0))
-    assert not world.plan(keys).sources
+    assert not world.planned_alone(keys).sources
     world.store("node-1", keys)
     assert world.plan(keys).sources[0].node.incarnation == 2
 

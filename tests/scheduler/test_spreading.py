@@ -66,7 +66,7 @@ def test_a_loaded_or_slow_holder_sends_less() -> None:
     for node, seconds in (("node-1", 3.0), ("node-2", 1.0)):
         samples = tuple(LoadSample(source=node, size=1 << 30, seconds=seconds) for _ in range(9))
         world.alive("both-0", loads=samples)
-    asked = first_choices(world.plan(keys))
+    asked = first_choices(world.planned_alone(keys))
     slow = sum(nodes[0] == "node-1" for nodes in asked.values())
     assert abs(slow - 8 * LEAST) <= 2 * LEAST
     # With a queue of some seconds, none of it.

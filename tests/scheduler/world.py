@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pyengine.scheduler.changes import Change, pack
 from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.cost import UNMEASURED, StepCost, StepWork
 from pyengine.scheduler.events import (
     Action,
     BlockDump,
@@ -26,7 +27,7 @@ from pyengine.scheduler.messages import (
     Planned,
     Rejected,
     Route,
-    StepSample,
+    RouteEnded,
     WorkerAlive,
     WorkerHello,
 )
@@ -156,7 +157,7 @@ class World:
             "queued_tokens": 0,
             "running": 0,
             "free_pages": self.workers[name].pages,
-            "samples": (),
+            "cost": UNMEASURED,
             "counters": {},
         }
         return self.on(FromWorker(WorkerAlive(**(fields | changes))))  # type: ignore[arg-type]
@@ -176,11 +177,18 @@ class World:
 
     def measured(self, name: str, seconds_per_token: float) -> None:
         """The worker's steps have been measured: this many seconds per prompt token and per decoding sequence."""
-        samples = [StepSample(n, 0, 0, 0, n * seconds_per_token) for n in (64, 128, 256, 512)]
-        samples += [StepSample(0, 0, n, 0, n * seconds_per_token) for n in (1, 2, 4, 8)]
-        self.alive(name, samples=tuple(samples) * 5)
+        cost = StepCost()
+        for _ in range(5):
+            for n in (64, 128, 256, 512):
+                cost.observe(StepWork(n, 0, 0, 0), n * seconds_per_token)
+            for n in (1, 2, 4, 8):
+                cost.observe(StepWork(0, 0, n, 0), n * seconds_per_token)
+        self.alive(name, cost=cost.fit())
 
     def route(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> list[Action]:
+        return self.on(FromGateway("gateway", self.asked(keys, tokens, **changes)))
+
+    def asked(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Route:
         fields: dict[str, object] = {
             "request": self.requests,
             "attempt": 0,
@@ -192,13 +200,24 @@ class World:
             "slo": Slo(),
         }
         self.requests += 1
-        return self.on(FromGateway("gateway", Route(**(fields | changes))))  # type: ignore[arg-type]
+        return Route(**(fields | changes))  # type: ignore[arg-type]
 
     def plan(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Plan:
         answer = self.route(keys, tokens, **changes)[0]
         assert isinstance(answer, SendToGateway)
         assert isinstance(answer.message, Planned), answer.message
         return answer.message.plan
+
+    def end(self, request: int, **how: object) -> list[Action]:
+        """The gateway says that the request's first attempt is over."""
+        fields: dict[str, object] = {"request": request, "attempt": 0}
+        return self.on(FromGateway("gateway", RouteEnded(**(fields | how))))  # type: ignore[arg-type]
+
+    def planned_alone(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Plan:
+        """A plan for a request that is over at once: nobody waits for what it computes."""
+        plan = self.plan(keys, tokens, **changes)
+        self.end(plan.request)
+        return plan
 
     def refusal(self, keys: list[bytes], tokens: int | None = None, **changes: object) -> Rejection:
         (answer,) = self.route(keys, tokens, **changes)

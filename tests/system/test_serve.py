@@ -211,9 +211,9 @@ def test_a_part_killed_in_the_middle_of_prefill_costs_nobody_an_answer(
 ) -> None:
     """Before any token has gone out: prompts are computed anew elsewhere, and nothing stays held anywhere."""
     hold = tmp_path / "hold"
-    hold.touch()
     flags = ("--prefill", "2", "--decode", "2", "--nodes", "2")
     with fake_server(state_dir, *flags, model=f"fake:hold={hold}") as server:
+        hold.touch()
         prompts = [prompt(1500, i) for i in range(6)]
         with ThreadPoolExecutor(6) as threads:
             answers = [threads.submit(complete, server, ids, 10) for ids in prompts]

@@ -158,5 +158,6 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"pyengine"}, tops
     assert any(name.startswith("pyengine/scheduler/") for name in names)
     assert any(name.startswith("pyengine/kernels/") for name in names)
+    assert "pyengine/scheduler/sim/models/llama3-70b-a800.toml" in names
     assert "pyengine/py.typed" in names
     assert "pyengine/_native.pyi" in names

@@ -19,7 +19,7 @@ from pyengine._native import Tag
 from pyengine.backend import U8, Slice
 from pyengine.backends.fake import EOS, FakeBackend, fake_tokens
 from pyengine.scheduler.messages import Note
-from pyengine.scheduler.types import Node, Role, SamplingParams, Source
+from pyengine.scheduler.types import Node, Role, SamplingParams, Slo, Source
 from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
 from tests.worker.harness import Cluster, Request
 from tests.worker.test_worker import backend, one_node, prompt, two_nodes
@@ -80,6 +80,10 @@ def kind_of(request: Request) -> str | None:
         {"tenant": 2**64},
         {"deadline": float("nan")},
         {"deadline": -1.0},
+        {"waited": -1.0},
+        {"slo": Slo(tbt=float("nan"))},
+        {"slo": Slo(deadline=-0.5)},
+        {"priority": 2**31},
     ],
     ids=lambda changes: ",".join(changes),
 )
@@ -106,7 +110,6 @@ def test_role_and_incarnation_of_work_must_fit() -> None:
         cluster.add_worker("decode", "a", backend(), role=Role.DECODE)
         for request in (
             cluster.submit(prompt(40), "prefill", "prefill"),
-            cluster.submit(prompt(40), "decode", "decode"),
             cluster.submit(prompt(40), "decode", "prefill", parts=("prefill",)),
             cluster.submit(prompt(40), "decode", "prefill", parts=("decode",)),
         ):
@@ -116,6 +119,26 @@ def test_role_and_incarnation_of_work_must_fit() -> None:
         late = cluster.submit(prompt(40), "prefill", "decode", parts=("decode",), changes=changes)
         cluster.run(late)
         assert kind_of(late) == "retry"
+        whole = cluster.submit(prompt(40), "decode", "decode")
+        cluster.run(whole)
+        assert whole.ids == fake_tokens(prompt(40), 8), "a decode worker takes a whole request, if it is sent one"
+        works(cluster)
+
+
+@pytest.mark.parametrize("part", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("waited", [0.0, 60.0])
+def test_what_cannot_be_in_time_for_its_client_is_dropped_and_called_late(part: str, waited: float) -> None:
+    """waited: it is hopeless on arrival. Else the other part never comes, or nobody is admitted meanwhile."""
+    with two_nodes() as cluster:
+        batcher = cluster.workers["prefill"].batcher
+        batcher.max_sequences = 0
+        changes = {"slo": Slo(deadline=60.0 if waited else 0.1), "waited": waited}
+        names = ("prefill", "prefill") if part == "both" else ("prefill", "decode")
+        request = cluster.submit(prompt(40), *names, parts=(part,), changes=changes)
+        cluster.run(request)
+        assert kind_of(request) == "late"
+        cluster.settle()
+        batcher.max_sequences = 32
         works(cluster)
 
 

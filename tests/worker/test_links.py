@@ -14,14 +14,18 @@ import pytest
 import zmq
 
 from pyengine.backends.fake import FakeBackend
+from pyengine.scheduler.cost import UNMEASURED
 from pyengine.scheduler.links import bind, dial
 from pyengine.scheduler.messages import (
     Abort,
     Codec,
+    ConductorToWorker,
     Failed,
     GatewayPing,
     GatewayToWorker,
     Message,
+    PagesChanged,
+    SetRole,
     Work,
     WorkerAlive,
     WorkerHello,
@@ -50,7 +54,14 @@ WORK = Work(
     decode_incarnation=1,
 )
 ALIVE = WorkerAlive(
-    worker="w", progress=0, queued_requests=0, queued_tokens=0, running=0, free_pages=0, samples=(), counters={}
+    worker="w",
+    progress=0,
+    queued_requests=0,
+    queued_tokens=0,
+    running=0,
+    free_pages=0,
+    cost=UNMEASURED,
+    counters={},
 )
 
 
@@ -100,9 +111,9 @@ class Ends:
         while self.gateway.poll(PATIENCE):
             yield from (m for m in self._codec.decode(self.gateway.recv()) if not isinstance(m, WorkerPing))
 
-    def taken(self, count: int) -> list[Work | Abort]:
+    def taken(self, count: int) -> list[Work | Abort | SetRole]:
         """What the loop takes, when there is so much."""
-        messages: list[Work | Abort] = []
+        messages: list[Work | Abort | SetRole] = []
         while len(messages) < count:
             ready, _, _ = select.select([self.links.arrived], [], [], PATIENCE / 1000)
             assert ready, "nothing comes"
@@ -189,3 +200,35 @@ def test_a_conductor_is_found_again_after_a_stranger_at_its_port(
         ends.heartbeat()
     finally:
         ends.close()
+
+
+def test_an_order_of_the_conductor_reaches_the_loop_and_nonsense_does_not_stop_it(ends: Ends) -> None:
+    assert ends.conductor.poll(PATIENCE)
+    identity, _ = ends.conductor.recv_multipart()
+    codec = Codec(ConductorToWorker)
+    for frame in (b"\xc1", Codec(WorkerToGateway).encode([WorkerPing(worker="w", incarnation=1)]), codec.encode([])):
+        ends.conductor.send_multipart([identity, frame])
+    ends.conductor.send_multipart([identity, codec.encode([SetRole(role=Role.DECODE)])])
+    assert ends.taken(1) == [SetRole(role=Role.DECODE)]
+    ends.heartbeat()
+
+
+def test_pages_are_unknown_whenever_a_link_stands_anew_and_are_told_after_the_hello(ends: Ends) -> None:
+    ends.told(WorkerHello)
+    unknown = ends.links.take_unknown()
+    while not unknown:
+        ready, _, _ = select.select([ends.links.arrived], [], [], PATIENCE / 1000)
+        assert ready, "the loop is not woken"
+        ends.links.take()
+        unknown = ends.links.take_unknown()
+    assert not ends.links.take_unknown()
+    ends.links.tell([PagesChanged(worker="w", changes=b"", first=True)])
+    ends.told(PagesChanged)
+
+
+def test_pages_that_could_not_be_told_are_unknown(ends: Ends) -> None:
+    ends.told(WorkerHello)
+    ends.links.take_unknown()
+    ends.conductor.close(0)
+    while not ends.links.take_unknown():
+        ends.links.tell([PagesChanged(worker="w", changes=bytes(40))])

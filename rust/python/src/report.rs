@@ -133,6 +133,11 @@ impl ReportEndpoint {
         self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
     }
 
+    fn order_forget(&self, py: Python<'_>, node: String, keys: Readable) -> PyResult<()> {
+        let order = DaemonOrder::Forget { keys: keys.keys()? };
+        self.living.with(py, |endpoint| endpoint.order(&node, &order))?.map_err(exception)
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.living.close(py)
     }

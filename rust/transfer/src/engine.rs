@@ -27,6 +27,7 @@ mod copying;
 mod doubts;
 mod drain;
 mod fetch;
+mod forget;
 mod grants;
 pub mod keep;
 mod objects;
@@ -362,6 +363,7 @@ impl Engine {
             Input::Order(DaemonOrder::Members { members }) => self.order_members(members),
             Input::Members { known, strangers } => self.list_members(known, strangers),
             Input::Order(DaemonOrder::Clear { order, whose }) => self.clear(order, whose),
+            Input::Order(DaemonOrder::Forget { keys }) => self.forget(&keys),
             Input::Tier => self.tier(),
             Input::Stop => self.begin_leaving(),
             Input::Tick => self.tick(),

@@ -227,6 +227,9 @@ pub enum DaemonOrder {
     Members { members: Vec<NodeAddress> },
     /// Forget all blocks of an owner, on every medium; `Cleared` follows.
     Clear { order: u64, whose: Whose },
+    /// Others have these blocks too, and nobody asks for them: drop them from DRAM, but for what somebody holds. Not
+    /// answered; `Removed` tells what went.
+    Forget { keys: Vec<BlockKey> },
 }
 
 /// Says in a session's first message what the dialling side wants to be.

@@ -236,6 +236,8 @@ mod tests {
             prop_assert_eq!(decode::<DaemonReport>(&encode(&report)).expect("own encoding"), report);
             let order = DaemonOrder::Replicate { order: number, keys: vec![key], parent: key, position: place, from: node };
             prop_assert_eq!(decode::<DaemonOrder>(&encode(&order)).expect("own encoding"), order);
+            let order = DaemonOrder::Forget { keys: vec![key; 3] };
+            prop_assert_eq!(decode::<DaemonOrder>(&encode(&order)).expect("own encoding"), order);
         }
 
         #[test]

@@ -283,6 +283,33 @@ fn an_order_clears_an_owner_everywhere() {
     assert_eq!(ordered(&mut alone, 7), [(7, 0, 0, false)]);
 }
 
+// Goal: an order to forget blocks drops them from memory only, and tells of it; what is in use or kept stays, what is not
+// there does no harm. Method: of six blocks one is in use, one kept; all are on the tier.
+#[test]
+fn an_order_to_forget_drops_what_nobody_holds_from_memory() {
+    let mut alone = Alone::new(Vec::new());
+    for number in 1..7 {
+        (0..2).for_each(|_| alone.store(number, 7).expect("room"));
+    }
+    alone.handle(Input::Tier);
+    assert_eq!(alone.listed(Medium::Ssd).len(), 6);
+    assert_eq!(alone.keep(2, &[1], 1000, "x"), [Keeping::Done]);
+    let tag = Tag { request: 999, attempt: 1, worker: 1 };
+    alone.ask(3, LocalRequest::Lookup { tag, keys: keys([3]) });
+    alone.out.clear();
+    alone.handle(Input::Order(DaemonOrder::Forget { keys: keys([1, 2, 3, 4, 99, 2]) }));
+    assert_eq!(alone.listed(Medium::Dram).into_keys().collect::<Vec<_>>(), [1, 3, 5, 6]);
+    assert_eq!(alone.listed(Medium::Ssd).len(), 6);
+    let removed = alone.out.iter().filter_map(|output| match output {
+        Output::Report(DaemonReport::Removed { key, medium: Medium::Dram, .. }) => Some(*key),
+        _ => None,
+    });
+    assert_eq!(removed.collect::<Vec<_>>(), keys([2, 4]));
+    alone.ask(3, LocalRequest::End { tag });
+    alone.handle(Input::Order(DaemonOrder::Forget { keys: keys([3]) }));
+    assert!(!alone.listed(Medium::Dram).contains_key(&3));
+}
+
 // Goal: a block that is to be kept and turns out rotten on the tier is not kept, and leaves nothing. Method: rot.
 #[test]
 fn what_cannot_be_read_is_not_kept() {

@@ -1,0 +1,158 @@
+"""How long each worker would take with one request: the columns that policies compare.
+
+from pages     0
+from DRAM      copied into pages, if that was ever measured
+from SSD       read from the node's own
+from a peer    the queues of sender and receiver, a delay, bytes over the link's rate, and the sender's SSD if it must
+coming         the time until whoever computes it just now is through, as far as one's own queue is shorter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .cluster import Bools, Ints, View
+from .cost import F64
+from .link_cost import LINK_DELAY, LinkCost
+from .messages import Route
+from .overlap import Overlap
+from .policies.base import Ask, ttft
+
+#: To wait for somebody else's prefill is worth it if it takes longer by this share of the computing that it spares: the
+#: first of a burst finds idle workers, and they are not to compute its prefix once each.
+SHARING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The ask that a policy gets. awaited: [W] who has the longest prefix only once somebody has computed it; of length
+    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is.
+    """
+
+    ask: Ask
+    awaited: Bools
+    fetch_ready: float = 0.0
+
+
+def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output_tokens: float, now: float) -> Estimate:
+    """See the module. output_tokens: predicted length of the answer."""
+    node, size = view.node, view.block_bytes
+    held = overlap.held[node]
+    prefix = np.maximum(held, overlap.device)
+    ssd = overlap.ssd[node]
+    ask = Ask(
+        route.prompt_tokens,
+        prefix,
+        overlap.best,
+        np.zeros(len(prefix)),
+        np.zeros(len(prefix)),
+        route.slo,
+        device=overlap.device,
+        ssd=ssd,
+        output_tokens=output_tokens,
+        handoff_seconds=_handoff(view, route.prompt_tokens, overlap, links, now),
+        tenant=route.tenant,
+        priority=route.priority,
+    )
+    if overlap.best:
+        beyond = np.maximum(held - overlap.device, 0)
+        seconds = beyond * size * links.device_seconds(view.nodes)[node]
+        if overlap.ssd.any():
+            seconds += np.minimum(ssd, beyond) * size / links.ssd_rates(view.nodes)[node]
+        transfer = _transfer(view, overlap, overlap.best - prefix, links, now)
+        ask = replace(ask, load_seconds=seconds, transfer_seconds=transfer)
+    if not overlap.some_coming:
+        return Estimate(ask, np.zeros(0, dtype=bool))
+    return _fetch_coming(view, overlap, _await_coming(view, overlap, ask, now), links, now)
+
+
+def _transfer(view: View, overlap: Overlap, blocks: Ints, links: LinkCost, now: float) -> F64:
+    """[W] to fetch so many blocks, from whoever holds most of the prefix."""
+    source, node = overlap.source, view.node
+    size = blocks * view.block_bytes
+    # Which of its blocks are on SSD is not asked: those that are fetched, at worst.
+    read = np.minimum(blocks, overlap.source_ssd) * (view.block_bytes / links.rate(source, source))
+    wait = links.queues(source, view.nodes, now)[node]
+    return np.where(size > 0, wait + LINK_DELAY + size / links.rates(source, view.nodes)[node] + read, 0.0)
+
+
+def _handoff(view: View, prompt_tokens: int, overlap: Overlap, links: LinkCost, now: float) -> Callable[[int], F64]:
+    blocks = -(-prompt_tokens // view.block_tokens)
+
+    def seconds(prefill: int) -> F64:
+        source = view.nodes[view.node[prefill]]
+        size = (blocks - overlap.held) * view.block_bytes
+        by_node = links.queues(source, view.nodes, now) + LINK_DELAY + size / links.rates(source, view.nodes)
+        by_node[view.node[prefill]] = 0.0
+        moved: F64 = by_node[view.node]
+        return moved
+
+    return seconds
+
+
+def _await_coming(view: View, overlap: Overlap, ask: Ask, now: float) -> Estimate:
+    """Who computes a longer prefix just now need not compute it twice, if waiting for it is shorter."""
+    wait = np.maximum(overlap.ready - now - view.queue_seconds, 0.0)
+    now_seconds = ask.load_seconds + view.prefill_seconds(ask.prompt_tokens, ask.prefix * view.block_tokens)
+    coming = np.maximum(overlap.coming, ask.prefix)
+    then_seconds = wait + view.prefill_seconds(ask.prompt_tokens, coming * view.block_tokens)
+    spared = view.prefill_seconds(ask.prompt_tokens, ask.prefix * view.block_tokens) - (then_seconds - wait)
+    awaited = (overlap.coming > ask.prefix) & (then_seconds < now_seconds + SHARING * spared)
+    if not awaited.any():
+        return Estimate(ask, awaited)
+    ask = replace(
+        ask,
+        prefix=np.where(awaited, coming, ask.prefix),
+        load_seconds=np.where(awaited, wait, ask.load_seconds),
+        # What is still fetched, is fetched beyond that.
+        transfer_seconds=np.where(awaited & (coming >= ask.best), 0.0, ask.transfer_seconds),
+    )
+    return Estimate(ask, awaited)
+
+
+def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkCost, now: float) -> Estimate:
+    """Others can fetch what is computed just now, once it is there: if the first token comes hardly later by that."""
+    ask = estimate.ask
+    best = int(overlap.coming.max())
+    if best <= ask.best:
+        return estimate
+    (rows,) = np.nonzero(overlap.coming == best)
+    row = int(rows[np.argmin(overlap.ready[rows])])
+    source, ready = view.nodes[view.node[row]], float(overlap.ready[row])
+    size = (best - ask.prefix) * view.block_bytes
+    wait = np.maximum(ready - now - view.queue_seconds, 0.0)
+    move = links.queues(source, view.nodes, now) + LINK_DELAY
+    seconds = wait + move[view.node] + size / links.rates(source, view.nodes)[view.node]
+    # On the node itself nothing is moved.
+    seconds = np.where(view.node == view.node[row], wait, seconds)
+    later = replace(ask, best=best, transfer_seconds=np.where(size > 0, seconds, 0.0))
+    shared = float(ttft(view, later, np.ones(len(view.workers), dtype=bool))[view.prefills].min(initial=np.inf))
+    alone = soonest(view, ask)
+    computed = view.prefill_seconds(ask.prompt_tokens, np.maximum(ask.prefix, ask.best) * view.block_tokens)
+    left = view.prefill_seconds(ask.prompt_tokens, np.maximum(ask.prefix, best) * view.block_tokens)
+    spared = float((computed - left)[view.prefills].max(initial=0.0))
+    if shared > alone + SHARING * spared:
+        return estimate
+    return Estimate(later, estimate.awaited, ready)
+
+
+def soonest(view: View, ask: Ask) -> float:
+    """Seconds to the first token at the worker that has it first, with or without fetching."""
+    everybody = np.ones(len(view.workers), dtype=bool)
+    seconds = np.minimum(ttft(view, ask, everybody), ttft(view, ask, ~everybody))
+    return float(seconds[view.prefills | view.inlines].min(initial=np.inf))
+
+
+def inlines(view: View, ask: Ask) -> Bools:
+    """[W] decode workers that can compute what is missing of the prompt in one step, and keep its objective by that."""
+    gap = ask.slo.tbt
+    if gap is None:
+        return np.zeros(len(view.workers), dtype=bool)
+    rest = ask.prompt_tokens - ask.prefix * view.block_tokens
+    context = rest * (2 * ask.prompt_tokens - rest + 1) / 2
+    step = view.tbt + rest * view.token_seconds + context * view.context_seconds
+    able: Bools = view.decodes & ~view.both & view.takes & (rest <= view.max_tokens_per_step) & (step <= gap)
+    return able

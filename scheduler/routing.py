@@ -1,0 +1,278 @@
+"""One request becomes a plan: candidates, what of the prompt lies where, what each would take, the policy's choice.
+
+What is planned counts at once: the load at its workers until heartbeats show it, the bytes on their links, and the
+blocks it will leave, which requests right behind it may share.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .accuracy import Accuracy, Prediction
+from .candidates import Refused, candidates
+from .cluster import Assigned, Cluster, View
+from .estimates import Estimate, estimate, inlines, soonest
+from .explaining import Decision, Decisions, explain
+from .explanation import Explanation
+from .inflight import Inflight
+from .link_cost import LinkCost
+from .messages import Route, RouteEnded
+from .outlook import Outlook
+from .overlap import Overlap, Overlaps
+from .policies import Choice, PolicyFailed, decide, find_policy
+from .policies.base import ttft
+from .prefix_index import Index
+from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
+
+#: Requests whose load is accounted for at once; beyond, the oldest is forgotten, as if it had ended.
+MAX_ROUTES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a route has become, and what was known of its prompt then."""
+
+    plan: Plan
+    view: View
+    overlap: Overlap
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A plan under way. waited: seconds that the request was old when it was made."""
+
+    attempt: int
+    prefill: str
+    decode: str
+    waited: float
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class _Considered:
+    """All that a choice rests on, and the choice."""
+
+    decision: Decision
+    view: View
+    overlap: Overlap
+    estimate: Estimate
+    choice: Choice
+    prediction: Prediction
+
+
+class Router:
+    """Plans under way by (gateway, request). nodes: the daemon's node by name, to name sources."""
+
+    def __init__(self, cluster: Cluster, index: Index, pages: Index, outlook: Outlook, policy: str, seed: int) -> None:
+        self.policy_name = policy
+        self.policy = find_policy(policy)
+        self.links = LinkCost()
+        self.inflight = Inflight()
+        self.accuracy = Accuracy()
+        self.decisions = Decisions()
+        self.plans = 0
+        self._cluster = cluster
+        self._outlook = outlook
+        self._overlaps = Overlaps(index, pages, self.inflight)
+        self._random = random.Random(seed)
+        self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
+
+    # -- plans -----------------------------------------------------------------------------------------------------
+
+    def attempt(self, gateway: str, request: int) -> int | None:
+        """The attempt that is planned of this request, if one is."""
+        known = self._open.get((gateway, request))
+        return known.attempt if known is not None else None
+
+    def plan(self, gateway: str, route: Route, now: float) -> Planned:
+        """Decides, and takes the plan's load into account. Raises Refused."""
+        try:
+            considered = self._consider(route, self._random, now)
+        except Refused as refused:
+            self.decisions.refused(gateway, route, refused.reason, now, None)
+            raise
+        view, overlap, choice = considered.view, considered.overlap, considered.choice
+        ask, predicted = considered.estimate.ask, considered.prediction
+        judgement = self._outlook.judge(route, view, ask, choice, predicted.ttft, predicted.tbt, now)
+        if (refusal := judgement.refusal) is not None:
+            self.decisions.refused(gateway, route, refusal.reason, now, considered.decision)
+            raise Refused(refusal.kind, refusal.reason, refusal.retry_after)
+        prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
+        here = int(overlap.held[view.node[choice.prefill]])
+        cached, sources = self._sources(considered, now)
+        plan = Plan(
+            request=route.request,
+            attempt=route.attempt,
+            prefill=_reference(prefill),
+            decode=_reference(decode),
+            sources=tuple(sources),
+            cached_blocks=cached,
+            predicted_ttft=considered.prediction.ttft,
+            predicted_tbt=considered.prediction.tbt,
+            why=f"{self.policy_name}: {here} blocks at {prefill.node.node},"
+            f" {int(overlap.ssd[view.node[choice.prefill]])} of them on its SSD only, {max(cached - here, 0)} to fetch",
+        )
+        self._account((gateway, route.request), route, plan, considered, now)
+        self._outlook.planned((gateway, route.request), route.attempt, judgement, now)
+        self.decisions.planned(gateway, considered.decision, plan)
+        return Planned(plan, view, overlap)
+
+    def explain(self, gateway: str, route: Route, now: float) -> Explanation:
+        """Where it would be sent, were it admitted, and why; it is not. Raises Refused if nobody could serve it."""
+        drawn = random.Random()
+        drawn.setstate(self._random.getstate())
+        return explain(gateway, self._consider(route, drawn, now).decision, None)
+
+    def _consider(self, route: Route, drawn: random.Random, now: float) -> _Considered:
+        shortlist = candidates(self._cluster, route, self.plans, now)
+        view = shortlist.view
+        blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
+        overlap = self._overlaps.find(view, route.keys[: blocks * KEY_BYTES], now)
+        estimated = estimate(view, route, overlap, self.links, self._outlook.length(route), now)
+        ask = estimated.ask
+        if ask.slo.tbt is not None:
+            view = replace(view, inlines=inlines(view, ask))
+        _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
+        try:
+            choice = decide(self.policy_name, self.policy, view, ask, drawn)
+        except PolicyFailed as failed:
+            raise Refused("policy", str(failed), None) from failed
+        row = choice.prefill
+        seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[row])
+        gap = float(view.tbt[choice.decode])
+        moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
+        name = view.workers[row].worker
+        prediction = Prediction(name, moved, seconds - moved, float(view.correction[row]), gap)
+        decision = Decision(route, view, shortlist.filters, overlap, ask, choice, self.policy_name, now)
+        return _Considered(decision, view, overlap, estimated, choice, prediction)
+
+    def _sources(self, considered: _Considered, now: float) -> tuple[int, list[Source]]:
+        """Blocks that the prefill node will have, and who has what it lacks in DRAM."""
+        view, overlap, choice = considered.view, considered.overlap, considered.choice
+        row = choice.prefill
+        node = view.workers[row].node
+        here = int(overlap.held[view.node[row]])
+        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if overlap.ssd.any() else []
+        if choice.fetch and overlap.best > here:
+            runs += self._overlaps.fetched(overlap.keys, here, node.node, view.block_bytes, self.links, now)
+        daemons = self._cluster.daemons
+        sources = [Source(daemons[run.node].node, run.first, run.last, run.medium) for run in runs]
+        cached = max([here, *(run.last for run in runs)])
+        estimate = considered.estimate
+        if estimate.awaited.any() and estimate.awaited[row]:
+            # Whom it waits for may stand in its own line, which is quicker to notice; but not if it has to wait idly.
+            wait = float(overlap.ready[row]) - now
+            if wait > view.queue_seconds[row]:
+                sources.append(Source(node, here, int(overlap.coming[row]), Medium.DRAM, wait))
+        elif choice.fetch and estimate.fetch_ready and estimate.ask.best > cached:
+            cached = estimate.ask.best
+            source = view.workers[int(np.argmax(overlap.coming))].node
+            wait = max(estimate.fetch_ready - now, 0.0)
+            sources.append(Source(source, max(overlap.best, here), cached, Medium.DRAM, wait))
+        return cached, sources
+
+    def _account(self, key: tuple[str, int], route: Route, plan: Plan, considered: _Considered, now: float) -> None:
+        """Takes the plan's load into account until heartbeats show it, or it ends."""
+        view, choice, prediction = considered.view, considered.choice, considered.prediction
+        cached = max(plan.cached_blocks, int(considered.estimate.ask.prefix[choice.prefill]))
+        tokens = route.prompt_tokens - cached * view.block_tokens
+        seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
+        alone = plan.prefill.worker == plan.decode.worker
+        context = route.prompt_tokens + 1
+        self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
+        self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
+        self._cluster.assign(
+            plan.prefill.worker, key, Assigned(now, seconds, tokens, int(alone), context if alone else 0)
+        )
+        if not alone:
+            self._cluster.assign(plan.decode.worker, key, Assigned(now, 0.0, 0, 1, context))
+        at = 0
+        for source in plan.sources:
+            # Who only stands in for others, and the node's own SSD, send nothing.
+            first = max(source.first, at)
+            if source.node.node != plan.prefill.node.node and first < source.last:
+                size = (source.last - first) * view.block_bytes
+                self.links.order(source.node.node, plan.prefill.node.node, size, now)
+                at = source.last
+        ready = {plan.prefill.worker: now + prediction.ttft}
+        if not alone:
+            handoff = float(considered.estimate.ask.handoff_seconds(choice.prefill)[choice.decode])
+            ready[plan.decode.worker] = now + prediction.ttft + handoff
+        self.inflight.add(key, route.keys, view.block_tokens, ready, now)
+        self._open[key] = _Open(plan.attempt, plan.prefill.worker, plan.decode.worker, route.waited, prediction)
+        self.plans += 1
+        while len(self._open) > MAX_ROUTES:
+            self.end(*next(iter(self._open)), now)
+
+    # -- ends ------------------------------------------------------------------------------------------------------
+
+    def ended(self, gateway: str, message: RouteEnded, now: float) -> None:
+        """The gateway says that the attempt is over, and how it went."""
+        known = self._open.get((gateway, message.request))
+        if known is None or known.attempt != message.attempt:
+            return
+        since = message.ttft - known.waited if message.ttft >= 0 else -1.0
+        factor = self.accuracy.observe(known.prediction, since, message.tbt)
+        if factor is not None:
+            self._cluster.correct(known.prefill, factor)
+        self.end(gateway, message.request, now, message)
+
+    def end(self, gateway: str, request: int, now: float, message: RouteEnded | None = None) -> None:
+        """Forgets a plan. message: what its gateway told of it."""
+        known = self._open.pop((gateway, request), None)
+        if known is not None:
+            self.inflight.end((gateway, request))
+            self._outlook.ended((gateway, request), message, now)
+            for worker in (known.prefill, known.decode):
+                self._cluster.unassign(worker, (gateway, request))
+
+    def forget_gateway(self, gateway: str, now: float) -> None:
+        for key in [key for key in self._open if key[0] == gateway]:
+            self.end(*key, now)
+
+    def worker_lost(self, worker: str) -> None:
+        """The worker is gone: what was to come from there will not."""
+        self.inflight.lost(worker)
+        self.accuracy.forget(worker)
+
+    def gateways(self) -> set[str]:
+        """Those that have plans under way."""
+        return {gateway for gateway, _ in self._open}
+
+    def check(self) -> None:
+        """Raises AssertionError if workers are charged for what is not planned."""
+        self.inflight.check()
+        for name, worker in self._cluster.workers.items():
+            for key in worker.assigned:
+                known = self._open[key]
+                assert name in (known.prefill, known.decode), "a worker is charged for another's request"
+
+
+def _soonest(view: View, estimated: Estimate) -> float:
+    """Seconds to the first token at the worker that has it first; 0 if one that may do it was never measured."""
+    measured = view.measured[view.prefills | view.inlines].all()
+    return soonest(view, estimated.ask) if measured else 0.0
+
+
+def _refuse_late(view: View, deadline: float | None, waited: float, soonest: Callable[[], float]) -> None:
+    """Raises Refused for a request whose first token alone would come after its deadline, wherever it went."""
+    if deadline is None:
+        return
+    left = deadline - waited
+    needed = soonest() if left > 0 else 0.0
+    if needed > left or left <= 0:
+        raise Refused(
+            "late",
+            f"the answer is worthless {deadline:g} s after the request, and the first token would come"
+            f" {waited + needed:.2f} s after it at the earliest: give it more time, or ask when less is waiting",
+            max(needed - left, 0.5),
+        )
+
+
+def _reference(worker: WorkerInfo) -> WorkerRef:
+    return WorkerRef(worker.worker, worker.incarnation, worker.node, worker.work)
