@@ -130,8 +130,7 @@ class View:
     step, whatever it computes. error: of predictions of steps, relative. correction: by which its queue and its prefill
     are multiplied already. cached_blocks: that its node holds. recent_prompt, recent_computed, recent_output: tokens of
     the prompts it was given in the last minutes, of these to compute, and of the answers it was to decode, as predicted
-    (`recent.py`). fits_all: prompts of so many tokens
-    are too large for nobody.
+    (`recent.py`). fits_all: prompts of so many tokens are too large for nobody.
     """
 
     workers: tuple[WorkerInfo, ...]
