@@ -6,9 +6,8 @@ Nothing here blocks longer than it says; every wait releases the GIL. Loading th
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
-import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
@@ -357,52 +356,6 @@ class Daemon:
     def stop(self) -> None:
         """Ends all links and threads; returns when they are gone. Idempotent."""
 
-# The index of blocks. `scheduler/prefix_index.py` says what all of this means; `NativeIndex` is what users use.
-
-@final
-class Match:
-    """How much of one prefix each holder has, by slot; the last row is zero."""
-
-    @property
-    def best(self) -> int: ...
-    @property
-    def held(self) -> npt.NDArray[np.int64]: ...
-    @property
-    def ssd(self) -> npt.NDArray[np.int64]: ...
-
-class PrefixIndex:
-    """Block keys to holders. Raises ValueError for bytes that are not whole keys or changes, and if it is full."""
-
-    def __new__(cls) -> Self: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def size(self) -> int:
-        """Bytes that its tables occupy."""
-    def slot(self, node: str) -> int: ...
-    def slots(self, nodes: Sequence[str]) -> npt.NDArray[np.int64]: ...
-    def name(self, slot: int) -> str: ...
-    def count(self, node: str) -> int: ...
-    def digest(self, node: str) -> bytes: ...
-    def holds(self, node: str, key: _Bytes) -> bool: ...
-    def holders(self, key: _Bytes) -> list[str]: ...
-    def apply(self, node: str, changes: _Bytes) -> None: ...
-    def clear(self, node: str) -> None: ...
-    def forget(self, node: str) -> None: ...
-    def replace(self, node: str, changes: _Bytes) -> None: ...
-    def begin(self, node: str) -> None: ...
-    def stage(self, node: str, changes: _Bytes) -> None: ...
-    def adopt(self, node: str) -> None: ...
-    def dump(self, node: str) -> bytes: ...
-    def match(self, keys: _Bytes) -> Match: ...
-    def check(self) -> None: ...
-    def _runs(self, keys: _Bytes, first: int, avoid: Sequence[str]) -> list[tuple[str, int, int, str]]: ...
-    def _shared(
-        self, keys: _Bytes, first: int, last: int, on_ssd: bool, avoid: Sequence[str]
-    ) -> list[tuple[str, int]]: ...
-    def _only_at(self, key: _Bytes, node: str, others: Sequence[str]) -> tuple[bytes, int] | None: ...
-    def _only_on_ssd(self, keys: _Bytes, node: str) -> list[tuple[int, int]]: ...
-
 # Objects. `pyengine.pool` says what all of this means, and is what users use.
 
 _Key: TypeAlias = str | bytes
@@ -456,7 +409,7 @@ class ObjectPool:
         """By the names of `pyengine.pool.PoolStats`."""
     def close(self) -> None: ...
 
-# What a ReportEndpoint's `events` returns. Blocks are packed as `scheduler/changes.py` draws them.
+# What a ReportEndpoint's `events` returns. Blocks are (key, parent, position, medium); medium is "dram" or "ssd".
 
 @final
 class DaemonHello:
@@ -469,20 +422,36 @@ class DaemonHello:
     def next_sequence(self) -> int: ...
 
 @final
-class BlocksChanged:
-    """Consecutive changes of what the node holds, packed. sequence: number of the first."""
-
-    __match_args__ = ("node", "sequence", "changes")
+class BlockStored:
+    __match_args__ = ("node", "sequence", "key", "parent", "position", "medium")
     @property
     def node(self) -> NodeAddress: ...
     @property
     def sequence(self) -> int: ...
     @property
-    def changes(self) -> bytes: ...
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def medium(self) -> str: ...
+
+@final
+class BlockRemoved:
+    __match_args__ = ("node", "sequence", "key", "medium")
+    @property
+    def node(self) -> NodeAddress: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def medium(self) -> str: ...
 
 @final
 class BlockDump:
-    """Part of a dump: all blocks published before change `sequence`; parts are numbered from 0, `last` ends it."""
+    """Part of a dump: all blocks published before event `sequence`; parts are numbered from 0, `last` ends it."""
 
     __match_args__ = ("node", "sequence", "part", "blocks", "last")
     @property
@@ -492,7 +461,7 @@ class BlockDump:
     @property
     def part(self) -> int: ...
     @property
-    def blocks(self) -> bytes: ...
+    def blocks(self) -> list[tuple[bytes, bytes, int, str]]: ...
     @property
     def last(self) -> bool: ...
 
@@ -550,7 +519,9 @@ class DaemonGone:
     @property
     def node(self) -> NodeAddress: ...
 
-DaemonReport: TypeAlias = DaemonHello | BlocksChanged | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
+DaemonReport: TypeAlias = (
+    DaemonHello | BlockStored | BlockRemoved | BlockDump | DaemonHeartbeat | Replicated | Cleared | DaemonGone
+)
 
 @final
 class ReportEndpoint:
@@ -569,8 +540,6 @@ class ReportEndpoint:
     def order_moved(self, node: str, blocks: int, left: int) -> None: ...
     def order_clear(self, node: str, order: int, namespace: int | None, tenant: int | None) -> None:
         """The node forgets all blocks of one of them, on every medium; -> Cleared."""
-    def order_forget(self, node: str, keys: _Bytes) -> None:
-        """The node drops these blocks from its DRAM, but for those that somebody holds; its events tell which went."""
     def close(self) -> None: ...
 
 # The transfer engine. `pyengine.transfer` says what all of this means, and is what users use.
@@ -755,7 +724,7 @@ class PoolModel:
         self, tag: int, keys: _Bytes, private: int = 0, *, position: int = 0, parent: _Bytes | None = None
     ) -> bool:
         """Pins those of these blocks that are in DRAM, and reserves slots for the others and for `private` nameless
-        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, key
+        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, and the key
         before it.
 
         Raises GiveUpError if the pool can never have so many; BugError if the tag has taken something already, or a key
