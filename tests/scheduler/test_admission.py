@@ -217,7 +217,6 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
         "error": np.zeros(3),
         "correction": np.ones(3),
         "inlines": np.zeros(3, dtype=bool),
-        **dict.fromkeys(("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=int)),
         **dict.fromkeys(("queued_requests", "queued_tokens", "running_context"), np.zeros(3, dtype=np.int64)),
         **dict.fromkeys(
             ("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=np.int64)
