@@ -1,8 +1,8 @@
 """The conductor's decisions: how many a second on one core, messages included, over ten million indexed blocks.
 
 A frame with a Route comes in, is decoded, goes through `Conductor.on`, and the Planned is encoded: what the service
-does but for the sockets. Half of the nodes have a prefill worker, half a decode worker. Prompts are a stored prefix (the
-popular ones more often) and a tail that is new; each request ends when some hundred others have come. Three cases:
+does but for the sockets. Half of the nodes have a prefill worker, half a decode worker. Prompts are a stored prefix
+(the popular ones more often) and a tail that is new; each request ends when some hundred others have come. Three cases:
 
     decisions          routes, and the ends of requests
     with events        and what pools publish and evict because of them (one batch of changes at the prefill node)
@@ -39,13 +39,13 @@ from pyengine.scheduler.messages import (
     HEARTBEAT_EVERY,
     Codec,
     ConductorToGateway,
+    CostFit,
     GatewayHello,
     LoadSample,
     Message,
     Planned,
     Route,
     RouteEnded,
-    StepSample,
     ToConductor,
     WorkerAlive,
     WorkerHello,
@@ -134,7 +134,8 @@ class Cluster:
 
     def alive(self, number: int, measured: bool = False) -> None:
         """A heartbeat as it comes: decoded from its frame."""
-        samples = tuple(StepSample(n, n * n // 2, 8, 8000, 0.01 + n * 1e-5) for n in (256, 512, 1024, 2048))
+        # 10 ms a step and 10 us a prompt token, as far as that is known.
+        cost = CostFit(coefficients=(0.01, 1e-5, 0.0, 1e-4, 1e-9), samples=20 if measured else 1, error=0.05)
         loads = (LoadSample(self.infos[number].node.node, 1 << 20, 1e-3),)
         message = WorkerAlive(
             worker=self.infos[number].worker,
@@ -143,7 +144,7 @@ class Cluster:
             queued_tokens=self.draw.randrange(20_000),
             running=self.draw.randrange(64),
             free_pages=20_000,
-            samples=samples * (5 if measured else 1),
+            cost=cost,
             counters={
                 f'pyengine_worker_counter_{i}_total{{worker="worker-{number}"}}': float(i) for i in range(COUNTERS)
             },
