@@ -61,6 +61,7 @@ def serve(
     port: int | None = None,
     policy: str | None = None,
     admission: str | None = None,
+    roles: str | None = None,
     slo_ttft: float | None = None,
     slo_tbt: float | None = None,
     max_tokens_per_step: int | None = None,
@@ -107,7 +108,9 @@ def serve(
     policy
         How the conductor chooses: random, round-robin, least-loaded, kvcache-centric (default).
     admission
-        none (default) or at-arrival: refuse what would miss an objective.
+        none (default), at-arrival, predictive or predictive-system: refuse what would miss an objective.
+    roles
+        fixed (default) or auto: workers take on the role that is short.
     slo_ttft
         Objective for the time to the first token, seconds.
     slo_tbt
@@ -197,6 +200,7 @@ def gateway(
         from pyengine.gateway.server import run_gateway
 
         config = settings.load(GatewayConfig, file, flags)
+        config.check()
         listener = listen(config.host, config.port) if listen_fd is None else socket.socket(fileno=listen_fd)
         return run_gateway(config, listener, _announcer(ready_fd))
 

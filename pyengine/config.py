@@ -17,11 +17,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pyengine.scheduler.types import Role
+from pyengine.scheduler.types import Role, Slo
 
 GIB = 1 << 30
 BACKENDS = ("torch", "fake")
 TRANSPORTS = ("auto", "shm", "tcp", "rdma")
+ROLES = ("fixed", "auto")
+#: What clients send as `service_tier` when they mean no class in particular (OpenAI's words).
+DEFAULT_TIERS = ("auto", "default")
+MAX_CLASSES = 64
 #: What a node's SSD space must hold at least: four of the smallest segments (as transferd has it).
 SSD_MINIMUM = 16 << 20
 #: File systems of the kernel's own, where nothing is stored.
@@ -64,27 +68,40 @@ def default_pool_bytes() -> int:
     return min(2 * GIB, memory_bytes() // 10)
 
 
+class SloClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Objectives that a request chooses by its `service_tier`. Seconds; 0: none.
+
+    ttft: to the first token. tbt: between tokens. deadline: to the last token, after which the answer is worthless.
+    """
+
+    name: str
+    ttft: float = 0.0
+    tbt: float = 0.0
+    deadline: float = 0.0
+
+    def slo(self) -> Slo:
+        return Slo(self.ttft or None, self.tbt or None, self.deadline or None)
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`pyengine serve`: everything on this machine.
 
-    model: name, folder or file. The default comes with a small package, so that it works without a hub.
-    backend: who computes; torch runs everywhere. fake computes no model (tests, benchmarks).
-    prefill, decode, both: numbers of workers of each role. None named at all: one prefill and one decode worker.
-    nodes: daemons (each with its own pool); worker k sits on node k mod nodes, prefill workers first. One: hand-off
-    through a shared arena, the fastest on one machine.
-    transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma, then tcp.
-    tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used then.
-    dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory.
-    ssd_dir: directory where nodes keep KV that survives a restart, each in a folder of its own; "": none does.
-    ssd_bytes: what each node may take there, bytes.
-    kv_bytes: device pages per worker, bytes; 0: as dram_bytes.
-    pages: device pages per worker; 0: derived from kv_bytes.
-    host, port: where the gateway listens. Loopback, because it asks nobody for a password.
+    model: name, folder or file. The default comes with a small package, so that it works without a hub. backend: who
+    computes; torch runs everywhere. fake computes no model (tests, benchmarks). prefill, decode, both: numbers of
+    workers of each role. None named at all: one prefill and one decode worker. nodes: daemons (each with its own pool);
+    worker k sits on node k mod nodes, prefill workers first. One: hand-off through a shared arena, the fastest on one
+    machine. transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma,
+    then tcp. tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used
+    then. dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory. ssd_dir: directory
+    where nodes keep KV that survives a restart, each in a folder of its own; "": none does. ssd_bytes: what each node
+    may take there, bytes. kv_bytes: device pages per worker, bytes; 0: as dram_bytes. pages: device pages per worker;
+    0: derived from kv_bytes. host, port: where the gateway listens. Loopback, because it asks nobody for a password.
     policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is
-    off because its forecast needs a measured machine.
-    slo_ttft, slo_tbt: latency objectives of every request, seconds; 0: none. Admission refuses what would miss them.
-    max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0: cores divided by workers.
-    state_dir: secret and converted models; "": see env.py.
+    off because its forecast needs a measured machine. roles: fixed, or auto: the conductor tells workers to take on the
+    role that is short. Fixed until that is measured. slo_ttft, slo_tbt: latency objectives of requests that choose no
+    class, seconds; 0: none. Admission refuses what would miss them. slo_class: objectives that requests may choose by
+    name (their `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0:
+    cores divided by workers. state_dir: secret and converted models; "": see env.py.
     """
 
     model: str = "smollm2"
@@ -104,8 +121,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     policy: str = "kvcache-centric"
     admission: str = "none"
+    roles: str = "fixed"
     slo_ttft: float = 0.0
     slo_tbt: float = 0.0
+    slo_class: tuple[SloClass, ...] = ()
     max_tokens_per_step: int = 512
     max_sequences: int = 32
     max_queue: int = 1024
@@ -126,14 +145,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("slo_ttft", "slo_tbt"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
+        check_classes(self.slo_class)
+        _one_of("roles", self.roles, ROLES)
         for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.port < 65536:
             raise ConfigError(f"port must be between 1 and 65535, not {self.port}")
-        if self.admission == "at-arrival" and not self.slo_ttft and not self.slo_tbt:
+        if self.admission != "none" and not self.slo_ttft and not self.slo_tbt and not self.slo_class:
             raise ConfigError(
-                "admission at-arrival refuses what would miss an objective: name one (--slo-ttft SECONDS)"
+                f"admission {self.admission} refuses what would miss an objective: name one (--slo-ttft SECONDS)"
             )
         if (self.prefill == 0) != (self.decode == 0) and self.both == 0:
             missing = "decode" if self.decode == 0 else "prefill"
@@ -143,14 +164,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"dram_bytes is {self.dram_bytes}, and this machine has {memory_bytes()} bytes of memory: ask for less"
             )
         check_ssd(self.ssd_dir, self.ssd_bytes)
-        if len(self.roles()) > 256 or self.nodes > 256:
+        if len(self.placement()) > 256 or self.nodes > 256:
             raise ConfigError("more than 256 workers or nodes on one machine: a mistake, surely")
-        if self.nodes > len(self.roles()):
+        if self.nodes > len(self.placement()):
             raise ConfigError(
-                f"{self.nodes} nodes for {len(self.roles())} workers: some would have none; use fewer --nodes"
+                f"{self.nodes} nodes for {len(self.placement())} workers: some would have none; use fewer --nodes"
             )
 
-    def roles(self) -> list[tuple[str, Role]]:
+    def placement(self) -> list[tuple[str, Role]]:
         """(name, role) of every worker, in placement order."""
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.BOTH: self.both}
         if not any(counts.values()):
@@ -159,7 +180,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def derived(self) -> ServeConfig:
         """The same with every "derive it" filled in for this machine."""
-        workers = len(self.roles())
+        workers = len(self.placement())
         return msgspec.structs.replace(
             self,
             dram_bytes=self.dram_bytes or default_pool_bytes(),
@@ -178,6 +199,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: budget for device pages, bytes; pages: their number, 0: derived by `device_pages`.
     max_tokens_per_step: tokens one step computes at most. 512: a step stays short enough for the decodes beside it.
     max_sequences: sequences that run at once. max_queue: requests accepted and not yet running.
+    pinned: it keeps its role, also where the conductor shifts roles.
     threads: threads of the backend, 0: the backend's own choice.
     """
 
@@ -196,6 +218,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_step: int = 512
     max_sequences: int = 32
     max_queue: int = 1024
+    pinned: bool = False
     threads: int = 0
 
     def device_pages(self, block_bytes: int, block_tokens: int, max_positions: int) -> int:
@@ -248,7 +271,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     derives the session and the hash key only.
     patience: seconds a request waits for an absent conductor or worker before 503 (design: 5 s).
     request_timeout: seconds from arrival after which a request is worthless. 600: a long answer on a slow machine.
-    slo_ttft, slo_tbt: as in ServeConfig.
+    slo_ttft, slo_tbt, slo_class: as in ServeConfig.
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
     """
@@ -262,8 +285,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: float = 600.0
     slo_ttft: float = 0.0
     slo_tbt: float = 0.0
+    slo_class: tuple[SloClass, ...] = ()
     max_requests: int = 4096
     max_body_bytes: int = 16 << 20
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot work, with what to do."""
+        check_classes(self.slo_class)
+
+    def slo(self, tier: str | None) -> Slo | None:
+        """Objectives of requests with this `service_tier`; None: there is no such class."""
+        if tier is None or tier in DEFAULT_TIERS:
+            return Slo(self.slo_ttft or None, self.slo_tbt or None)
+        return next((known.slo() for known in self.slo_class if known.name == tier), None)
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -322,6 +356,23 @@ def check_ssd(directory: str, size: int) -> None:
     path = Path(directory).absolute()
     if any(path.is_relative_to(place) for place in NO_DISKS):
         raise ConfigError(f"ssd_dir is {directory}, which is no disk: nothing there survives; name a directory on one")
+
+
+def check_classes(classes: tuple[SloClass, ...]) -> None:
+    """Raises ConfigError for classes that no request could mean."""
+    if len(classes) > MAX_CLASSES:
+        raise ConfigError(f"{len(classes)} classes of objectives: name at most {MAX_CLASSES} ([[slo_class]])")
+    names = [known.name for known in classes]
+    for known in classes:
+        if not known.name or known.name in DEFAULT_TIERS or names.count(known.name) > 1:
+            raise ConfigError(
+                f"slo_class {known.name!r}: give each class a name of its own, other than {', '.join(DEFAULT_TIERS)},"
+                " which mean slo_ttft and slo_tbt"
+            )
+        for name in ("ttft", "tbt", "deadline"):
+            value = getattr(known, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"slo_class {known.name!r}: {name} must be a number of seconds, not {value}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -246,7 +246,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             module="pyengine.scheduler.cli",
             arguments=(
                 *("serve", "--listen", conductor, "--daemons", daemons),
-                *("--policy", config.policy, "--admission", config.admission),
+                *("--policy", config.policy, "--admission", config.admission, "--roles", config.roles),
                 *("--secret-file", str(secret), "--state-dir", config.state_dir, "--ready-fd", "{ready}"),
                 *(("--tls",) if config.tls else ()),
             ),
@@ -276,7 +276,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
                 front=False,
             )
         )
-    for index, (name, role) in enumerate(config.roles()):
+    for index, (name, role) in enumerate(config.placement()):
         node = f"node-{index % config.nodes}"
         worker = WorkerConfig(
             worker=name,
@@ -312,6 +312,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
         secret_file=str(secret),
         slo_ttft=config.slo_ttft,
         slo_tbt=config.slo_tbt,
+        slo_class=config.slo_class,
     )
     file = _write(run / "gateway.json", msgspec.json.encode(gateway))
     parts.append(
@@ -353,7 +354,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     begun = time.monotonic()
-    roles = ", ".join(name for name, _ in config.roles())
+    roles = ", ".join(name for name, _ in config.placement())
     print(
         f"pyengine {installed_version()}: {config.model} ({config.backend}), {roles}, nodes: {config.nodes}",
         flush=True,

@@ -22,11 +22,11 @@ from operator import attrgetter
 
 from .blocks import BlockPool
 from .cost import StepCost, StepWork, context_of
-from .order import PATIENCE, PATIENCE_TTFTS, Line, Place, rank
 from .room import Room
 from .sequence import Filled, Load, Outcome, Planned, Sequence, SequenceId, State, Step
 from .types import FinishReason, cacheable_blocks
-from .underway import Underway
+from .urgency import Urgency
+from .waiting import Waiting
 
 __all__ = ["Batcher", "Busy", "Filled", "Load", "Outcome", "Planned", "QueueFull", "Sequence", "SequenceId", "State"]
 __all__ += ["Step", "TooLarge"]
@@ -86,14 +86,12 @@ class Batcher:
         self._key_of = key_of
         self._observed: tuple[int, ...] | None = None
         self._in: dict[State, dict[SequenceId, Sequence]] = {state: {} for state in State}
+        self._loading = self._in[State.LOADING]
         # RUNNING ones, by arrival.
         self._running: list[Sequence] = []
         self._arrivals = 0
-        self._line = Line()
-        self._standing: dict[int, Sequence] = {}
-        self._underway = Underway(pool.block_tokens)
-        # Pages are short for the head of the line: until somebody comes or goes, to look again would change nothing.
-        self._short = False
+        self._urgency = Urgency(self.cost, max_tokens)
+        self._queue = Waiting(pool, self._urgency)
 
     # -- counts ----------------------------------------------------------------------------------------------------
 
@@ -121,7 +119,7 @@ class Batcher:
     @property
     def running(self) -> int:
         """Sequences that hold pages and are not finished."""
-        return len(self._in[State.LOADING]) + len(self._running)
+        return len(self._loading) + len(self._running)
 
     @property
     def waiting(self) -> int:
@@ -158,7 +156,7 @@ class Batcher:
         self._in[State.HELD][sequence.id] = sequence
         self._owe(sequence)
         if sequence.deadline < math.inf:
-            self.next_late = min(self.next_late, self._last_chance(sequence))
+            self.next_late = min(self.next_late, self._urgency.last_chance(sequence))
 
     def _check_size(self, sequence: Sequence) -> None:
         prompt, capacity = sequence.prompt_tokens, self.pool.pages * self.pool.block_tokens
@@ -211,7 +209,7 @@ class Batcher:
             whole = min(available // block_tokens, cacheable_blocks(len(sequence.tokens), block_tokens))
             sequence.available = whole * block_tokens
         self._move(sequence, State.WAITING)
-        self._stand(sequence)
+        self._queue.join(sequence)
 
     def loaded(self, id: SequenceId, good: int) -> None:
         """LOADING -> RUNNING: KV of the first `good` tokens is in the pages now, the rest is computed."""
@@ -222,15 +220,15 @@ class Batcher:
         for index in range(min(sequence.computed // self.pool.block_tokens, len(sequence.keys))):
             self.pool.publish(sequence.pages[index], sequence.keys[index], parent, index)
             parent = sequence.keys[index]
-        self._short = False
+        self._queue.short = False
 
     def remove(self, id: SequenceId) -> None:
         """Ends a sequence in any state and releases its pages. Idempotent."""
         sequence = self.sequences.pop(id, None)
         if sequence is None:
             return
-        if sequence.state is State.WAITING and not self._underway.leave(sequence):
-            self._leave_line(sequence)
+        if sequence.state is State.WAITING:
+            self._queue.leave(sequence)
         self._move(sequence, State.FINISHED)
         del self._in[State.FINISHED][id]
         self._release(sequence)
@@ -246,19 +244,11 @@ class Batcher:
         self.next_late = math.inf
         for sequence in self.sequences.values():
             if sequence.deadline < math.inf and sequence.state is not State.FINISHED:
-                chance = self._last_chance(sequence)
+                chance = self._urgency.last_chance(sequence)
                 self.next_late = min(self.next_late, chance)
                 if chance <= now:
                     late.append(sequence.id)
         return late
-
-    def _last_chance(self, sequence: Sequence) -> float:
-        """When what is left of its prompt must be begun."""
-        if not sequence.owed or not self.cost.measured:
-            return sequence.deadline
-        have = max(sequence.computed, sequence.available)
-        sure = max(1.0 - self.cost.error, 0.0)
-        return sequence.deadline - sure * self._prompt_seconds(have, sequence.prompt_tokens)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -282,33 +272,32 @@ class Batcher:
                 slices.append(Planned(sequence.id, start, 1, sequence.pages, True, decodes))
                 budget -= 1
         prompts = [sequence for sequence in prompts if sequence.state is State.RUNNING]
-        if prompts or (self._standing and not self._short and self.running < self.max_sequences):
+        if prompts or (self._queue.looks and self.running < self.max_sequences):
             self._plan_prompts(step, prompts, budget, now)
         return step
 
     def _plan_prompts(self, step: Step, prompts: list[Sequence], budget: int, now: float) -> None:
         strictest = min((self.sequences[each.id].tbt for each in step.slices if each.decodes), default=math.inf)
         room = Room(self.cost, self.work(step), strictest, self.max_tokens)
-        if len(prompts) > 1:
-            prompts.sort(key=lambda sequence: rank(self._place(sequence), now))
-        prompts.reverse()
-        # Tokens of those whose KV is on its way into pages: enough for a step ahead is enough.
-        ahead = sum(len(s.tokens) - s.computed for s in self._in[State.LOADING].values())
+        queue = self._queue
+        prompts = queue.by_urgency(prompts, now)[::-1] if len(prompts) > 1 else prompts
+        # Tokens to compute of those whose KV is on its way into pages: enough for a step ahead is enough.
+        ahead = sum(len(s.tokens) - s.available for s in self._loading.values())
         # A sequence that was just preempted shows that pages are short: admit nobody in the same step.
         admitting = not step.preempted
         while budget or (admitting and ahead < self.max_tokens):
-            head = self._head(now) if admitting and self.running < self.max_sequences else None
-            if prompts and budget and (head is None or rank(self._place(prompts[-1]), now) < rank(head, now)):
+            head = queue.head(now) if admitting and self.running < self.max_sequences else None
+            if prompts and budget and (head is None or queue.before(prompts[-1], head, now)):
                 sequence = prompts.pop()
-            elif head is None or not (budget or self._standing[head.number].available):
+            elif head is None or not (budget or head.available):
                 break
             else:
-                sequence = self._standing[head.number]
+                sequence = head
                 if not self._admit(sequence, step):
-                    self._short, admitting = True, False
+                    queue.short, admitting = True, False
                     continue
                 if sequence.state is State.LOADING:
-                    ahead += len(sequence.tokens) - sequence.computed
+                    ahead += len(sequence.tokens) - sequence.available
                     continue
             if budget:
                 count = room.take(sequence.computed, min(budget, len(sequence.tokens) - sequence.computed))
@@ -377,9 +366,9 @@ class Batcher:
         """
         running = self._running
         count = len(running)
-        if self._observed != (0, 0, count) or count > self.max_tokens or not count or self._in[State.LOADING]:
+        if self._observed != (0, 0, count) or count > self.max_tokens or not count or self._loading:
             return 0
-        if self._standing and not self._short and count < self.max_sequences:
+        if self._queue.looks and count < self.max_sequences:
             return 0
         block_tokens = self.pool.block_tokens
         most = self.max_positions
@@ -408,71 +397,11 @@ class Batcher:
 
     # -- pages and places ------------------------------------------------------------------------------------------
 
-    def _head(self, now: float) -> Place | None:
-        """Who is to be admitted next. Those whose next block is underway at another are parked instead."""
-        if self._short:
-            return None
-        while (place := self._line.head(now)) is not None:
-            sequence = self._standing[place.number]
-            if not self._underway:
-                break
-            most = cacheable_blocks(len(sequence.tokens), self.pool.block_tokens)
-            most = min(most, len(sequence.keys))
-            found = self.pool.count(sequence.keys[:most])
-            first = max(found, sequence.available // self.pool.block_tokens)
-            owner = self._underway.park(sequence, first, most)
-            if owner is None:
-                break
-            owner.lent_latest = min(owner.lent_latest, place.latest)
-            if owner.lent_priority is None or owner.lent_priority < place.priority:
-                owner.lent_priority = place.priority
-            self._leave_line(sequence)
-        return place
-
-    def _stand(self, sequence: Sequence) -> None:
-        """Joins the line."""
-        self._standing[sequence.arrival] = sequence
-        self._line.push(self._place(sequence))
-        self._short = False
-
-    def _leave_line(self, sequence: Sequence) -> None:
-        self._line.remove(sequence.arrival)
-        del self._standing[sequence.arrival]
-        self._short = False
-
-    def _wake(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            self._stand(sequence)
-
-    def _place(self, sequence: Sequence) -> Place:
-        if sequence.handed_off:
-            # Its first token is with the client: the second is due.
-            latest = sequence.arrived
-        elif sequence.ttft < math.inf:
-            have = max(sequence.computed, sequence.available)
-            seconds = self._prompt_seconds(have, len(sequence.tokens)) if self.cost.measured else 0.0
-            latest = sequence.arrived + sequence.ttft - seconds
-        else:
-            latest = sequence.arrived + PATIENCE
-        patience = PATIENCE if sequence.ttft == math.inf else max(PATIENCE, PATIENCE_TTFTS * sequence.ttft)
-        priority = sequence.priority
-        if sequence.lent_priority is not None:
-            priority, latest = max(priority, sequence.lent_priority), min(latest, sequence.lent_latest)
-        return Place(
-            sequence.arrival, sequence.arrived, latest, patience, priority, sequence.tenant, sequence.preempted
-        )
-
-    def _prompt_seconds(self, start: int, end: int) -> float:
-        """Predicted, for positions `start` to `end` computed alone."""
-        step, token, context, _, _ = self.cost.fit().coefficients
-        count = end - start
-        return -(-count // self.max_tokens) * step + count * token + context_of(start, end) * context
-
     def _reserve_next(self, sequence: Sequence, step: Step) -> bool:
         """Takes a page for the token computed next; False: not in this step."""
         while (pages := self.pool.allocate(1)) is None:
             youngest = self._running[-1]
-            if youngest is sequence and (self._in[State.LOADING] or self._in[State.FINISHED]):
+            if youngest is sequence and (self._loading or self._in[State.FINISHED]):
                 # Those end by events of their own; to wait for their pages is cheaper than to recompute.
                 return False
             self._preempt(youngest, step)
@@ -500,11 +429,9 @@ class Batcher:
             self.pool.release(hit)
             return False
         have = max(len(hit) * block_tokens, sequence.available)
-        self._line.served(self._place(sequence), len(sequence.tokens) - have)
-        self._leave_line(sequence)
+        self._queue.admitted(sequence, have)
         sequence.pages = hit + fresh
         sequence.computed = len(hit) * block_tokens
-        self._underway.begin(sequence, have // block_tokens)
         if sequence.available > sequence.computed:
             first, last = len(hit), -(-sequence.available // block_tokens)
             self._move(sequence, State.LOADING)
@@ -565,9 +492,7 @@ class Batcher:
             sequence.keys.append(self._key_of(parent, block))
         key, page = sequence.keys[index], sequence.pages[index]
         self.pool.publish(page, key, parent, index)
-        self._short = False
-        if self._underway:
-            self._wake(self._underway.done(sequence, key))
+        self._queue.filled(sequence, key)
         return Filled(index, key, parent, page)
 
     def _append(self, sequence: Sequence, token: int) -> FinishReason | None:
@@ -595,7 +520,7 @@ class Batcher:
         if sequence.state is State.RUNNING:
             self._running.remove(sequence)
             self.running_context -= sequence.computed
-            self._short = False
+            self._queue.short = False
         del self._in[sequence.state][sequence.id]
         sequence.state = state
         self._in[state][sequence.id] = sequence
@@ -618,13 +543,12 @@ class Batcher:
         """Lets go of its pages; who waited for blocks it has not computed looks again."""
         if not sequence.pages:
             return
-        self._wake(self._underway.end(sequence))
+        self._queue.released(sequence)
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = 0
         sequence.lent_priority, sequence.lent_latest = None, math.inf
         self._owe(sequence)
-        self._short = False
 
     def check(self) -> None:
         """Raises AssertionError if a sequence or the pool contradicts itself."""
@@ -632,7 +556,8 @@ class Batcher:
         for state, sequences in self._in.items():
             mine = {id: s for id, s in self.sequences.items() if s.state is state}
             assert mine == sequences, f"the {state.value} sequences are not those listed"
-        self._check_line()
+        computing = [*self._loading.values(), *self._running]
+        self._queue.check(list(self._in[State.WAITING].values()), computing)
         assert self._running == sorted(self._in[State.RUNNING].values(), key=_arrival), "who runs is told in two ways"
         assert self.running_context == sum(s.computed for s in self._running), "running tokens are miscounted"
         owed = [s for s in self.sequences.values() if s.state is not State.FINISHED and (s.started or not s.handed_off)]
@@ -644,14 +569,6 @@ class Batcher:
         assert self.pool.referenced == len(uses), "pages are held for nobody"
         for sequence in self.sequences.values():
             self._check_sequence(sequence, uses)
-
-    def _check_line(self) -> None:
-        self._line.check()
-        waiting = list(self._in[State.WAITING].values())
-        assert all(number in self._line for number in self._standing), "somebody stands in no line"
-        assert len(self._standing) == len(self._line) == len(waiting) - self._underway.parked
-        assert {s.arrival for s in self._standing.values()} <= {s.arrival for s in waiting}
-        self._underway.check([*self._in[State.LOADING].values(), *self._running], waiting)
 
     def _check_sequence(self, sequence: Sequence, uses: Counter[int]) -> None:
         block_tokens, length = self.pool.block_tokens, len(sequence.tokens)

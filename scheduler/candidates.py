@@ -7,20 +7,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .cluster import Bools, Cluster, Ints, View
+from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View
 from .messages import Route
 from .types import Role, WorkerInfo
 
 #: Advised wait (seconds) when a worker of the needed role may appear any moment.
 ABSENT_WAIT = 1.0
-#: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
-SPARE_SLOTS = 1
 
 
 class Refused(Exception):
     """The request gets no plan. reason: for the client; retry_after: seconds, None if waiting does not help.
 
-    kind: for counters: "absent", "too_large", "unknown_model", "slo", "late".
+    kind: for counters: "absent", "too_large", "unknown_model", "late", "policy" (it failed), or what admission refuses
+    for (`Refusal.kind`).
     """
 
     def __init__(self, kind: str, reason: str, retry_after: float | None) -> None:
@@ -36,9 +35,12 @@ class Masks:
     decodes: Bools
 
     def within(self, rows: Bools, both: Bools) -> Masks:
-        """Only these rows; prefill workers that are left without any decode worker drop out as well."""
-        prefills, decodes = self.prefills & rows, self.decodes & rows
-        return Masks(prefills & (both | decodes.any()), decodes)
+        """Only these rows."""
+        return Masks(self.prefills & rows, self.decodes & rows).paired(both)
+
+    def paired(self, both: Bools) -> Masks:
+        """Without prefill workers that have no decode worker to hand off to."""
+        return self if self.decodes.any() else Masks(self.prefills & both, self.decodes)
 
     @property
     def some(self) -> bool:
@@ -65,23 +67,23 @@ def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candida
     if view is None:
         raise _absent(cluster, route)
     both = view.both
-    everybody = np.ones(len(view.workers), dtype=bool)
-    masks = Masks(view.prefills, view.decodes).within(everybody, both)
+    masks = Masks(view.prefills, view.decodes).paired(both)
     if not masks.some:
         raise _lacking(cluster, route, view)
     filters = [("does not move, or has nobody to hand off to", masks)]
-    masks = _fitting(view, route.prompt_tokens).within(everybody, both)
-    if not masks.some:
-        raise _too_large(view, route.prompt_tokens)
-    filters.append(("the prompt is too large for it", masks))
-    wanted = everybody
-    if route.exclude:
-        wanted = np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool)
-    for reason, rows in (
-        ("it has just failed this request", wanted),
+    if route.prompt_tokens > view.fits_all:
+        masks = _fitting(view, route.prompt_tokens).paired(both)
+        if not masks.some:
+            raise _too_large(view, route.prompt_tokens)
+        filters.append(("the prompt is too large for it", masks))
+    wishes = [
         ("its node's daemon is away or drains", view.takes),
         ("it has no room now, others have", _has_room(view, route.prompt_tokens)),
-    ):
+    ]
+    if route.exclude:
+        others = np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool)
+        wishes.insert(0, ("it has just failed this request", others))
+    for reason, rows in wishes:
         if not rows.all():
             narrower = masks.within(rows, both)
             if narrower.some:

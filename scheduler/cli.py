@@ -56,6 +56,7 @@ def serve(
     daemons: str = "127.0.0.1:0",
     policy: str = "kvcache-centric",
     admission: str = "none",
+    roles: str = "fixed",
     seed: int = 0,
     secret: Annotated[Path | None, cyclopts.Parameter(name="--secret-file")] = None,
     state_dir: Path | None = None,
@@ -73,7 +74,9 @@ def serve(
     policy
         random, round-robin, least-loaded, kvcache-centric, or an entry point of the group pyengine.policies.
     admission
-        none, or at-arrival: refuse what would miss its latency objective.
+        none, or who refuses what would miss its latency objective: at-arrival, predictive, predictive-system.
+    roles
+        fixed, or auto: workers are told to take on the role that is short.
     seed
         Of the numbers that policies draw.
     secret
@@ -90,7 +93,12 @@ def serve(
         logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))
         conductor = Conductor(
-            policy=policy, admission=admission, seed=seed, first_order=time.time_ns(), index=NativeIndex()
+            policy=policy,
+            admission=admission,
+            roles=roles,
+            seed=seed,
+            first_order=time.time_ns(),
+            index=NativeIndex(),
         )
         service = Service(conductor, listen, daemons, _native.derive_key(key, "session"), tls=tls)
     except (ConfigError, LinkError, UnknownName, ValueError, _native.GiveUpError) as error:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .cost import F64, UNMEASURED
 from .messages import DEAD_AFTER, HEARTBEAT_EVERY, CostFit, WorkerAlive
+from .recent import Recent
 from .types import Node, Role, WorkerInfo
 
 Bools = npt.NDArray[np.bool_]
@@ -25,6 +26,12 @@ MAX_DEAD = 1024
 #: A worker whose progress stands still for so long with work queued gets no more of it. A step of a big prompt on a
 #: slow machine takes seconds, never this long.
 STUCK_AFTER = 30.0
+
+
+#: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
+SPARE_SLOTS = 1
+#: Corrections that differ by less are one: they would only rewrite rows.
+SAME_FACTOR = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,10 @@ class Assigned:
 class Worker:
     """One worker as last heard of.
 
-    moved: when its progress last changed, or it had nothing to do. told: when its numbers were last heard.
-    assigned: plans by (gateway, request) that its heartbeats cannot show yet, in the order in which they were made.
-    correction: by which its predicted times are multiplied, as `forecast.py` has learnt.
+    moved: when its progress last changed, or it had nothing to do. told: when its numbers were last heard. assigned:
+    plans by (gateway, request) that its heartbeats cannot show yet, in the order in which they were made. correction:
+    by which its predicted times are multiplied, as `accuracy.py` has learnt. recent: what it was given in the last
+    minutes.
     """
 
     info: WorkerInfo
@@ -67,6 +75,7 @@ class Worker:
     correction: float = 1.0
     counters: dict[str, float] = field(default_factory=dict)
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
+    recent: Recent = field(default_factory=Recent)
 
     @property
     def stuck(self) -> bool:
@@ -83,12 +92,13 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of."""
+    """One node's daemon as last heard of. blocks: published by it, once for each medium."""
 
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
+    blocks: int = 0
 
     @property
     def takes(self) -> bool:
@@ -109,14 +119,17 @@ class View:
     request into its decode batches. node: index into `nodes`. takes: its node's daemon reports to the conductor and
     takes on new work. queue_seconds: until all prompts accepted or planned so far are computed. running: sequences that
     decode or wait to, those that were planned included. tbt: predicted gap between tokens with one sequence more, its
-    context counted as soon as the request is known; 0 where nothing is decoded.
-    free_pages: what those that wait or were planned will leave of them; negative: they will wait for pages.
-    step_seconds, token_seconds, context_seconds: predicted cost of one prefill step, of one prompt token, of one
-    token of its context. measured: whether predictions rest on samples. turn: plans made so far.
-    queued_requests, queued_tokens: waiting for prefill there, and their tokens still to compute. running_context:
-    tokens in the pages of what runs, or will be. sequence_seconds, history_seconds: predicted cost of a decoding
-    sequence in a step, and of a token of its context; base_seconds: of a step, whatever it computes. error: of
-    predictions of steps, relative. correction: by which its queue and its prefill are multiplied already.
+    context counted as soon as the request is known; 0 where nothing is decoded. free_pages: what those that wait or
+    were planned will leave of them; negative: they will wait for pages. step_seconds, token_seconds, context_seconds:
+    predicted cost of one prefill step, of one prompt token, of one token of its context. measured: whether predictions
+    rest on samples. turn: plans made so far. queued_requests, queued_tokens: waiting for prefill there, and their
+    tokens still to compute. running_context: tokens in the pages of what runs, or will be. sequence_seconds,
+    history_seconds: predicted cost of a decoding sequence in a step, and of a token of its context; base_seconds: of a
+    step, whatever it computes. error: of predictions of steps, relative. correction: by which its queue and its prefill
+    are multiplied already. cached_blocks: that its node holds. recent_prompt, recent_computed, recent_output: tokens of
+    the prompts it was given in the last minutes, of these to compute, and of the answers it was to decode, as predicted
+    (`recent.py`). fits_all: prompts of so many tokens
+    are too large for nobody.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -151,6 +164,11 @@ class View:
     error: F64
     correction: F64
     inlines: Bools
+    cached_blocks: Ints
+    recent_prompt: Ints
+    recent_computed: Ints
+    recent_output: Ints
+    fits_all: int = 0
 
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
         """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
@@ -173,6 +191,10 @@ INTS = (
     "queued_tokens",
     "running_context",
     "max_sequences",
+    "cached_blocks",
+    "recent_prompt",
+    "recent_computed",
+    "recent_output",
 )
 FLOATS = (
     "queue_seconds",
@@ -199,6 +221,12 @@ class Group:
         self._nodes = tuple(sorted({info.node.node for info in self._infos}))
         self._node_row = {node: row for row, node in enumerate(self._nodes)}
         count = len(members)
+        spec = self._infos[0].namespace.kv
+        self._block_tokens, self._block_bytes = spec.block_tokens, spec.block_bytes
+        self._fits_all = min(
+            min(min(info.pages, info.pool_slots - SPARE_SLOTS) * spec.block_tokens, info.max_positions) - 1
+            for info in self._infos
+        )
         # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
         self._ints: Ints = np.zeros((len(INTS), count), dtype=np.int64)
         self._floats: F64 = np.zeros((len(FLOATS), count))
@@ -216,7 +244,7 @@ class Group:
         info, cost, plans = worker.info, worker.cost, worker.assigned.values()
         base, token, context, sequence, history = cost.coefficients
         step = base
-        block_tokens = info.namespace.kv.block_tokens
+        block_tokens = self._block_tokens
         running = worker.running + worker.queued_requests + sum(plan.sequences for plan in plans)
         expected = worker.expected_tokens + sum(plan.context for plan in plans)
         pages = -(-worker.expected_tokens // block_tokens) + sum(-(-plan.context // block_tokens) for plan in plans)
@@ -242,6 +270,10 @@ class Group:
             worker.queued_tokens + sum(plan.prompt_tokens for plan in plans),
             kept,
             info.max_sequences,
+            daemon.blocks if daemon is not None else 0,
+            worker.recent.prompt,
+            worker.recent.computed,
+            worker.recent.output,
         )
         self._floats[:, row] = (
             worker.busy_until,
@@ -268,15 +300,15 @@ class Group:
     def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
         self._shown = True
-        spec = self._infos[0].namespace.kv
         floats = dict(zip(FLOATS, self._floats, strict=True))
         floats["queue_seconds"] = np.maximum(floats["queue_seconds"] - now, 0.0)
         return View(
             workers=self._infos,
             nodes=self._nodes,
-            block_tokens=spec.block_tokens,
-            block_bytes=spec.block_bytes,
+            block_tokens=self._block_tokens,
+            block_bytes=self._block_bytes,
             turn=turn,
+            fits_all=self._fits_all,
             **dict(zip(INTS, self._ints, strict=True)),
             **floats,
             **dict(zip(BOOLS, self._bools, strict=True)),
@@ -316,6 +348,7 @@ class Cluster:
                 worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
                 worker.queue_seconds, worker.told = known.queue_seconds, known.told
                 worker.running_context, worker.expected_tokens = known.running_context, known.expected_tokens
+                worker.recent = known.recent
         worker.free_pages = info.pages if not worker.running else 0
         self.workers[info.worker] = worker
         self.workers.move_to_end(info.worker)
@@ -348,6 +381,7 @@ class Cluster:
             worker.assigned = {
                 key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown
             }
+        worker.recent.expire(now)
         self.touch(message.worker)
         return True
 
@@ -371,6 +405,12 @@ class Cluster:
         if worker is not None and worker.alive:
             worker.assigned[key] = plan
             self.touch(name)
+
+    def gave(self, name: str, now: float, prompt: int = 0, computed: int = 0, output: int = 0) -> None:
+        """A plan gives the worker a prompt, of which so much is to compute, or an answer to decode: for `Recent`."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.recent.add(now, prompt, computed, output)
 
     def unassign(self, name: str, key: tuple[str, int]) -> None:
         worker = self.workers.get(name)
@@ -404,7 +444,7 @@ class Cluster:
     def correct(self, name: str, factor: float) -> None:
         """Predictions for this worker have been so much too short, lately."""
         worker = self.workers.get(name)
-        if worker is not None and worker.correction != factor:
+        if worker is not None and abs(worker.correction - factor) > SAME_FACTOR:
             worker.correction = factor
             self.touch(name)
 

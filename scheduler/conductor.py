@@ -58,6 +58,8 @@ from .messages import (
     WorkerLeaving,
     WorkerToConductor,
 )
+from .outlook import Outlook
+from .policies import find_admission
 from .prefix_index import Index, PrefixIndex
 from .replication import Copy, Replicator
 from .routing import Router
@@ -78,7 +80,8 @@ class _Gateway:
 
 
 class Conductor:
-    """See the module. policy, admission: names; unknown ones raise UnknownName. seed: of what policies draw.
+    """See the module. policy, admission: names; unknown ones raise UnknownName. roles: "auto": workers are told to take
+    on the role that is short. seed: of what policies draw.
 
     first_order: number of the first order to a daemon. One that outlives a conductor still answers its orders, and
     such an answer is not to be taken for one to this conductor's: so it is higher than any that was given before.
@@ -90,6 +93,7 @@ class Conductor:
         *,
         policy: str = "kvcache-centric",
         admission: str = "none",
+        roles: str = "fixed",
         seed: int = 0,
         first_order: int = 1,
         index: Index | None = None,
@@ -99,7 +103,8 @@ class Conductor:
         #: Device pages; its holders are workers.
         self.pages: Index = type(self.index)()
         self.feed = Feed(self.index)
-        self.router = Router(self.cluster, self.index, self.pages, policy, admission, seed)
+        self.outlook = Outlook(find_admission(admission), roles)
+        self.router = Router(self.cluster, self.index, self.pages, self.outlook, policy, seed)
         self.links = self.router.links
         self.replicator = Replicator(self.index, first_order)
         self.dropper = Dropper(self.index, self.replicator)
@@ -129,7 +134,7 @@ class Conductor:
             case WorkerLost(worker):
                 return self._worker_lost([worker], now)
             case GatewayLost(gateway):
-                self._forget_gateway(gateway)
+                self._forget_gateway(gateway, now)
                 return []
             case Tick():
                 return self._tick(now)
@@ -143,7 +148,7 @@ class Conductor:
         if isinstance(message, GatewayHello):
             known = self._gateways.get(name)
             if known is not None and known.incarnation != message.incarnation:
-                self._forget_gateway(name)
+                self._forget_gateway(name, now)
             self._gateways[name] = _Gateway(message.incarnation, now)
             return [SendToGateway(name, self._cluster_state())]
         gateway = self._gateways.get(name)
@@ -154,7 +159,7 @@ class Conductor:
             case GatewayAlive():
                 return []
             case RouteEnded():
-                self.router.ended(name, message)
+                self.router.ended(name, message, now)
                 return []
             case Route():
                 return self._on_route(name, message, now)
@@ -168,10 +173,10 @@ class Conductor:
                 away = worker is None or not worker.alive
                 return [] if away else [SendToWorker(message.worker, SetRole(role=message.role))]
 
-    def _forget_gateway(self, name: str) -> None:
+    def _forget_gateway(self, name: str, now: float) -> None:
         self._gateways.pop(name, None)
         self.clearings.forget(name)
-        self.router.forget_gateway(name)
+        self.router.forget_gateway(name, now)
 
     def _state(self, now: float) -> list[Action]:
         self._state_sent = now
@@ -189,6 +194,7 @@ class Conductor:
         counters["pyengine_conductor_moved_blocks_total"] = self._moved
         counters["pyengine_conductor_dropped_blocks_total"] = self.dropper.dropped
         counters.update(self.router.accuracy.counters())
+        counters.update(self.outlook.counters())
         for what, count in self._odd.items():
             counters[f'pyengine_conductor_odd_events_total{{what="{what}"}}'] = count
         for kind, count in sorted(self._rejections.items()):
@@ -213,6 +219,7 @@ class Conductor:
                 changed = False
                 if self.cluster.heartbeat(message, now):
                     self._observe_loads(message)
+                    self.outlook.heartbeat(message, self.cluster.workers[message.worker])
                 else:
                     self._odd["worker"] += 1
             case WorkerLeaving():
@@ -244,6 +251,7 @@ class Conductor:
         for name in lost:
             self.pages.forget(name)
             self.router.worker_lost(name)
+            self.outlook.lost(name)
         return self._state(now) if lost else []
 
     def _observe_loads(self, message: WorkerAlive) -> None:
@@ -260,9 +268,10 @@ class Conductor:
         lost = self._worker_lost(self.cluster.silent(now), now)
         silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
         for name in silent:
-            self._forget_gateway(name)
+            self._forget_gateway(name, now)
         self.router.inflight.expire(now)
         actions: list[Action] = [*self.clearings.tick(now), *self.dropper.tick(self.cluster.daemons, now)]
+        actions += self.outlook.tick(self.cluster, now)
         if self._members_changed is not None and now - self._members_changed >= MEMBERS_AFTER:
             self._members_changed = None
             actions += self._members()
@@ -297,6 +306,7 @@ class Conductor:
                 self.feed.on_dump(report, now)
             case DaemonHeartbeat():
                 daemon.counters = dict(report.counters)
+                daemon.blocks = report.count
                 order = self.feed.on_heartbeat(report, now)
                 actions = self._drain(report, now)
             case Replicated():
@@ -380,7 +390,7 @@ class Conductor:
         if attempt is not None:
             if route.attempt < attempt:
                 return []
-            self.router.end(gateway, route.request)
+            self.router.end(gateway, route.request, now)
         try:
             planned = self.router.plan(gateway, route, now)
         except Refused as refused:
@@ -415,4 +425,5 @@ class Conductor:
         self.index.check()
         self.pages.check()
         self.router.check()
+        self.outlook.check()
         assert self.router.gateways() <= self._gateways.keys(), "a route has no gateway"

@@ -26,6 +26,9 @@ PRIOR: F64 = np.array(UNMEASURED.coefficients)
 PRIOR_WEIGHT = 0.01
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
 FORGETTING = 0.99
+#: Of the prior, what each sample brings back.
+FRESH = (1 - FORGETTING) * PRIOR_WEIGHT
+EYE: F64 = np.eye(len(PRIOR))
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 
@@ -49,14 +52,14 @@ class StepCost:
 
     def __init__(self) -> None:
         self.samples = 0
-        #: Mean relative error of predictions made just before each sample, running; 1 before the first.
+        #: Mean relative error of predictions made just before each sample, of the last ten or so; 1 before the second.
         self.error = 1.0
         #: Mean context of a computed prompt token, and of a decoding sequence, in the latest samples.
         self.prompt_context = 0.0
         self.decode_context = 0.0
         self._fit: CostFit | None = None
         # Unknowns are coefficients in units of the prior: the prior is all ones and the matrix well conditioned.
-        self._matrix: F64 = PRIOR_WEIGHT * np.eye(len(PRIOR))
+        self._matrix: F64 = PRIOR_WEIGHT * EYE
         self._vector: F64 = PRIOR_WEIGHT * np.ones(len(PRIOR))
         self._coefficients: F64 = PRIOR
 
@@ -101,14 +104,14 @@ class StepCost:
         features = np.array([1.0, *work])
         seconds = max(seconds, SHORTEST)
         error = abs(float(features @ self._coefficients) - seconds) / seconds
-        self.error = error if not self.samples else 0.9 * self.error + 0.1 * error
+        if self.samples:  # before the first nothing was predicted, but guessed
+            self.error += (error - self.error) / min(self.samples, 10)
         self.samples += 1
         if work.prefill_tokens:
             self.prompt_context = work.prefill_context / work.prefill_tokens
         if work.decode_sequences:
             self.decode_context = work.decode_context / work.decode_sequences
         row = features * PRIOR / seconds
-        fresh = (1 - FORGETTING) * PRIOR_WEIGHT
-        self._matrix = FORGETTING * self._matrix + np.outer(row, row) + fresh * np.eye(len(PRIOR))
-        self._vector = FORGETTING * self._vector + row + fresh
+        self._matrix = FORGETTING * self._matrix + row[:, None] * row + FRESH * EYE
+        self._vector = FORGETTING * self._vector + row + FRESH
         self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .types import KEY_BYTES
 
@@ -138,13 +139,14 @@ class Inflight:
         assert len(self._promises) <= MAX_REQUESTS, "too many requests are remembered"
 
 
-def marks(blocks: int, block_tokens: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def marks(blocks: int, block_tokens: int) -> tuple[int, ...]:
     """Numbers of leading blocks whose last key is kept, ascending."""
     stride = max(STRIDE_TOKENS // block_tokens, 1)
     places = list(range(stride, blocks + 1, stride))
     if blocks and (not places or places[-1] != blocks):
         places.append(blocks)
-    return places
+    return tuple(places)
 
 
 def _shared(keys: bytes, blocks: int, block_tokens: int, known: Container[bytes]) -> list[int]:

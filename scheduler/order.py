@@ -29,8 +29,9 @@ TENANTS = 1024
 
 
 class Place(NamedTuple):
-    """One that waits. number: of arrival, unique. latest: begun by then, its first token is in time.
+    """One that waits. number: of arrival, unique.
 
+    latest: begun by then, its first token is in time; -inf: its client has had that and waits for the second.
     patience: seconds from `arrived` after which no later one goes before it. resumed: it ran before.
     """
 
@@ -49,7 +50,11 @@ def rank(place: Place, now: float) -> tuple[float, ...]:
         return (0, place.number)
     if now >= place.arrived + place.patience:
         return (1, place.number)
-    return (2, -place.priority, place.latest < now, place.latest, place.number)
+    return (2, -place.priority, not _timely(place.latest, now), place.latest, place.number)
+
+
+def _timely(latest: float, now: float) -> bool:
+    return latest >= now or latest == -math.inf
 
 
 class Line:
@@ -145,7 +150,7 @@ class _Tenant:
     def head(self, now: float, places: dict[int, Place]) -> Place:
         while self.timely:
             latest, _, ticket = self.timely[0]
-            if ticket in places and latest >= now:
+            if ticket in places and _timely(latest, now):
                 return places[ticket]
             entry = heappop(self.timely)
             if ticket in places:

@@ -22,9 +22,9 @@ from .explanation import Explanation
 from .inflight import Inflight
 from .link_cost import LinkCost
 from .messages import Route, RouteEnded
+from .outlook import Outlook
 from .overlap import Overlap, Overlaps
-from .policies import Choice, find_admission, find_policy
-from .policies.admission import Refusal
+from .policies import Choice, PolicyFailed, decide, find_policy
 from .policies.base import ttft
 from .prefix_index import Index
 from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
@@ -55,7 +55,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Considered:
-    """All that a choice rests on, the choice, and whether it is admitted."""
+    """All that a choice rests on, and the choice."""
 
     decision: Decision
     view: View
@@ -63,22 +63,21 @@ class _Considered:
     estimate: Estimate
     choice: Choice
     prediction: Prediction
-    refusal: Refusal | None
 
 
 class Router:
     """Plans under way by (gateway, request). nodes: the daemon's node by name, to name sources."""
 
-    def __init__(self, cluster: Cluster, index: Index, pages: Index, policy: str, admission: str, seed: int) -> None:
+    def __init__(self, cluster: Cluster, index: Index, pages: Index, outlook: Outlook, policy: str, seed: int) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
-        self.admission = find_admission(admission)
         self.links = LinkCost()
         self.inflight = Inflight()
         self.accuracy = Accuracy()
         self.decisions = Decisions()
         self.plans = 0
         self._cluster = cluster
+        self._outlook = outlook
         self._overlaps = Overlaps(index, pages, self.inflight)
         self._random = random.Random(seed)
         self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
@@ -97,10 +96,12 @@ class Router:
         except Refused as refused:
             self.decisions.refused(gateway, route, refused.reason, now, None)
             raise
-        if considered.refusal is not None:
-            self.decisions.refused(gateway, route, considered.refusal.reason, now, considered.decision)
-            raise Refused("slo", considered.refusal.reason, considered.refusal.retry_after)
         view, overlap, choice = considered.view, considered.overlap, considered.choice
+        ask, predicted = considered.estimate.ask, considered.prediction
+        judgement = self._outlook.judge(route, view, ask, choice, predicted.ttft, predicted.tbt, now)
+        if (refusal := judgement.refusal) is not None:
+            self.decisions.refused(gateway, route, refusal.reason, now, considered.decision)
+            raise Refused(refusal.kind, refusal.reason, refusal.retry_after)
         prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
         here = int(overlap.held[view.node[choice.prefill]])
         cached, sources = self._sources(considered, now)
@@ -117,37 +118,38 @@ class Router:
             f" {int(overlap.ssd[view.node[choice.prefill]])} of them on its SSD only, {max(cached - here, 0)} to fetch",
         )
         self._account((gateway, route.request), route, plan, considered, now)
+        self._outlook.planned((gateway, route.request), route.attempt, judgement, now)
         self.decisions.planned(gateway, considered.decision, plan)
         return Planned(plan, view, overlap)
 
     def explain(self, gateway: str, route: Route, now: float) -> Explanation:
-        """What would be decided, and why; nothing is. Raises Refused if nobody could serve it at all."""
+        """Where it would be sent, were it admitted, and why; it is not. Raises Refused if nobody could serve it."""
         drawn = random.Random()
         drawn.setstate(self._random.getstate())
-        considered = self._consider(route, drawn, now)
-        refusal = considered.refusal
-        return explain(gateway, considered.decision, None, refusal.reason if refusal is not None else "")
+        return explain(gateway, self._consider(route, drawn, now).decision, None)
 
     def _consider(self, route: Route, drawn: random.Random, now: float) -> _Considered:
         shortlist = candidates(self._cluster, route, self.plans, now)
         view = shortlist.view
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
         overlap = self._overlaps.find(view, route.keys[: blocks * KEY_BYTES], now)
-        estimated = estimate(view, route, overlap, self.links, float(route.max_tokens), now)
+        estimated = estimate(view, route, overlap, self.links, self._outlook.length(route), now)
         ask = estimated.ask
         if ask.slo.tbt is not None:
             view = replace(view, inlines=inlines(view, ask))
         _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
-        choice = self.policy(view, ask, drawn)
+        try:
+            choice = decide(self.policy_name, self.policy, view, ask, drawn)
+        except PolicyFailed as failed:
+            raise Refused("policy", str(failed), None) from failed
         row = choice.prefill
         seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[row])
         gap = float(view.tbt[choice.decode])
         moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
         name = view.workers[row].worker
         prediction = Prediction(name, moved, seconds - moved, float(view.correction[row]), gap)
-        refusal = self.admission(view, ask, choice, seconds, gap)
         decision = Decision(route, view, shortlist.filters, overlap, ask, choice, self.policy_name, now)
-        return _Considered(decision, view, overlap, estimated, choice, prediction, refusal)
+        return _Considered(decision, view, overlap, estimated, choice, prediction)
 
     def _sources(self, considered: _Considered, now: float) -> tuple[int, list[Source]]:
         """Blocks that the prefill node will have, and who has what it lacks in DRAM."""
@@ -182,6 +184,8 @@ class Router:
         seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
+        self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
+        self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
         self._cluster.assign(
             plan.prefill.worker, key, Assigned(now, seconds, tokens, int(alone), context if alone else 0)
         )
@@ -203,11 +207,11 @@ class Router:
         self._open[key] = _Open(plan.attempt, plan.prefill.worker, plan.decode.worker, route.waited, prediction)
         self.plans += 1
         while len(self._open) > MAX_ROUTES:
-            self.end(*next(iter(self._open)))
+            self.end(*next(iter(self._open)), now)
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
-    def ended(self, gateway: str, message: RouteEnded) -> None:
+    def ended(self, gateway: str, message: RouteEnded, now: float) -> None:
         """The gateway says that the attempt is over, and how it went."""
         known = self._open.get((gateway, message.request))
         if known is None or known.attempt != message.attempt:
@@ -216,19 +220,20 @@ class Router:
         factor = self.accuracy.observe(known.prediction, since, message.tbt)
         if factor is not None:
             self._cluster.correct(known.prefill, factor)
-        self.end(gateway, message.request)
+        self.end(gateway, message.request, now, message)
 
-    def end(self, gateway: str, request: int) -> None:
-        """Forgets a plan."""
+    def end(self, gateway: str, request: int, now: float, message: RouteEnded | None = None) -> None:
+        """Forgets a plan. message: what its gateway told of it."""
         known = self._open.pop((gateway, request), None)
         if known is not None:
             self.inflight.end((gateway, request))
+            self._outlook.ended((gateway, request), message, now)
             for worker in (known.prefill, known.decode):
                 self._cluster.unassign(worker, (gateway, request))
 
-    def forget_gateway(self, gateway: str) -> None:
+    def forget_gateway(self, gateway: str, now: float) -> None:
         for key in [key for key in self._open if key[0] == gateway]:
-            self.end(*key)
+            self.end(*key, now)
 
     def worker_lost(self, worker: str) -> None:
         """The worker is gone: what was to come from there will not."""

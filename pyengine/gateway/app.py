@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -22,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from pyengine.gateway import openai
 from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Piece, Usage
-from pyengine.gateway.request import RequestError
+from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
 from pyengine.scheduler.types import WorkerInfo
 from pyengine.text import ChatError, Tokenizer
@@ -130,6 +131,7 @@ def _facts(worker: WorkerInfo) -> dict[str, Any]:
 async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> Response:
     """Both completion endpoints: parse, start, and answer whole or as a stream."""
     body = await _body(http, service.config.max_body_bytes)
+    arrived = time.monotonic()
     parse: Callable[[bytes], ChatRequest | CompletionRequest]
     parse = openai.parse_chat if endpoint == "chat" else openai.parse_completion
     request: ChatRequest | CompletionRequest
@@ -137,10 +139,11 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
     gone = asyncio.ensure_future(_gone(http.receive))
     exchange = Exchange(service, gone)
     try:
+        terms = _terms(service, request, arrived)
         model = await exchange.unless_gone(_model(service, request.model))
         tokenizer = await exchange.unless_gone(service.tokenizer(model.tokenizer))
         prompts = await exchange.unless_gone(_prompts(request, tokenizer, model))
-        exchange.start(request, model, prompts, tokenizer)
+        exchange.start(request, model, prompts, tokenizer, terms)
         answer = Answer(endpoint, model.name, request.include_usage, bool(request.return_token_ids))
         if not request.stream:
             return Response(await exchange.whole(answer), media_type=JSON)
@@ -153,6 +156,19 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         exchange.close()
         raise
     return stream
+
+
+def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: float) -> Terms:
+    """What the client was promised, and how urgent it says it is. Raises ApiError 400."""
+    slo = service.config.slo(request.service_tier)
+    if slo is None:
+        known = ", ".join(["auto", "default", *(known.name for known in service.config.slo_class)])
+        text = f"service_tier: there is no {request.service_tier!r} here; send one of: {known}"
+        raise ApiError(400, text, param="service_tier")
+    if request.timeout is not None:
+        slo = msgspec.structs.replace(slo, deadline=min(request.timeout, slo.deadline or request.timeout))
+    # To vLLM's clients lower is earlier; among ourselves higher goes first.
+    return Terms(slo=slo, priority=-(request.priority or 0), tenant=request.cache_salt or "", arrived=arrived)
 
 
 async def _model(service: Service, name: str | None) -> Model:
@@ -206,14 +222,17 @@ class Exchange:
         gone.add_done_callback(lambda _: self._ready.set())
 
     def start(
-        self, request: ChatRequest | CompletionRequest, model: Model, prompts: list[list[int]], tokenizer: Tokenizer
+        self,
+        request: ChatRequest | CompletionRequest,
+        model: Model,
+        prompts: list[list[int]],
+        tokenizer: Tokenizer,
+        terms: Terms,
     ) -> None:
         """Checks all before the first starts. Raises ApiError, RequestError."""
         settings = [openai.sampling(request, len(ids), model.max_positions, model.room) for ids in prompts]
         for index, (ids, sampling) in enumerate(zip(prompts, settings, strict=True)):
-            generation = self._service.generate(
-                model, ids, sampling, tokenizer, self._ready.set, tenant=request.cache_salt or ""
-            )
+            generation = self._service.generate(model, ids, sampling, tokenizer, self._ready.set, terms)
             self._generations.append(generation)
             self._open[index] = generation
 

@@ -27,6 +27,9 @@ MAX_STOP_IDS = 1024
 MAX_PROMPTS = 256
 #: Longest salt, in bytes: a name or a digest, not a document.
 MAX_SALT = 256
+#: Seconds, a day: what a client waits for longer than that is no request. And steps of priority, to either side of 0.
+MAX_TIMEOUT = 86_400
+MAX_PRIORITY = 1_000
 #: Token ids of one request: beyond any model's context, and few enough to be looked at in a blink.
 MAX_PROMPT_IDS = 1 << 20
 
@@ -79,6 +82,8 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
+#: What the codes of a 429 say about a request that admission refused: which objective, or that others come first.
+_REFUSED = ("slo_ttft", "slo_tbt", "slo_deadline", "share")
 _STATUS = {
     ErrorKind.BUSY: (429, "rate_limit_exceeded"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable"),
@@ -90,6 +95,7 @@ _STATUS = {
 
 def api_error(error: RequestError) -> ApiError:
     status, code = _STATUS[error.kind]
+    code = error.detail if error.detail in _REFUSED else code
     return ApiError(status, error.reason, code=code, retry_after=error.retry_after)
 
 
@@ -115,6 +121,12 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     #: vLLM's name: KV is shared only among requests of one salt. So it names the tenant, by which quotas are counted.
     cache_salt: str | None = None
+    #: Seconds from arrival after which the answer is worthless: it is stopped everywhere then.
+    timeout: float | None = None
+    #: vLLM's: lower is served earlier, 0 is everybody's.
+    priority: int | None = None
+    #: Name of a class of objectives that this server is configured with; "auto" and "default": its default.
+    service_tier: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -243,6 +255,12 @@ def _check(request: _Common) -> None:
     salt = request.cache_salt
     if salt is not None and not 0 < len(salt.encode()) <= MAX_SALT:
         raise ApiError(400, f"cache_salt: send 1 to {MAX_SALT} bytes, or leave it out", param="cache_salt")
+    if request.timeout is not None and not 0.0 < request.timeout <= MAX_TIMEOUT:
+        text = f"timeout: send seconds above 0 and at most {MAX_TIMEOUT}, not {request.timeout:g}"
+        raise ApiError(400, text, param="timeout")
+    if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
+        text = f"priority: send a number from {-MAX_PRIORITY} (first) to {MAX_PRIORITY} (last), not {request.priority}"
+        raise ApiError(400, text, param="priority")
     _at_least("max_tokens", request.max_tokens, 1)
     _at_least("top_k", request.top_k, -1)
     for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0)):

@@ -12,6 +12,7 @@ by the shell after each call.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -51,13 +52,28 @@ class ErrorKind(enum.Enum):
 
 
 class RequestError(Exception):
-    """Why a request could not be completed. retry_after: seconds, None: not known or never."""
+    """Why a request could not be completed. retry_after: seconds, None: not known or never. detail: what refused it, as
+    the conductor calls it (`Rejection.kind`).
+    """
 
-    def __init__(self, kind: ErrorKind, reason: str, retry_after: float | None = None) -> None:
+    def __init__(self, kind: ErrorKind, reason: str, retry_after: float | None = None, detail: str = "") -> None:
         super().__init__(reason)
         self.kind = kind
         self.reason = reason
         self.retry_after = retry_after
+        self.detail = detail
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for beside the answer. slo: objectives, which count from `arrived` on (seconds, monotonic).
+
+    priority: higher goes first. tenant: its KV is shared with this tenant's only; "": with that of all who name none.
+    """
+
+    arrived: float
+    slo: Slo = Slo()
+    priority: int = 0
+    tenant: str = ""
 
 
 class ToConductor(msgspec.Struct, frozen=True):
@@ -72,11 +88,37 @@ class ToWorker(msgspec.Struct, frozen=True):
 Action: TypeAlias = ToConductor | ToWorker
 
 
+class Pace:
+    """When the tokens of one attempt came."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = self._last = 0.0
+        self._gaps: list[float] = []
+
+    def tokens(self, count: int, now: float) -> None:
+        """So many have come together: the time since those before is shared among them."""
+        if self.count:
+            self._gaps += [(now - self._last) / count] * count
+        else:
+            self.first = now
+            self._gaps += [0.0] * (count - 1)
+        self.count += count
+        self._last = now
+
+    def tbt(self) -> float:
+        """Mean of the longest tenth of the gaps, in seconds; -1 if there were none."""
+        if not self._gaps:
+            return -1.0
+        longest = sorted(self._gaps, reverse=True)[: -(-len(self._gaps) // 10)]
+        return sum(longest) / len(longest)
+
+
 class Request:
     """One sequence of one HTTP request.
 
     key_of: uint32 LE token bytes -> 16 bytes per full block, under `root`. patience: seconds without progress that a
-    failing request is given; deadline: `now` after which it is worthless.
+    failing request is given; longest: seconds after which any request is worthless, also one with no deadline.
     """
 
     def __init__(
@@ -91,9 +133,8 @@ class Request:
         root: bytes,
         key_of: Callable[[bytes], bytes],
         patience: float,
-        deadline: float,
-        slo: Slo = Slo(),  # noqa: B008 (immutable)
-        tenant: str = "",
+        longest: float,
+        terms: Terms,
     ) -> None:
         if not prompt:
             raise ValueError("a prompt has at least one token")
@@ -111,7 +152,7 @@ class Request:
         self.error: RequestError | None = None
         self.cached: int | None = None
         self.tiers: dict[str, int] = {}
-        self.wake_at = deadline
+        self.arrived = terms.arrived
         self.failures = 0
         self.model = model
         self._namespace = namespace
@@ -119,9 +160,13 @@ class Request:
         self._root = root
         self._key_of = key_of
         self._patience = patience
-        self._deadline = deadline
-        self._slo = slo
-        self._tenant = tenant
+        self._terms = terms
+        own = math.inf if terms.slo.deadline is None else terms.slo.deadline
+        self._whose = "its deadline" if own <= longest else "this server"
+        self._deadline = terms.arrived + min(own, longest)
+        self.wake_at = self._deadline
+        self._pace = Pace()
+        self._admitted = False
         self._early: dict[int, int] = {}
         self._ends_at: int | None = None
         self._ends_as: FinishReason | None = None
@@ -156,6 +201,7 @@ class Request:
         self._early.clear()
         self._ends_at = self._ends_as = None
         self._doubt = None
+        self._pace = Pace()
         self._ids = np.asarray(self.prompt + self.tokens, dtype="<u4").tobytes()
         self._keys = self._key_of(self._ids)
         length = len(self._ids) // 4
@@ -167,9 +213,12 @@ class Request:
             keys=self._keys[: 16 * cacheable_blocks(length, self._block_tokens)],
             prompt_tokens=length,
             max_tokens=self.sampling.max_tokens - self._base,
-            slo=self._slo,
-            tenant=self._tenant,
+            slo=self._terms.slo,
+            tenant=self._terms.tenant,
             exclude=self._excluded,
+            priority=self._terms.priority,
+            waited=max(now - self.arrived, 0.0),
+            admitted=self._admitted,
         )
         self.wake_at = min(self._deadline, now + self._patience)
         return [ToConductor(self._route)]
@@ -185,6 +234,7 @@ class Request:
             return []
         self.state = State.RUNNING
         self.plan = plan
+        self._admitted = True
         self.wake_at = self._deadline
         alone = plan.prefill.worker == plan.decode.worker
         parts = [("both", plan.prefill)] if alone else [("decode", plan.decode), ("prefill", plan.prefill)]
@@ -205,8 +255,11 @@ class Request:
                     decode_incarnation=plan.decode.incarnation,
                     sources=plan.sources,
                     cached_blocks=plan.cached_blocks,
-                    tenant=tenant_number(self._tenant),
+                    tenant=tenant_number(self._terms.tenant),
                     deadline=max(self._deadline - now, 0.0),
+                    slo=self._terms.slo,
+                    waited=max(now - self.arrived, 0.0),
+                    priority=self._terms.priority,
                 ),
             )
             for part, worker in parts
@@ -217,10 +270,14 @@ class Request:
         refusal = rejection.rejection
         if self.state is not State.ROUTING or refusal.attempt != self.attempt:
             return []
+        if refusal.kind == "late":
+            return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, "slo_deadline"))
+        if refusal.kind == "policy":
+            return self._give_up(RequestError(ErrorKind.BUG, refusal.reason))
         if servable and refusal.retry_after is None:
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, refusal.reason))
         if servable and self._failing_since is None:
-            return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after))
+            return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, refusal.kind))
         if self._failing_since is None:
             self._failing_since = now
         if now - self._failing_since >= self._patience:
@@ -229,7 +286,7 @@ class Request:
         self.wake_at = min(now + REJECTED_PAUSE, self._deadline)
         return []
 
-    def on_tokens(self, message: messages.Tokens) -> list[Action]:
+    def on_tokens(self, message: messages.Tokens, now: float) -> list[Action]:
         """Numbered tokens of either worker, in any order, possibly twice."""
         if self.state is not State.RUNNING or message.attempt != self.attempt:
             return []
@@ -244,6 +301,7 @@ class Request:
         while (token_at := self._early.pop(len(self.tokens), None)) is not None:
             self.tokens.append(token_at)
         if len(self.tokens) > before:
+            self._pace.tokens(len(self.tokens) - before, now)
             self.failures = 0
             self._failing_since = None
             self._excluded = ()
@@ -271,6 +329,8 @@ class Request:
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
         if message.kind == "bug":
             return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
+        if message.kind == "late":
+            return self._give_up(RequestError(ErrorKind.TIMEOUT, message.reason), gone=message.worker)
         if message.kind == "retry" and self._awaits_first_token_beside(message.worker):
             if self._doubt is None:
                 self._doubt = message
@@ -307,7 +367,7 @@ class Request:
         if self.done or now < self.wake_at:
             return []
         if now >= self._deadline:
-            return self._give_up(RequestError(ErrorKind.TIMEOUT, "the request took longer than this server allows"))
+            return self._give_up(RequestError(ErrorKind.TIMEOUT, f"the request took longer than {self._whose} allows"))
         if self.state is State.ROUTING:
             return self._give_up(RequestError(ErrorKind.UNAVAILABLE, "the conductor does not answer", self._patience))
         if self.state is State.BACKING_OFF:
@@ -320,7 +380,7 @@ class Request:
         """A stop string was found in the text: enough."""
         if self.done:
             return []
-        actions = self._release()
+        actions = self._release(finished=True)
         self.state = State.DONE
         self.finish = FinishReason.STOP
         return actions
@@ -355,7 +415,7 @@ class Request:
         self.plan = None
         self.finish = finish
         self._early.clear()
-        actions: list[Action] = [ToConductor(messages.RouteEnded(request=self.id, attempt=self.attempt))]
+        actions: list[Action] = [self._ended(finished=True)]
         if plan is not None and abort_decode and plan.prefill.worker != plan.decode.worker:
             actions.append(ToWorker(plan.decode, messages.Abort(request=self.id, attempt=self.attempt)))
         return actions
@@ -366,7 +426,20 @@ class Request:
         self.error = error
         return actions
 
-    def _release(self, gone: str | None = None) -> list[Action]:
+    def _ended(self, finished: bool) -> ToConductor:
+        pace = self._pace
+        return ToConductor(
+            messages.RouteEnded(
+                request=self.id,
+                attempt=self.attempt,
+                ttft=pace.first - self.arrived if pace.count else -1.0,
+                generated=pace.count,
+                tbt=pace.tbt(),
+                finished=finished,
+            )
+        )
+
+    def _release(self, gone: str | None = None, finished: bool = False) -> list[Action]:
         """Ends the attempt everywhere but at the worker that is gone or has ended it itself."""
         actions: list[Action] = []
         if self.plan is not None:
@@ -374,7 +447,7 @@ class Request:
             abort = messages.Abort(request=self.id, attempt=self.attempt)
             actions += [ToWorker(worker, abort) for name, worker in workers.items() if name != gone]
         if self.attempt >= 0 and self.state in (State.ROUTING, State.RUNNING):
-            actions.append(ToConductor(messages.RouteEnded(request=self.id, attempt=self.attempt)))
+            actions.append(self._ended(finished))
         self.plan = None
         self._early.clear()
         return actions

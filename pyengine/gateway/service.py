@@ -20,7 +20,7 @@ import zmq
 from pyengine.config import GatewayConfig
 from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Metrics
-from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, ToConductor
+from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
 from pyengine.scheduler.messages import (
     Abort,
     ClusterState,
@@ -36,7 +36,7 @@ from pyengine.scheduler.messages import (
     WorkerPing,
     WorkerToGateway,
 )
-from pyengine.scheduler.types import SamplingParams, Slo, WorkerInfo
+from pyengine.scheduler.types import SamplingParams, WorkerInfo
 from pyengine.text import Detokenizer, Tokenizer
 
 log = logging.getLogger("pyengine.gateway")
@@ -86,7 +86,7 @@ class Generation:
         self._one_by_one = bool(stop)
         self._wake = wake
         self._closed = False
-        self.begun = self._last = time.monotonic()
+        self.begun = self._last = request.arrived
 
     def take(self) -> tuple[str, list[int], str | None]:
         """New text, the tokens it came of, and the finish reason once the last is there. Raises RequestError."""
@@ -251,16 +251,13 @@ class Service:
         sampling: SamplingParams,
         tokenizer: Tokenizer,
         wake: Callable[[], None],
-        tenant: str = "",
+        terms: Terms,
     ) -> Generation:
-        """Starts one sequence. Raises RequestError (busy) beyond `max_requests`.
-
-        tenant: its KV is shared with this tenant's only; "": with that of all who name none.
-        """
+        """Starts one sequence. Raises RequestError (busy) beyond `max_requests`."""
         if len(self._generations) >= self.config.max_requests:
             raise RequestError(ErrorKind.BUSY, f"this gateway holds {self.config.max_requests} requests already", 1.0)
         now = time.monotonic()
-        root = self._keys.root(model.namespace, tenant.encode())
+        root = self._keys.root(model.namespace, terms.tenant.encode())
         request = Request(
             secrets.randbits(63),
             prompt,
@@ -271,9 +268,8 @@ class Service:
             root=root,
             key_of=lambda tokens: self._keys.blocks(tokens, model.block_tokens, root),
             patience=self.config.patience,
-            deadline=now + self.config.request_timeout,
-            tenant=tenant,
-            slo=Slo(self.config.slo_ttft or None, self.config.slo_tbt or None),
+            longest=self.config.request_timeout,
+            terms=terms,
         )
         generation = Generation(self, request, tokenizer, sampling.stop, wake)
         self._generations[request.id] = generation
@@ -390,7 +386,7 @@ class Service:
             before = len(request.tokens)
             actions: list[Action] = []
             if isinstance(message, Tokens):
-                actions = request.on_tokens(message)
+                actions = request.on_tokens(message, now)
             elif isinstance(message, PrefillReport):
                 request.on_prefill_report(message)
             elif isinstance(message, Failed):

@@ -297,6 +297,7 @@ def describe(config: WorkerConfig, backend: Backend, incarnation: int, pool: Poo
         pool_slots=pool.slots,
         max_tokens_per_step=config.max_tokens_per_step,
         max_sequences=config.max_sequences,
+        pinned=config.pinned,
     )
 
 

@@ -57,7 +57,7 @@ class Choice:
     prefill: int
     decode: int
     fetch: bool = True
-    terms: Mapping[str, F64] = field(default_factory=dict)
+    terms: Mapping[str, F64 | Ints] = field(default_factory=dict)
 
 
 class Policy(Protocol):
@@ -76,10 +76,21 @@ def pair(view: View, pick_prefill: Callable[[Bools], int], pick_decode: Callable
 
 
 def lowest(scores: F64 | Ints, mask: Bools, rng: random.Random) -> int:
-    """Row of the lowest score within the mask; ties are drawn, or the first name would get all of an idle cluster."""
+    """Row of the lowest score within the mask; ties are drawn, or the first name would get all of an idle cluster.
+
+    NaN, as of an endless time that counts for nobody, is worse than any number.
+    """
     rows = np.flatnonzero(mask)
-    best = rows[scores[rows] == scores[rows].min()]
-    return int(rng.choice(best))
+    within = scores[rows]
+    best = rows[within == np.fmin.reduce(within)]
+    if len(best) == 1:
+        return int(best[0])
+    return int(rng.choice(best if len(best) else rows))
+
+
+def requests(view: View) -> Ints:
+    """[W] requests at each worker, in whatever stage."""
+    return np.maximum(view.running, view.queued_requests)
 
 
 def ttft(view: View, ask: Ask, fetch: Bools) -> F64:
@@ -92,5 +103,9 @@ def ttft(view: View, ask: Ask, fetch: Bools) -> F64:
 
 def decode_load(view: View, ask: Ask) -> F64:
     """[W] predicted gap between tokens; workers without pages for the prompt come after all others: it would wait."""
-    short = view.free_pages * view.block_tokens <= ask.prompt_tokens
-    return view.tbt + np.where(short, view.tbt.max(initial=0.0) + 1.0, 0.0)
+    return view.tbt + np.where(lacks_pages(view, ask), view.tbt.max(initial=0.0) + 1.0, 0.0)
+
+
+def lacks_pages(view: View, ask: Ask) -> Bools:
+    """[W] whether the prompt and a token more find no pages there now."""
+    return view.free_pages * view.block_tokens <= ask.prompt_tokens

@@ -7,8 +7,9 @@
     p = argmin TTFT;  d = the decode instance with the lowest load
     p fetches the longer prefix if best_len / p.prefix_len > threshold
 
-load is ours: the time to read what i has on its SSD only. Fetching leaves a copy at p: hot blocks replicate, without a
-forecast of their use.
+Ours are: load, the time to read what i has on its SSD only; and what "load" of a decode instance is, which the paper
+does not say: the predicted gap between tokens, after whom has pages for the prompt. Fetching leaves a copy at p: hot
+blocks replicate, without a forecast of their use. Rejecting is the admission's part.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .base import Ask, Choice, decode_load, lowest, pair, ttft
 class KvCacheCentric:
     """threshold: the paper sets it by hand and does not say to what; on its traces 1 to 3 hardly differ.
 
-    1 fetches whenever anybody holds more, so a prefix is computed once in the whole cluster.
+    1 fetches whenever anybody holds more, so a prefix is computed once in the whole cluster. replicates: hot prefixes
+    are copied ahead of requests, too; the algorithm as printed does not.
     """
 
     threshold: float = 1.0
@@ -36,4 +38,4 @@ class KvCacheCentric:
         seconds = ttft(view, ask, fetch)
         load = decode_load(view, ask)
         prefill, decode = pair(view, lambda mask: lowest(seconds, mask, rng), lambda mask: lowest(load, mask, rng))
-        return Choice(prefill, decode, bool(fetch[prefill]))
+        return Choice(prefill, decode, bool(fetch[prefill]), {"ttft": seconds, "gap": load})

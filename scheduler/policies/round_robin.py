@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -10,12 +12,16 @@ from ..cluster import Bools, View
 from .base import Ask, Choice, pair
 
 
+@dataclass(frozen=True, slots=True)
 class RoundRobin:
-    replicates = False
+    """fetch: what the worker's node lacks comes from whoever has it; false: it is computed."""
+
+    fetch: bool = True
+    replicates: ClassVar[bool] = False
 
     def __call__(self, view: View, ask: Ask, rng: random.Random) -> Choice:
         def turn(mask: Bools) -> int:
             rows = np.flatnonzero(mask)
             return int(rows[view.turn % len(rows)])
 
-        return Choice(*pair(view, turn, turn))
+        return Choice(*pair(view, turn, turn), self.fetch)

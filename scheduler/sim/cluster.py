@@ -7,7 +7,9 @@ Every message takes MESSAGE_DELAY. Heartbeats come as in a live cluster, each wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 
@@ -19,6 +21,7 @@ from ..events import (
     FromGateway,
     FromWorker,
     OrderDump,
+    OrderForget,
     OrderReplicate,
     Replicated,
     SendToGateway,
@@ -38,6 +41,7 @@ from ..messages import (
     SetRole,
     WorkerHello,
 )
+from ..native_index import NativeIndex
 from ..types import (
     KEY_BYTES,
     KvGroup,
@@ -70,6 +74,8 @@ STALL = 3600.0
 REST = 2.0
 #: Tokens that clients allow an answer to have, unless it has more: traces do not say.
 LIMIT = 4096
+#: Of the model, unless the trace has more.
+POSITIONS = 131_072
 GATEWAY = "gateway"
 MODEL = "model"
 
@@ -96,7 +102,13 @@ class Simulation:
         self.namespace = _namespace(spec)
         self.namespace_digest = self.namespace.digest()
         self.links = Links(spec.node.link_rate, spec.node.link_delay, spec.fabric_rate)
-        self.conductor = Conductor(policy=run.policy, admission=run.admission, seed=run.seed)
+        self.conductor = Conductor(
+            policy=run.policy,
+            admission=run.admission,
+            roles="auto" if run.roles else "fixed",
+            seed=run.seed,
+            index=NativeIndex(),
+        )
         self.nodes: dict[str, NodeModel] = {}
         self.workers: dict[str, WorkerModel] = {}
         self.requests = [RequestModel(self, number, request) for number, request in enumerate(requests)]
@@ -113,6 +125,10 @@ class Simulation:
     # -- building --------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
+        longest = max(
+            (model.request.prompt_tokens + self.limit_of(model.request) for model in self.requests), default=0
+        )
+        positions = max(POSITIONS, longest + 1)
         for spec in self.spec.workers:
             time = StepTime.load(spec.model)
             for _ in range(spec.count):
@@ -129,7 +145,7 @@ class Simulation:
                     tokenizer="none",
                     namespace=self.namespace,
                     vocab_size=EOS + 1,
-                    max_positions=1 << 30,
+                    max_positions=positions,
                     pages=spec.pages * spec.stages,
                     pool_slots=node.dram,
                     max_tokens_per_step=spec.max_tokens_per_step,
@@ -149,11 +165,12 @@ class Simulation:
         for failure in self.run_spec.failures:
             self.loop.at(failure.at, self._fail, failure)
         try:
-            self.loop.run(self._over)
-            self.complete = not self.open
-            if self.complete:
-                until = self.loop.now + REST
-                self.loop.run(lambda: self.loop.now >= until)
+            with _rare_collections():
+                self.loop.run(self._over)
+                self.complete = not self.open
+                if self.complete:
+                    until = self.loop.now + REST
+                    self.loop.run(lambda: self.loop.now >= until)
         except KeyboardInterrupt:
             self.notes.append(f"interrupted at {self.loop.now:.0f} s of the trace")
 
@@ -224,6 +241,8 @@ class Simulation:
                     self.loop.after(self.delay, self.workers[worker].set_role, role)
                 case OrderReplicate():
                     self.loop.after(self.delay, self._replicate, action)
+                case OrderForget(node, keys):
+                    self.loop.after(self.delay, self.nodes[node].forget, keys)
                 case OrderDump(node):
                     self.loop.after(self.delay, self._dump, node)
                 case _:
@@ -382,6 +401,19 @@ class Simulation:
             for node in self.nodes.values():
                 if node.up:
                     node.check()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Python looks for unreachable cycles whenever so many objects were made: here are few, and many objects that stay.
+    It took a seventh of a run.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _namespace(spec: ClusterSpec) -> Namespace:

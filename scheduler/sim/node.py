@@ -167,6 +167,12 @@ class NodeModel:
             self.pool.commit(tag, keys)
             self.report()
 
+    def forget(self, keys: bytes) -> None:
+        """By order of the conductor, which knows of copies elsewhere."""
+        if self.up:
+            self.pool.drop(keys)
+            self.report()
+
     # -- bringing --------------------------------------------------------------------------------------------------
 
     def bring(self, keys: bytes, sources: tuple[Source, ...], then: Callable[[dict[int, int]], None]) -> None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..batcher import Batcher, Busy, Outcome, SequenceId, TooLarge
+import msgspec
+
+from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
 from ..cost import StepWork, context_of
 from ..messages import WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
+from .baselines import find_discipline
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
 from .node import DEVICE, DRAM, NodeModel
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Seconds between two reports of changed pages.
 PAGES_EVERY = 0.1
+#: The discipline that serves.
+OURS = "ours"
 
 
 class WorkerModel(Steps):
@@ -38,6 +43,8 @@ class WorkerModel(Steps):
     def __init__(
         self, sim: Simulation, info: WorkerInfo, number: int, node: NodeModel, time: StepTime, spec: WorkerSpec
     ) -> None:
+        #: The models of others know no pool beside their pages.
+        self._pooled = spec.discipline == OURS
         super().__init__(sim.loop, number, time, spec.stages, fast_forward=sim.run_spec.fast_forward)
         self.sim = sim
         self.info = info
@@ -47,7 +54,7 @@ class WorkerModel(Steps):
 
     def _open(self) -> None:
         spec = self._spec
-        self.batcher = Batcher(
+        self.batcher = find_discipline(spec.discipline)(
             BlockPool(self.info.pages, self.sim.block_tokens),
             max_tokens=spec.max_tokens_per_step,
             max_sequences=spec.max_sequences,
@@ -56,6 +63,7 @@ class WorkerModel(Steps):
             eos=frozenset({EOS}),
             key_of=key_of,
         )
+        self.info = msgspec.structs.replace(self.info, max_tokens_per_step=self.batcher.max_tokens)
         self.role = self.info.role
         self._pages_free = 0.0
         self._pages_due = 0.0
@@ -114,6 +122,9 @@ class WorkerModel(Steps):
             job.opened = True
         else:
             self.loop.after(self.sim.delay, work.handoff.open, job)
+        if not self._pooled:
+            self._brought(job, {})
+            return
         self.node.bring(work.keys[: limit * KEY_BYTES], work.sources, lambda tiers: self._brought(job, tiers))
 
     def _refuse(self, work: Work, kind: str) -> None:
@@ -200,7 +211,7 @@ class WorkerModel(Steps):
 
     def _pin(self, job: Job) -> None:
         keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
-        here = self.node.leading(keys)[0] if self.node.up else 0
+        here = self.node.leading(keys)[0] if self.node.up and self._pooled else 0
         if here:
             tag = self.sim.tag()
             if self.node.take(tag, keys[: here * KEY_BYTES], 0):
@@ -263,7 +274,7 @@ class WorkerModel(Steps):
         self._release(job)
         if job.work.part != "decode":
             self._prefilled(job, outcome)
-        if self.sim.run_spec.write_through and job.work.part != "prefill" and outcome.filled:
+        if self.sim.run_spec.write_through and self._pooled and job.work.part != "prefill" and outcome.filled:
             tag = self.sim.tag()
             self.node.store(tag, b"".join(job.sequence.keys[: outcome.filled[-1].index + 1]))
             self.node.end(tag)
@@ -277,7 +288,7 @@ class WorkerModel(Steps):
         work, sequence = job.work, job.sequence
         # With stages, the Batcher is ahead of what has left the last.
         full = min(outcome.filled[-1].index + 1 if outcome.filled else 0, len(work.keys) // KEY_BYTES)
-        if full > job.stored and self.node.up:
+        if full > job.stored and self.node.up and self._pooled:
             tag = self.sim.tag()
             self.node.store(tag, work.keys[: full * KEY_BYTES])
             if work.handoff is None:

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 import zmq
 
-from pyengine.config import GatewayConfig
+from pyengine.config import GatewayConfig, SloClass
 from pyengine.gateway.app import create_app
 from pyengine.gateway.listener import listen
 from pyengine.gateway.service import Service
@@ -262,7 +262,13 @@ class Cluster:
         self.conductor_endpoint = f"ipc://{folder}/conductor"
         self.workers: dict[str, FakeWorker] = {}
         self.conductor = FakeConductor(context, self.conductor_endpoint, [])
-        self.config = GatewayConfig(conductor=self.conductor_endpoint, secret_file="", patience=patience)
+        self.config = GatewayConfig(
+            conductor=self.conductor_endpoint,
+            secret_file="",
+            patience=patience,
+            slo_ttft=7.0,
+            slo_class=(SloClass(name="batch", deadline=600.0),),
+        )
         self.service = Service(self.config, SESSION_KEY, HashKeys())
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 

@@ -19,13 +19,14 @@ from pyengine import env
 from pyengine.config import (
     ConfigError,
     DaemonConfig,
+    GatewayConfig,
     ServeConfig,
     WorkerConfig,
     load,
     memory_bytes,
     parse_size,
 )
-from pyengine.scheduler.types import Role
+from pyengine.scheduler.types import Role, Slo
 from pyengine.secret import MARK, claim_ssd, read_secret, secret_file
 
 
@@ -87,6 +88,13 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"nodes": 3}, "fewer --nodes"),
         ({"port": 70000}, "65535"),
         ({"admission": "at-arrival"}, "--slo-ttft"),
+        ({"admission": "predictive"}, "--slo-ttft"),
+        ({"roles": "atuo"}, "did you mean auto?"),
+        ({"slo_class": [{"name": "fast", "ttft": -1.0}]}, "'fast': ttft must be a number of seconds"),
+        ({"slo_class": [{"name": "fast"}, {"name": "fast"}]}, "name of its own"),
+        ({"slo_class": [{"name": "default", "ttft": 1.0}]}, "slo_ttft"),
+        ({"slo_class": [{"name": "fast", "tfft": 1.0}]}, "tfft"),
+        ({"slo_class": [{"name": f"class-{i}"} for i in range(65)]}, "at most 64"),
         ({"slo_tbt": -1.0}, "negative"),
         ({"slo_ttft": float("nan")}, "seconds"),
         ({"slo_ttft": float("inf")}, "seconds"),
@@ -104,10 +112,10 @@ def test_impossible_settings(settings: dict[str, object], says: str) -> None:
 
 
 def test_roles_and_derived_values() -> None:
-    assert ServeConfig().roles() == [("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)]
+    assert ServeConfig().placement() == [("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)]
     mixed = ServeConfig(both=1, decode=2, prefill=1)
-    assert [name for name, _ in mixed.roles()] == ["prefill-0", "decode-0", "decode-1", "both-0"]
-    assert ServeConfig(both=1).roles() == [("both-0", Role.BOTH)]
+    assert [name for name, _ in mixed.placement()] == ["prefill-0", "decode-0", "decode-1", "both-0"]
+    assert ServeConfig(both=1).placement() == [("both-0", Role.BOTH)]
     derived = ServeConfig().derived()
     assert 0 < derived.dram_bytes <= memory_bytes() // 10
     assert derived.threads >= 1
@@ -115,7 +123,7 @@ def test_roles_and_derived_values() -> None:
 
 def test_device_pages() -> None:
     def worker(**settings: int) -> WorkerConfig:
-        return WorkerConfig(
+        config = WorkerConfig(
             worker="w",
             role=Role.BOTH,
             node="n",
@@ -126,8 +134,8 @@ def test_device_pages() -> None:
             model="m",
             backend="fake",
             state_dir="d",
-            **settings,
         )
+        return msgspec.structs.replace(config, **settings)
 
     assert worker(pages=7).device_pages(1000, 16, 100) == 7
     assert worker(kv_bytes=5500).device_pages(1000, 16, 100_000) == 5
@@ -244,3 +252,18 @@ def test_command_line() -> None:
     assert "use --backend torch" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert command("worker", "--config", "/no/such/file").returncode == 2
+
+
+def test_classes_of_objectives_are_chosen_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(
+        'conductor = "ipc:///c"\nsecret_file = "s"\nslo_ttft = 3.0\n'
+        '[[slo_class]]\nname = "batch"\ndeadline = 600\n'
+        '[[slo_class]]\nname = "fast"\nttft = 0.5\ntbt = 0.05\n'
+    )
+    config = load(GatewayConfig, file, {})
+    config.check()
+    assert config.slo(None) == config.slo("auto") == config.slo("default") == Slo(ttft=3.0)
+    assert config.slo("batch") == Slo(deadline=600.0)
+    assert config.slo("fast") == Slo(0.5, 0.05)
+    assert config.slo("slow") is None

@@ -19,7 +19,7 @@ import pytest
 from pyengine.gateway import links as gateway_links
 from pyengine.gateway.app import create_app
 from pyengine.scheduler.messages import Route, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Rejection, Role, tenant_number
+from pyengine.scheduler.types import FinishReason, Rejection, Role, Slo, tenant_number
 from tests.gateway.cluster import (
     ANSWER,
     Cluster,
@@ -310,6 +310,57 @@ async def test_rejections(folder: Path, http: aiohttp.ClientSession) -> None:
         assert body["error"]["message"] == "larger than the pool"
 
 
+async def test_terms_of_a_request(folder: Path, http: aiohttp.ClientSession) -> None:
+    """timeout, priority and class reach conductor and workers; vLLM's lower priority is our higher."""
+    async with cluster(folder, *APART) as at:
+        await post(http, at, "/v1/chat/completions", {**CHAT, "max_tokens": 2})
+        body = {**CHAT, "max_tokens": 2, "timeout": 40, "priority": -2, "service_tier": "batch"}
+        await post(http, at, "/v1/chat/completions", body)
+        await post(http, at, "/v1/chat/completions", {**CHAT, "max_tokens": 2, "timeout": 900, "service_tier": "batch"})
+        slos = [route.slo for route in at.conductor.routes]
+        assert slos == [Slo(ttft=7.0), Slo(deadline=40.0), Slo(deadline=600.0)]
+        assert [route.priority for route in at.conductor.routes] == [0, 2, 0]
+        assert all(0.0 <= route.waited < PATIENCE for route in at.conductor.routes)
+        for worker in at.workers.values():
+            assert [(work.slo, work.priority) for work in worker.work] == list(zip(slos, (0, 2, 0), strict=True))
+            assert worker.work[1].deadline <= 40.0
+        ended = at.conductor.ended[0]
+        assert (ended.generated, ended.finished, ended.ttft > 0.0) == (2, True, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_ends_the_work_everywhere(folder: Path, http: aiohttp.ClientSession, stream: bool) -> None:
+    """Before the first token: 504. Behind it, in a stream: an error event. Both workers are told to stop."""
+    async with cluster(folder, *APART) as at:
+        if not stream:
+            at.workers["prefill-0"].script = silent
+        at.workers["decode-0"].script = silent
+        body = {**CHAT, "timeout": 0.2, "stream": stream}
+        async with http.post(f"{at.url}/v1/chat/completions", json=body) as response:
+            assert response.status == (200 if stream else 504)
+            error = [event async for event in events(response)][-1] if stream else json.loads(await response.read())
+        assert error["error"]["code"] == "timeout"
+        assert "deadline" in error["error"]["message"]
+        for worker in at.workers.values():
+            await asyncio.wait_for(worker.aborted.wait(), PATIENCE)
+        await asyncio.wait_for(at.conductor.ended_one.wait(), PATIENCE)
+        assert not at.conductor.ended[0].finished
+        assert at.service.active == 0
+
+
+@pytest.mark.parametrize(("kind", "code"), [("slo_ttft", "slo_ttft"), ("share", "share"), ("", "rate_limit_exceeded")])
+async def test_a_refusal_names_what_refused(folder: Path, http: aiohttp.ClientSession, kind: str, code: str) -> None:
+    def refuse(route: Route) -> Rejection:
+        return Rejection(request=route.request, attempt=route.attempt, reason="no", retry_after=0.01, kind=kind)
+
+    async with cluster(folder, *APART) as at:
+        at.conductor.reject = refuse
+        async with http.post(f"{at.url}/v1/chat/completions", json=CHAT) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "1")
+            error = json.loads(await response.read())["error"]
+        assert error == {"message": "no", "type": "rate_limit_error", "param": None, "code": code}
+
+
 async def test_conductor_away_and_back(folder: Path, http: aiohttp.ClientSession) -> None:
     """Running requests go on without it; new ones wait for it, or get 503."""
     async with cluster(folder, *APART, patience=1.0) as at:
@@ -357,6 +408,13 @@ async def test_bad_input(folder: Path, http: aiohttp.ClientSession) -> None:
         ("chat", {**CHAT, "max_tokens": "many"}, 400, "max_tokens", "int"),
         ("chat", {**CHAT, "temperature": -1}, 400, "temperature", "between"),
         ("chat", {**CHAT, "n": 2}, 400, "n", "only 1"),
+        ("chat", {**CHAT, "timeout": 0}, 400, "timeout", "seconds above 0"),
+        ("chat", {**CHAT, "timeout": -1.5}, 400, "timeout", "not -1.5"),
+        ("chat", {**CHAT, "timeout": 1e6}, 400, "timeout", "at most 86400"),
+        ("chat", {**CHAT, "timeout": "soon"}, 400, "timeout", "float"),
+        ("chat", {**CHAT, "priority": 5000}, 400, "priority", "to 1000"),
+        ("chat", {**CHAT, "priority": 0.5}, 400, "priority", "int"),
+        ("chat", {**CHAT, "service_tier": "gold"}, 400, "service_tier", "auto, default, batch"),
         ("chat", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
         ("chat", {**CHAT, "messages": [long]}, 400, "messages", "1024"),
         ("completion", {"model": "fake"}, 400, "prompt", "required"),

@@ -136,6 +136,9 @@ def test_no_body_breaks_the_parser(body: bytes) -> None:
             "tools",
             "top_k",
             "cache_salt",
+            "timeout",
+            "priority",
+            "service_tier",
         ]
     ),
 )

@@ -17,6 +17,7 @@ from pyengine.gateway.request import (
     ErrorKind,
     Request,
     State,
+    Terms,
     ToConductor,
     ToWorker,
 )
@@ -28,6 +29,7 @@ from pyengine.scheduler.types import (
     Plan,
     Rejection,
     SamplingParams,
+    Slo,
     Source,
     WorkerRef,
     tenant_number,
@@ -49,7 +51,7 @@ def plan(request: Request, prefill: str = "p", decode: str = "d") -> Plan:
     return Plan(request=request.id, attempt=request.attempt, prefill=ref(prefill), decode=ref(decode))
 
 
-def make(max_tokens: int = 8, patience: float = 5.0, deadline: float = 100.0, tenant: str = "") -> Request:
+def make(max_tokens: int = 8, patience: float = 5.0, longest: float = 100.0, tenant: str = "", **terms: Any) -> Request:
     return Request(
         7,
         PROMPT,
@@ -60,8 +62,8 @@ def make(max_tokens: int = 8, patience: float = 5.0, deadline: float = 100.0, te
         root=bytes(16),
         key_of=lambda tokens: bytes(len(tokens) // 64 * 16),
         patience=patience,
-        deadline=deadline,
-        tenant=tenant,
+        longest=longest,
+        terms=Terms(arrived=0.0, tenant=tenant, **terms),
     )
 
 
@@ -111,7 +113,7 @@ def test_route_and_work_carry_what_they_should() -> None:
 
 def test_first_token_that_ends_the_request_frees_the_decode_worker() -> None:
     request = running(max_tokens=1)
-    actions = request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH))
+    actions = request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH), 1.0)
     assert request.done
     assert [type(action.message) for action in actions] == [RouteEnded, Abort]
     assert [action.worker.worker for action in actions if isinstance(action, ToWorker)] == ["d"]
@@ -133,7 +135,7 @@ def test_hand_off_that_ended_with_the_first_token_is_no_failure() -> None:
     """The decode worker says that its hand-off has ended before the prefill worker's token arrives, which ended it."""
     request = running(max_tokens=1)
     assert request.on_failed(failed(request, "retry", "d"), 1.0) == []
-    request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH))
+    request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH), 1.0)
     assert request.done
     assert (request.attempt, request.finish) == (0, FinishReason.LENGTH)
 
@@ -144,7 +146,7 @@ def test_decode_workers_failure_is_tried_again_after_a_moment(first_token: bool)
     assert request.on_failed(failed(request, "retry", "d"), 1.0) == []
     assert request.on_failed(failed(request, "retry", "d"), 1.1) == []
     if first_token:
-        request.on_tokens(tokens(request, 0, 1))
+        request.on_tokens(tokens(request, 0, 1), 1.1)
     assert request.tick(1.1) == []
     assert request.wake_at == pytest.approx(1.0 + FIRST_TOKEN_GRACE)
     actions = request.tick(request.wake_at)
@@ -166,7 +168,7 @@ def test_whole_blocks_only_up_to_the_last_token() -> None:
 @pytest.mark.parametrize(("kind", "excluded"), [("retry", ("d", "p")), ("wrong_role", ("p",)), ("need_prefill", ())])
 def test_failed_kinds_that_are_tried_again(kind: str, excluded: tuple[str, ...]) -> None:
     request = running()
-    request.on_tokens(tokens(request, 0, 3))
+    request.on_tokens(tokens(request, 0, 3), 0.5)
     actions = request.on_failed(failed(request, kind), 1.0)
     kinds = [type(action.message) for action in actions]
     assert kinds == [Abort, RouteEnded, Route]
@@ -219,9 +221,11 @@ def test_silent_conductor() -> None:
 
 
 def test_rejections() -> None:
-    def rejected(request: Request, retry_after: float | None) -> Rejected:
+    def rejected(request: Request, retry_after: float | None, kind: str = "") -> Rejected:
         return Rejected(
-            rejection=Rejection(request=request.id, attempt=request.attempt, reason="full", retry_after=retry_after)
+            rejection=Rejection(
+                request=request.id, attempt=request.attempt, reason="full", retry_after=retry_after, kind=kind
+            )
         )
 
     busy = make()
@@ -234,6 +238,11 @@ def test_rejections() -> None:
     never.on_rejected(rejected(never, None), 0.0, servable=True)
     assert never.error is not None
     assert never.error.kind is ErrorKind.TOO_LARGE
+    ours = make()
+    ours.start(0.0)
+    ours.on_rejected(rejected(ours, None, "policy"), 0.0, servable=True)
+    assert ours.error is not None
+    assert ours.error.kind is ErrorKind.BUG
     absent = make()
     absent.start(0.0)
     now = 0.0
@@ -247,7 +256,7 @@ def test_rejections() -> None:
 
 
 def test_deadline_abort_and_stop() -> None:
-    late = running(deadline=10.0)
+    late = running(longest=10.0)
     actions = late.tick(10.0)
     assert late.error is not None
     assert late.error.kind is ErrorKind.TIMEOUT
@@ -256,9 +265,80 @@ def test_deadline_abort_and_stop() -> None:
     assert [type(action.message) for action in gone.abort()] == [Abort, Abort, RouteEnded]
     assert gone.abort() == []
     stopped = running()
-    stopped.on_tokens(tokens(stopped, 0, 2))
+    stopped.on_tokens(tokens(stopped, 0, 2), 1.0)
     assert [type(action.message) for action in stopped.stop()] == [Abort, Abort, RouteEnded]
     assert stopped.finish is FinishReason.STOP
+
+
+def test_terms_travel_with_every_message() -> None:
+    """Objectives count from the client's request on, whichever attempt it is; who was admitted once stays so."""
+    slo = Slo(ttft=2.0, tbt=0.1, deadline=30.0)
+    request = make(slo=slo, priority=3)
+    (asked,) = request.start(0.25)
+    assert isinstance(asked.message, Route)
+    assert (asked.message.slo, asked.message.priority, asked.message.waited) == (slo, 3, 0.25)
+    assert not asked.message.admitted
+    for action in request.on_planned(plan(request), 0.5):
+        assert isinstance(action.message, Work)
+        work = action.message
+        assert (work.slo, work.priority, work.waited, work.deadline) == (slo, 3, 0.5, 29.5)
+    route = request.on_failed(failed(request, "need_prefill"), 1.0)[-1].message
+    assert isinstance(route, Route)
+    assert (route.waited, route.admitted) == (1.0, True)
+
+
+@pytest.mark.parametrize(("deadline", "ends", "says"), [(3.0, 3.0, "its deadline"), (300.0, 100.0, "this server")])
+def test_the_earlier_of_deadline_and_servers_limit_ends_it(deadline: float, ends: float, says: str) -> None:
+    request = running(slo=Slo(deadline=deadline))
+    assert request.wake_at == ends
+    assert request.tick(ends - 0.01) == []
+    assert [type(action.message) for action in request.tick(ends)] == [Abort, Abort, RouteEnded]
+    assert request.error is not None
+    assert says in request.error.reason
+    assert request.error.kind is ErrorKind.TIMEOUT
+
+
+def test_the_end_of_an_attempt_tells_its_pace() -> None:
+    """Twenty-one gaps of which two were long: the longest tenth are three."""
+    request = running(max_tokens=22)
+    now = 1.5
+    request.on_tokens(tokens(request, 0, 1), now)
+    for index in range(1, 22):
+        now += {7: 2.0, 9: 1.0}.get(index, 0.1)
+        actions = request.on_tokens(tokens(request, index, 1, FinishReason.LENGTH if index == 21 else None), now)
+    ended = actions[0].message
+    assert isinstance(ended, RouteEnded)
+    assert (ended.ttft, ended.generated, ended.finished) == (1.5, 22, True)
+    assert ended.tbt == pytest.approx((2.0 + 1.0 + 0.1) / 3)
+    silent = running()
+    (*_, ended_early) = silent.abort()
+    assert isinstance(ended_early.message, RouteEnded)
+    none = ended_early.message
+    assert (none.ttft, none.generated, none.tbt, none.finished) == (-1.0, 0, -1.0, False)
+
+
+def test_tokens_that_come_together_share_their_gap() -> None:
+    request = running(max_tokens=30)
+    request.on_tokens(tokens(request, 0, 2), 1.0)
+    request.on_tokens(tokens(request, 2, 4), 3.0)
+    (*_, ended) = request.stop()
+    assert isinstance(ended.message, RouteEnded)
+    # Gaps: none between the first two, then four of half a second.
+    assert (ended.message.generated, ended.message.tbt, ended.message.finished) == (6, 0.5, True)
+
+
+def test_late_is_the_clients_deadline_and_a_refusal_names_its_objective() -> None:
+    late = running()
+    late.on_failed(failed(late, "late"), 1.0)
+    assert late.error is not None
+    assert late.error.kind is ErrorKind.TIMEOUT
+    for kind, detail in (("slo_ttft", "slo_ttft"), ("late", "slo_deadline")):
+        refused = make()
+        refused.start(0.0)
+        rejection = Rejection(request=refused.id, attempt=0, reason="no", retry_after=2.5, kind=kind)
+        refused.on_rejected(Rejected(rejection=rejection), 0.0, servable=True)
+        assert refused.error is not None
+        assert (refused.error.kind, refused.error.detail) == (ErrorKind.BUSY, detail)
 
 
 @settings(max_examples=300, deadline=None)
@@ -285,10 +365,13 @@ def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> 
             first = data.draw(st.integers(0, ends_at - 1))
             count = data.draw(st.integers(1, ends_at - first))
             last = first + count == ends_at
-            request.on_tokens(tokens(request, first, count, finish if last else None))
+            request.on_tokens(tokens(request, first, count, finish if last else None), now)
         elif event == "stale" and request.attempt > 0:
             request.on_tokens(
-                Tokens(request=request.id, attempt=request.attempt - 1, first=len(before), tokens=(666,), finish=finish)
+                Tokens(
+                    request=request.id, attempt=request.attempt - 1, first=len(before), tokens=(666,), finish=finish
+                ),
+                now,
             )
             assert request.tokens == before
         elif event == "lost":

@@ -25,7 +25,7 @@ COSTS = (0.01, 0.002, 2e-8, 0.003, 1e-6)
 
 def measured(b: Batcher) -> Batcher:
     """Its cost model is exact."""
-    b.cost = exact()
+    b.cost.__dict__.update(exact().__dict__)
     return b
 
 
@@ -62,6 +62,16 @@ def test_prompts_are_computed_by_slack_and_not_as_they_came() -> None:
         waiting(b, number, length, first_only=True, ttft=ttft)
     # 2 has the same objective as 3 and takes longer; 4 misses its own in any case.
     assert completions(b, Device(b), 0.0) == [2, 3, 1, 0, 4]
+
+
+def test_an_answer_that_has_begun_elsewhere_goes_on_before_any_prompt_is_begun() -> None:
+    b = measured(batcher(pages=100, max_sequences=1))
+    waiting(b, 0, 8, ttft=0.1)
+    b.add(sequence(1, [1] * 8, handed_off=True, ignore_eos=True))
+    b.first_token((1, 0), 2)
+    b.ready((1, 0), 8)
+    (load,) = b.plan(0.0).loads
+    assert load.id == (1, 0)
 
 
 def test_a_more_urgent_prompt_overtakes_one_that_is_half_computed() -> None:
@@ -150,14 +160,14 @@ def test_to_plan_with_a_thousand_waiting_looks_at_few() -> None:
     for number in range(1000):
         waiting(b, number, 8, ttft=1000.0)
     made = 0
-    place = b._place
+    place = b._urgency.place
 
     def counted(sequence: Any) -> Any:
         nonlocal made
         made += 1
         return place(sequence)
 
-    b._place = counted  # type: ignore[method-assign]
+    b._urgency.place = counted  # type: ignore[method-assign]
     device = Device(b)
     for _ in range(20):
         step = b.plan(0.0)
@@ -243,6 +253,11 @@ def test_two_prompts_share_what_room_there_is() -> None:
     assert EXACT.seconds(work) <= 0.2 * 1.0001
 
 
+def test_all_prompts_together_get_the_least_if_nothing_can_be_kept() -> None:
+    room = Room(EXACT, StepWork(0, 0, 4, 400), 0.001, 512)
+    assert [room.take(0, 20), room.take(0, 400), room.take(0, 400)] == [20, 12, 0]
+
+
 def test_the_batcher_asks_those_that_decode_in_the_step() -> None:
     counts = {}
     for tbt in (math.inf, 0.05):
@@ -284,6 +299,19 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     # The one that shares nothing did not wait for those that wait.
     order = [id for id, _, _ in computed]
     assert order.index(9) < order.index(1)
+
+
+def test_pools_supply_ahead_of_a_full_step_but_for_one_step_only() -> None:
+    """What is on its way into pages while others compute is ready when they have done; more would only hold pages."""
+    b = batcher(pages=100, max_sequences=16)
+    waiting(b, 0, 40)
+    for number in range(1, 9):
+        b.add(sequence(number, [number % 3] * (3 * BLOCK + 3), ignore_eos=True))
+        b.ready((number, 0), 3 * BLOCK)
+    step = b.plan(0.0)
+    assert [(p.id[0], p.count) for p in step.slices] == [(0, 8)]
+    # 3 tokens each are left to compute, a step computes 8.
+    assert [load.id[0] for load in step.loads] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("end", ["remove", "preempt"])

@@ -359,7 +359,7 @@ def test_a_run_is_what_single_steps_are_and_could_not_be_longer(
             assert plain_step(singly), "not a step of a run"
         assert dump(b) == dump(singly)
         b.check()
-        may_admit = b._standing and not b._short  # whether it can is looked at by the next `plan`
+        may_admit = b._queue.looks  # whether it can is looked at by the next `plan`
         if count == length and b._observed == (0, 0, len(b._running)) and not may_admit:
             event("the end of a run")
             assert not plain_step(singly), "the run could have been longer"

@@ -44,6 +44,9 @@ from pyengine.scheduler.types import Medium, Namespace, Node, Role, Slo, Source
 
 from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
 
+#: The others compute what the node they chose lacks.
+FETCHING = ("random", "round-robin", "least-loaded", "least-queue-time", "kvcache-centric", "least-harm")
+
 
 def apart(nodes: int = 2, **settings: object) -> World:
     """One prefill and one decode worker."""
@@ -82,8 +85,8 @@ def test_a_worker_of_role_both_serves_alone(policy: str) -> None:
     assert plan.prefill == plan.decode
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_names_the_sources_of_what_the_prefill_node_lacks(policy: str) -> None:
+@pytest.mark.parametrize("policy", [*FETCHING, "lmetric:fetch=true"])
+def test_every_policy_that_fetches_names_the_sources_of_what_the_prefill_node_lacks(policy: str) -> None:
     world = apart(policy=policy)
     keys = chain(1, 2, 3, 4)
     world.store("node-0", keys[:1])
@@ -184,7 +187,7 @@ def test_the_prefix_decides_until_the_queue_does() -> None:
     assert moved.sources[0].node.node == "node-1"
 
 
-@pytest.mark.parametrize("policy", ["least-loaded", "kvcache-centric"])
+@pytest.mark.parametrize("policy", ["least-loaded", "kvcache-centric", "least-harm", "lmetric"])
 def test_a_burst_spreads_before_any_heartbeat(policy: str) -> None:
     world = twins(policy=policy)
     chosen = [world.plan(chain(100 + i, 7)).prefill.worker for i in range(20)]
@@ -301,7 +304,7 @@ def test_admission_at_arrival_keeps_its_promise() -> None:
     assert late.retry_after is not None
     assert late.retry_after > 1
     assert "objective is 1 ms" in world.refusal([], 5, slo=Slo(tbt=0.001)).reason
-    assert 'pyengine_conductor_rejections_total{reason="slo"}' in world.conductor.counters()
+    assert 'pyengine_conductor_rejections_total{reason="slo_ttft"}' in world.conductor.counters()
 
 
 def test_stale_attempts_are_dropped_and_new_ones_replace_them() -> None:

@@ -343,7 +343,8 @@ class Truth:
         for info in (prefill, decode):
             assert (info.model, info.namespace.digest()) == (route.model, route.namespace), "another model's"
         if prefill is decode:
-            assert prefill.role is Role.BOTH
+            # A decode worker may take it whole if a gap was promised that bounds its steps.
+            assert prefill.role is Role.BOTH or (prefill.role is Role.DECODE and route.slo.tbt is not None)
             assert prefill.pages * BLOCK > route.prompt_tokens, "too small to decode it"
         else:
             assert (prefill.role, decode.role.decodes) == (Role.PREFILL, True)
@@ -385,7 +386,7 @@ def play(seed: int) -> str:
     return truth.digest.hexdigest()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_random_world(seed: int) -> None:
     play(seed)

@@ -71,7 +71,7 @@ class LineMachine(RuleBasedStateMachine):
         self.number = 0
 
     @rule(
-        slack=st.one_of(st.integers(-5, 50), st.just(math.inf)),
+        slack=st.one_of(st.integers(-5, 50), st.sampled_from([math.inf, -math.inf])),
         patience=st.integers(1, 40),
         priority=st.integers(-1, 1),
         tenant=st.integers(0, 3),

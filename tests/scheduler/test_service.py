@@ -23,6 +23,7 @@ import pytest
 import zmq
 
 from pyengine import _native
+from pyengine.scheduler import dropping
 from pyengine.scheduler.conductor import Conductor
 from pyengine.scheduler.cost import UNMEASURED
 from pyengine.scheduler.links import dial
@@ -30,6 +31,8 @@ from pyengine.scheduler.messages import (
     ClusterState,
     Codec,
     ConductorToGateway,
+    Explain,
+    Explained,
     GatewayHello,
     Message,
     Planned,
@@ -214,6 +217,55 @@ def test_a_hot_prefix_is_really_copied(service: Service, dialled: Callable[[], P
     for client in clients:
         client.close()
     other.stop()
+
+
+def test_a_cold_replica_really_goes(
+    service: Service, dialled: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three daemons hold a long prefix and are nearly full; when nobody reuses it any more, one of them forgets it."""
+    monkeypatch.setattr(dropping, "COLD_AFTER", 0.5)
+    # Of some 500 slots less than a tenth are left.
+    keys = chain(*range(470))
+    nodes = [start_daemon(f"node-{i}", service.daemons) for i in range(3)]
+    clients = [publish(node, keys) for node in nodes]
+    for client in clients:
+        client.end(_native.Tag(1, 0, 1))
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    for i, at in enumerate(node.address for node in nodes):
+        info = worker(f"both-{i}", Role.BOTH, at.node, pages=2000, max_positions=1 << 20)
+        loop.send(WorkerHello(info=msgspec.structs.replace(info, node=Node(at.node, at.address, at.incarnation))))
+    gateway.expect(ClusterState, lambda state: len(state.workers) == 3)
+
+    def held(state: ClusterState) -> list[float]:
+        # A played gateway sends no heartbeats: it says hello again before it counts as silent.
+        gateway.send(GatewayHello(gateway="g", incarnation=1))
+        return sorted(value for name, value in state.counters.items() if name.startswith("pyengine_index_blocks"))
+
+    gateway.expect(ClusterState, lambda state: held(state) == [470, 470, 470])
+    gateway.send(route(1, keys), RouteEnded(request=1, attempt=0))
+    gateway.expect(Planned)
+    state = gateway.expect(ClusterState, lambda state: held(state) == [0, 470, 470])
+    assert state.counters["pyengine_conductor_dropped_blocks_total"] >= 470
+    for client in clients:
+        client.close()
+    for node in nodes:
+        node.stop()
+
+
+def test_a_live_conductor_explains_its_latest_decision(dialled: Callable[[], Peer]) -> None:
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    loop.send(WorkerHello(info=worker("both-0", Role.BOTH, "node-0")))
+    gateway.expect(ClusterState, lambda state: len(state.workers) == 1)
+    gateway.send(route(5, chain(1, 2)), Explain(number=9, request=5))
+    explained = gateway.expect(Explained)
+    assert explained.number == 9
+    assert explained.explanation is not None
+    assert (explained.explanation.prefill, explained.explanation.gateway) == ("both-0", "g")
+    assert [each.worker for each in explained.explanation.candidates] == ["both-0"]
+    gateway.send(Explain(number=10, request=6))
+    assert gateway.expect(Explained).explanation is None
 
 
 def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]) -> None:

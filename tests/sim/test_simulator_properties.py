@@ -15,12 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pyengine.scheduler.policies import ADMISSIONS, known_policies
 from pyengine.scheduler.sim.spec import ClusterSpec, Failure, NodeSpec
 from pyengine.scheduler.sim.trace import Request
 from pyengine.scheduler.types import Slo
 
 from .worlds import BLOCK, cluster, model, request, simulated
 
+#: Disciplines of coupled workers.
+OTHERS = ["ours", "ours", "vllm", "vllm-pc", "vllm-cp"]
 FOLDER = Path(tempfile.mkdtemp(prefix="models-"))
 
 
@@ -33,6 +36,7 @@ class Case(NamedTuple):
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A cluster of up to six workers, some of them short of pages or slots, and a trace of shared prefixes."""
+    # The models of others are coupled: only clusters of such workers may have them.
     prefill, decode, both = draw(
         st.sampled_from([(1, 1, 0), (2, 1, 0), (1, 2, 0), (3, 3, 0), (0, 0, 1), (0, 0, 3), (1, 1, 1), (2, 2, 2)])
     )
@@ -56,6 +60,9 @@ def cases(draw: st.DrawFn) -> Case:
         pages=draw(st.sampled_from([12, 40])),
         max_sequences=draw(st.sampled_from([2, 16])),
         slo=Slo(ttft=2.0, tbt=0.1, deadline=deadline),
+        discipline="ours"
+        if prefill or decode
+        else draw(st.sampled_from(["ours", "ours", "vllm", "vllm-pc", "vllm-cp"])),
     )
     requests, arrival = [], 0.0
     for _ in range(draw(st.integers(1, 25))):
@@ -76,8 +83,9 @@ def cases(draw: st.DrawFn) -> Case:
             )
         )
     run = {
-        "policy": draw(st.sampled_from(["kvcache-centric", "round-robin", "random"])),
-        "admission": draw(st.sampled_from(["none", "at-arrival"])),
+        "policy": draw(st.sampled_from(known_policies())),
+        "admission": draw(st.sampled_from(sorted(ADMISSIONS))),
+        "roles": draw(st.booleans()),
         "seed": draw(st.integers(0, 3)),
         "write_through": draw(st.booleans()),
         "failures": tuple(failures),

@@ -108,7 +108,8 @@ def test_reuse_across_turns_and_nodes(state_dir: Path) -> None:
 def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path, tmp_path: Path) -> None:
     """Load on the holder makes Algorithm 1 choose the other node, which fetches the prefix instead of computing it."""
     hold = tmp_path / "hold"
-    flags = ("--prefill", "2", "--decode", "2", "--nodes", "2", "--policy", "kvcache-centric")
+    # No hand-off brings the prefix to the other node too.
+    flags = ("--both", "2", "--nodes", "2", "--policy", "kvcache-centric")
     with fake_server(state_dir, *flags, model=f"fake:seconds_per_token=0.0005,hold={hold}") as server:
         shared = prompt(800)
         complete(server, shared, 2)
@@ -136,10 +137,8 @@ def test_hot_prefix_is_replicated_by_algorithm_1(state_dir: Path, tmp_path: Path
             lambda: server.metric("pyengine_worker_tokens_total", phase="prefill") == 800 + 24 * 40,
             "only the rest was computed",
         )
-        workers = [
-            server.metric("pyengine_worker_tokens_total", worker=f"prefill-{k}", phase="prefill") for k in (0, 1)
-        ]
-        assert all(workers), f"only one prefill worker was used: {workers}"
+        workers = [server.metric("pyengine_worker_tokens_total", worker=f"both-{k}", phase="prefill") for k in (0, 1)]
+        assert all(workers), f"only one worker was used: {workers}"
 
 
 def test_openai_client(state_dir: Path) -> None:

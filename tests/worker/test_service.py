@@ -12,7 +12,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -20,13 +23,18 @@ from pyengine import _native
 from pyengine.backend import Slice
 from pyengine.backends.fake import FakeBackend
 from pyengine.config import WorkerConfig
+from pyengine.scheduler.changes import unpack
 from pyengine.scheduler.links import bind, dial
 from pyengine.scheduler.messages import (
     Codec,
+    ConductorToWorker,
     Failed,
     GatewayToWorker,
+    PagesChanged,
+    SetRole,
     Work,
     WorkerAlive,
+    WorkerHello,
     WorkerToConductor,
     WorkerToGateway,
 )
@@ -66,12 +74,16 @@ class Running:
         self.hash_key = _native.derive_key(read_secret(self._secret), "hash")
         self.daemon = self.start_daemon()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self.conductor = bind(context.socket(zmq.ROUTER), f"ipc://{folder}/conductor", self.session_key)
+        self.conductor = self.new_conductor()
         self.service = WorkerService(configuration(folder, self._secret))
         self.gateway = dial(context.socket(zmq.DEALER), f"ipc://{folder}/w", self.session_key)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
+
+    def new_conductor(self) -> zmq.Socket[bytes]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        return bind(context.socket(zmq.ROUTER), f"ipc://{self._folder}/conductor", self.session_key)
 
     def start_daemon(self) -> _native.Daemon:
         return _native.Daemon(
@@ -90,7 +102,7 @@ class Running:
         assert not self._thread.is_alive(), "it serves on"
         return self.error
 
-    def send(self, part: str, number: int) -> None:
+    def send(self, part: str, number: int, **changes: Any) -> None:
         info = self.service.info
         root = _native.root_key(info.namespace.digest(), b"", b"", self.hash_key)
         work = Work(
@@ -106,7 +118,7 @@ class Running:
             decode_node=info.node,
             decode_incarnation=info.incarnation,
         )
-        self.gateway.send(Codec(GatewayToWorker).encode([work]))
+        self.gateway.send(Codec(GatewayToWorker).encode([msgspec.structs.replace(work, **changes)]))
 
     def failed(self) -> Failed:
         """The next failure that the gateway hears of."""
@@ -220,3 +232,58 @@ def test_a_worker_whose_requests_all_wait_for_kv_is_alive(running: Running) -> N
         if len(seen) == 3:
             break
     assert len(seen) == 3
+
+
+def test_the_conductor_follows_device_pages_and_roles(running: Running) -> None:
+    """8 pages, prompts of two full blocks each: pages come and go, and what it is told always adds up to the pool."""
+    index: set[bytes] = set()
+    pool = running.service._worker.batcher.pool
+    identity = b""
+    hellos: list[Role] = []
+
+    def listen() -> None:
+        nonlocal identity
+        assert running.conductor.poll(int(PATIENCE * 1000)), "nothing is said"
+        identity, frame = running.conductor.recv_multipart()
+        for message in Codec(WorkerToConductor).decode(frame):
+            match message:
+                case WorkerHello():
+                    hellos.append(message.info.role)
+                case PagesChanged():
+                    assert hellos, "pages before the hello"
+                    if message.first:
+                        index.clear()
+                    for change in unpack(message.changes):
+                        (index.discard if change.removed else index.add)(change.key)
+
+    def say(role: Role) -> None:
+        running.conductor.send_multipart([identity, Codec(ConductorToWorker).encode([SetRole(role=role)])])
+
+    def prompt(number: int) -> tuple[bytes, list[bytes]]:
+        tokens = np.full(40, number, np.uint32)
+        info = running.service.info
+        root = _native.root_key(info.namespace.digest(), b"", b"", running.hash_key)
+        packed = _native.block_keys(tokens, 16, root, running.hash_key)
+        return tokens.tobytes(), [packed[:16], packed[16:]]
+
+    for number in range(10):
+        tokens, keys = prompt(number)
+        running.send("both", number, token_ids=tokens, keys=b"".join(keys))
+        while not index.issuperset(keys):
+            listen()
+    assert len(index) <= pool.pages, "what went was not told"
+    say(Role.PREFILL)
+    while hellos[-1] is not Role.PREFILL:
+        listen()
+    running.send("decode", 99)
+    assert running.failed().kind == "wrong_role"
+    # A hello on the same link changes nothing in the pages; a new link makes all of them news.
+    running.conductor.close(0)
+    index.clear()
+    hellos.clear()
+    running.conductor = running.new_conductor()
+    while not index:
+        listen()
+    assert hellos[-1] is Role.PREFILL
+    assert all(pool.count([key]) for key in index)
+    assert len(index) == pool.cached

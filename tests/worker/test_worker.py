@@ -422,3 +422,30 @@ def test_pools_protocol_is_what_the_client_offers() -> None:
     names: Sequence[str] = [name for name in vars(Pool) if not name.startswith("_")]
     missing: Iterator[str] = (name for name in names if not hasattr(_native.PoolClient, name))
     assert not list(missing)
+
+
+def test_a_burst_with_one_prefix_computes_it_once() -> None:
+    """Nobody's KV is in any pool yet: those that come second wait for the pages of the first."""
+    with one_node() as cluster:
+        prompts = [COMMON + prompt(10, i) for i in range(5)]
+        requests = cluster.together("decode", lambda: [cluster.submit(ids, "decode", "decode") for ids in prompts])
+        cluster.run(*requests)
+        for request, ids in zip(requests, prompts, strict=True):
+            assert request.ids == fake_tokens(ids, 8)
+        shared = len(COMMON) // BLOCK * BLOCK
+        assert cluster.workers["decode"].counters["prefill"] == 210 + 4 * (210 - shared)
+        assert sorted(request.tiers.get("device", 0) for request in requests) == [0, *[shared] * 4]
+        cluster.settle()
+
+
+def test_who_waits_for_a_prefix_survives_whoever_computes_it() -> None:
+    with one_node() as cluster:
+        prompts = [COMMON + prompt(10, i) for i in range(4)]
+        requests = cluster.together("decode", lambda: [cluster.submit(ids, "decode", "decode") for ids in prompts])
+        for first in requests[:3]:
+            cluster.step("decode")
+            assert sum(not request.tokens for request in requests) > 1
+            cluster.abort(first)
+        cluster.run(requests[3])
+        assert requests[3].ids == fake_tokens(prompts[3], 8)
+        cluster.settle()
