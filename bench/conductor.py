@@ -2,7 +2,7 @@
 
 A frame with a Route comes in, is decoded, goes through `Conductor.on`, and the Planned is encoded: what the service
 does but for the sockets. Half of the nodes have a prefill worker, half a decode worker. Prompts are a stored prefix
-(the popular ones more often) and a tail that is new; each request ends when some hundred others have come. Three cases:
+(popular ones more often) and a tail that is new; each request ends when some hundred others have come. Three cases:
 
     decisions          routes, and the ends of requests
     with events        and what pools publish and evict because of them (one batch of changes at the prefill node)
@@ -59,12 +59,14 @@ SIZES = ((64, 5000), (1000, 1500))
 BLOCKS, QUICK_BLOCKS = 10_000_000, 1_000_000
 #: Blocks of a stored prefix and of a prompt; how often that many are asked for.
 STORED, PROMPT = 128, 160
-DECISIONS, QUICK_DECISIONS = 10_000, 2000
+DECISIONS, QUICK_DECISIONS = 5000, 2000
 #: Requests that run at once.
 RUNNING = 400
 NAMESPACE = Namespace(
     "weights", "config", "bfloat16", "none", KvSpec((KvGroup(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"),))
 )
+FIT = CostFit(coefficients=(8e-3, 2e-5, 1e-9, 2e-4, 2e-8), samples=1000, error=0.05)
+#: Counters that a worker, and a daemon, report.
 COUNTERS = 40
 
 
@@ -108,7 +110,6 @@ class Cluster:
         self.infos = [info(number) for number in range(nodes)]
         self.codec = Codec(ToConductor)
         self.answers = Codec(ConductorToGateway)
-        self.on(FromGateway("gateway", GatewayHello(gateway="gateway", incarnation=1)))
         #: By node: the next number of its changes, and the prefixes it holds.
         self.sequence = [0] * nodes
         self.chains: list[bytes] = []
@@ -120,8 +121,10 @@ class Cluster:
                 keys, changes = packed_chains(min(STORED * 64, each - part), STORED, number * 1_000_003 + part)
                 self.publish(number, changes)
                 self.chains.append(keys[: STORED * KEY_BYTES])
-            self.alive(number, measured=True)
+            self.alive(number)
             self.daemon_alive(number)
+        # Last, or it would be told of each worker that comes.
+        self.on(FromGateway("gateway", GatewayHello(gateway="gateway", incarnation=1)))
         self.draw.shuffle(self.chains)
         self.fresh = np.random.default_rng(seed + 1)
 
@@ -132,10 +135,8 @@ class Cluster:
         self.on(BlocksChanged(self.infos[number].node, self.sequence[number], changes))
         self.sequence[number] += len(changes) // 40
 
-    def alive(self, number: int, measured: bool = False) -> None:
+    def alive(self, number: int) -> None:
         """A heartbeat as it comes: decoded from its frame."""
-        # 10 ms a step and 10 us a prompt token, as far as that is known.
-        cost = CostFit(coefficients=(0.01, 1e-5, 0.0, 1e-4, 1e-9), samples=20 if measured else 1, error=0.05)
         loads = (LoadSample(self.infos[number].node.node, 1 << 20, 1e-3),)
         message = WorkerAlive(
             worker=self.infos[number].worker,
@@ -144,7 +145,9 @@ class Cluster:
             queued_tokens=self.draw.randrange(20_000),
             running=self.draw.randrange(64),
             free_pages=20_000,
-            cost=cost,
+            cost=FIT,
+            queue_seconds=self.draw.random(),
+            running_context=self.draw.randrange(100_000),
             counters={
                 f'pyengine_worker_counter_{i}_total{{worker="worker-{number}"}}': float(i) for i in range(COUNTERS)
             },
@@ -270,7 +273,7 @@ def main() -> None:
         if arguments.profile:
             import cProfile
 
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.process_time)
             profile.runcall(run, cluster, count // 4, rate, False, False)
             profile.print_stats("tottime")
             continue
