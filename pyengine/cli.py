@@ -106,7 +106,8 @@ def serve(
     port
         Default 8000.
     policy
-        How the conductor chooses: random, round-robin, least-loaded, kvcache-centric (default).
+        How the conductor chooses: random, round-robin, least-loaded, least-queue-time, cache-aware, kvcache-centric
+        (default), least-harm; with settings if need be, as in kvcache-centric:threshold=2.
     admission
         none (default), at-arrival, predictive or predictive-system: refuse what would miss an objective.
     roles

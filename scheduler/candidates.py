@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -89,8 +89,9 @@ def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candida
             if narrower.some:
                 masks = narrower
                 filters.append((reason, masks))
-    tbt = view.tbt + (view.tbt > 0) * view.history_seconds * route.prompt_tokens
-    return Candidates(replace(view, prefills=masks.prefills, decodes=masks.decodes, tbt=tbt), tuple(filters))
+    view.prefills, view.decodes = masks.prefills, masks.decodes
+    view.tbt = view.tbt + (view.tbt > 0) * view.history_seconds * route.prompt_tokens
+    return Candidates(view, tuple(filters))
 
 
 def _has_room(view: View, prompt: int) -> Bools:

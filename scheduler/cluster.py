@@ -111,9 +111,11 @@ class Daemon:
         return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that would make each take several times as long to build, and one is built for each request.
+@dataclass(slots=True, eq=False)
 class View:
-    """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages; nobody writes to it.
+    """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages. Columns cannot be written
+    to; only whoever makes a view narrows it, before anybody else sees it.
 
     both: of role both. prefills, decodes: who may take which part. inlines: of role decode, and may take the whole
     request into its decode batches. node: index into `nodes`. takes: its node's daemon reports to the conductor and
@@ -128,8 +130,7 @@ class View:
     step, whatever it computes. error: of predictions of steps, relative. correction: by which its queue and its prefill
     are multiplied already. cached_blocks: that its node holds. recent_prompt, recent_computed, recent_output: tokens of
     the prompts it was given in the last minutes, of these to compute, and of the answers it was to decode, as predicted
-    (`recent.py`). fits_all: prompts of so many tokens
-    are too large for nobody.
+    (`recent.py`). fits_all: prompts of so many tokens are too large for nobody.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -245,10 +246,14 @@ class Group:
         base, token, context, sequence, history = cost.coefficients
         step = base
         block_tokens = self._block_tokens
-        running = worker.running + worker.queued_requests + sum(plan.sequences for plan in plans)
-        expected = worker.expected_tokens + sum(plan.context for plan in plans)
-        pages = -(-worker.expected_tokens // block_tokens) + sum(-(-plan.context // block_tokens) for plan in plans)
-        kept = worker.running_context + expected
+        running, tokens = worker.running + worker.queued_requests, worker.queued_tokens
+        kept = worker.running_context + worker.expected_tokens
+        pages = -(-worker.expected_tokens // block_tokens)
+        for plan in plans:
+            running += plan.sequences
+            tokens += plan.prompt_tokens
+            kept += plan.context
+            pages += -(-plan.context // block_tokens)
         gap = 0.0
         if info.role.decodes:
             # A decode step carries every sequence; beside prefill, each of its steps is that much longer.
@@ -267,7 +272,7 @@ class Group:
             info.max_positions,
             info.max_tokens_per_step,
             worker.queued_requests + len(worker.assigned),
-            worker.queued_tokens + sum(plan.prompt_tokens for plan in plans),
+            tokens,
             kept,
             info.max_sequences,
             daemon.blocks if daemon is not None else 0,
@@ -300,6 +305,8 @@ class Group:
     def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
         self._shown = True
+        for table in (self._ints, self._floats, self._bools):
+            table.flags.writeable = False
         floats = dict(zip(FLOATS, self._floats, strict=True))
         floats["queue_seconds"] = np.maximum(floats["queue_seconds"] - now, 0.0)
         return View(

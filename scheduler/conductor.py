@@ -104,7 +104,7 @@ class Conductor:
         self.pages: Index = type(self.index)()
         self.feed = Feed(self.index)
         self.outlook = Outlook(find_admission(admission), roles)
-        self.router = Router(self.cluster, self.index, self.pages, self.outlook, policy, seed)
+        self.router = Router(self.cluster, self.index, self.pages, policy, self.outlook, seed)
         self.links = self.router.links
         self.replicator = Replicator(self.index, first_order)
         self.dropper = Dropper(self.index, self.replicator)
@@ -134,7 +134,7 @@ class Conductor:
             case WorkerLost(worker):
                 return self._worker_lost([worker], now)
             case GatewayLost(gateway):
-                self._forget_gateway(gateway, now)
+                self._forget_gateway(gateway)
                 return []
             case Tick():
                 return self._tick(now)
@@ -148,7 +148,7 @@ class Conductor:
         if isinstance(message, GatewayHello):
             known = self._gateways.get(name)
             if known is not None and known.incarnation != message.incarnation:
-                self._forget_gateway(name, now)
+                self._forget_gateway(name)
             self._gateways[name] = _Gateway(message.incarnation, now)
             return [SendToGateway(name, self._cluster_state())]
         gateway = self._gateways.get(name)
@@ -159,24 +159,24 @@ class Conductor:
             case GatewayAlive():
                 return []
             case RouteEnded():
-                self.router.ended(name, message, now)
+                self.router.ended(name, message)
                 return []
             case Route():
                 return self._on_route(name, message, now)
             case Clear():
                 return self.clearings.begin(name, message, self.cluster.daemons, now)
-            case Explain():
-                found = self.router.decisions.find(message.request)
-                return [SendToGateway(name, Explained(number=message.number, explanation=found))]
             case OrderRole():
                 worker = self.cluster.workers.get(message.worker)
                 away = worker is None or not worker.alive
                 return [] if away else [SendToWorker(message.worker, SetRole(role=message.role))]
+            case Explain():
+                found = self.router.decisions.find(message.request)
+                return [SendToGateway(name, Explained(number=message.number, explanation=found))]
 
-    def _forget_gateway(self, name: str, now: float) -> None:
+    def _forget_gateway(self, name: str) -> None:
         self._gateways.pop(name, None)
         self.clearings.forget(name)
-        self.router.forget_gateway(name, now)
+        self.router.forget_gateway(name)
 
     def _state(self, now: float) -> list[Action]:
         self._state_sent = now
@@ -251,7 +251,6 @@ class Conductor:
         for name in lost:
             self.pages.forget(name)
             self.router.worker_lost(name)
-            self.outlook.lost(name)
         return self._state(now) if lost else []
 
     def _observe_loads(self, message: WorkerAlive) -> None:
@@ -268,7 +267,7 @@ class Conductor:
         lost = self._worker_lost(self.cluster.silent(now), now)
         silent = [name for name, gateway in self._gateways.items() if now - gateway.heard > DEAD_AFTER]
         for name in silent:
-            self._forget_gateway(name, now)
+            self._forget_gateway(name)
         self.router.inflight.expire(now)
         actions: list[Action] = [*self.clearings.tick(now), *self.dropper.tick(self.cluster.daemons, now)]
         actions += self.outlook.tick(self.cluster, now)
@@ -390,7 +389,7 @@ class Conductor:
         if attempt is not None:
             if route.attempt < attempt:
                 return []
-            self.router.end(gateway, route.request, now)
+            self.router.end(gateway, route.request)
         try:
             planned = self.router.plan(gateway, route, now)
         except Refused as refused:
@@ -425,5 +424,4 @@ class Conductor:
         self.index.check()
         self.pages.check()
         self.router.check()
-        self.outlook.check()
         assert self.router.gateways() <= self._gateways.keys(), "a route has no gateway"

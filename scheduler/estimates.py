@@ -43,12 +43,19 @@ def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output
     held = overlap.held[node]
     prefix = np.maximum(held, overlap.device)
     ssd = overlap.ssd[node]
+    load = transfer = np.zeros(len(prefix))
+    if overlap.best:
+        beyond = np.maximum(held - overlap.device, 0)
+        load = beyond * size * links.device_seconds(view.nodes)[node]
+        if overlap.ssd.any():
+            load += np.minimum(ssd, beyond) * size / links.ssd_rates(view.nodes)[node]
+        transfer = _transfer(view, overlap, overlap.best - prefix, links, now)
     ask = Ask(
         route.prompt_tokens,
         prefix,
         overlap.best,
-        np.zeros(len(prefix)),
-        np.zeros(len(prefix)),
+        load,
+        transfer,
         route.slo,
         device=overlap.device,
         ssd=ssd,
@@ -57,13 +64,6 @@ def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output
         tenant=route.tenant,
         priority=route.priority,
     )
-    if overlap.best:
-        beyond = np.maximum(held - overlap.device, 0)
-        seconds = beyond * size * links.device_seconds(view.nodes)[node]
-        if overlap.ssd.any():
-            seconds += np.minimum(ssd, beyond) * size / links.ssd_rates(view.nodes)[node]
-        transfer = _transfer(view, overlap, overlap.best - prefix, links, now)
-        ask = replace(ask, load_seconds=seconds, transfer_seconds=transfer)
     if not overlap.some_coming:
         return Estimate(ask, np.zeros(0, dtype=bool))
     return _fetch_coming(view, overlap, _await_coming(view, overlap, ask, now), links, now)

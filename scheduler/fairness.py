@@ -59,11 +59,10 @@ class Shares:
         known.demand += work
         known.use += work if admitted else 0.0
 
-    def correct(self, tenant: str, work: float, now: float) -> None:
+    def correct(self, tenant: str, work: float) -> None:
         """What was admitted turned out to be so much more work (less, if negative)."""
         known = self._tenants.get(tenant)
         if known is not None:
-            known.fade(now)
             known.demand = max(known.demand + work, 0.0)
             known.use = max(known.use + work, 0.0)
 

@@ -64,7 +64,7 @@ class Inflight:
     ) -> None:
         """The request was planned. keys: of the prompt's full blocks; workers: when each will have all of them."""
         self.end(request)
-        places = [(keys[(n - 1) * KEY_BYTES : n * KEY_BYTES], n) for n in marks(len(keys) // KEY_BYTES, block_tokens)]
+        places = [(_key(keys, n), n) for n in marks(len(keys) // KEY_BYTES, block_tokens)]
         if not places:
             return
         until = now + max(GRACE * (max(workers.values()) - now), SHORTEST)
@@ -114,8 +114,13 @@ class Inflight:
         if not self._promises:
             return {}
         coming: dict[str, Coming] = {}
-        for n in _shared(keys, blocks, block_tokens, self._expected):
-            for worker, requests in self._expected[keys[(n - 1) * KEY_BYTES : n * KEY_BYTES]].items():
+        shared = _shared(keys, blocks, block_tokens, self._expected)
+        # Whoever expects a longer part expects the shortest.
+        everybody = len(self._expected[_key(keys, shared[-1])]) if shared else 0
+        for n in shared:
+            if len(coming) == everybody:
+                break
+            for worker, requests in self._expected[_key(keys, n)].items():
                 if worker not in coming:
                     coming[worker] = Coming(n, max(min(requests.values()), now))
         return coming
@@ -149,11 +154,16 @@ def marks(blocks: int, block_tokens: int) -> tuple[int, ...]:
     return tuple(places)
 
 
+def _key(keys: bytes, n: int) -> bytes:
+    """Of the n-th block."""
+    return keys[(n - 1) * KEY_BYTES : n * KEY_BYTES]
+
+
 def _shared(keys: bytes, blocks: int, block_tokens: int, known: Container[bytes]) -> list[int]:
     """Marks of this prompt whose keys are known, the longest first."""
     found: list[int] = []
     for n in marks(blocks, block_tokens):
-        if keys[(n - 1) * KEY_BYTES : n * KEY_BYTES] not in known:
+        if _key(keys, n) not in known:
             break  # and so none behind it is, but for one that ends there
         found.append(n)
     return found[::-1]

@@ -13,10 +13,12 @@ import numpy as np
 from .cluster import Ints
 from .cost import F64
 
-#: Bytes per second and seconds of delay of a link while none was ever measured: slower than any data centre's network,
-#: and about what an NVMe drive gives that serves others too.
-LINK_RATE = 1e9
+#: Bytes per second and seconds of delay of a link while none was ever measured: 80 Gbit/s, hopefully. Who takes links
+#: to be slow uses none, and never learns that they are not; one that is slow is known after its first transfer.
+LINK_RATE = 1e10
 LINK_DELAY = 1e-3
+#: The same of an SSD: about what an NVMe drive gives that serves others too. What it alone has is read in any case.
+SSD_RATE = 1e9
 #: A transfer this small tells of delays, not of the rate.
 TELLING = 1 << 16
 #: Weight of the latest measurement of a pair, and of that in what is assumed of pairs never measured.
@@ -64,7 +66,7 @@ class LinkCost:
     def ssd_rates(self, nodes: tuple[str, ...]) -> F64:
         """[N] bytes per second that each reads from its own SSD."""
         if self._usual_ssd is None:
-            return np.full(len(nodes), LINK_RATE)
+            return np.full(len(nodes), SSD_RATE)
         return np.array([self.rate(node, node) for node in nodes])
 
     def device_seconds(self, nodes: tuple[str, ...]) -> F64:
@@ -83,6 +85,14 @@ class LinkCost:
         """[N] seconds until this sender and each of these receivers have nothing else to do."""
         places = self._places(to)
         return np.maximum(self._receiving[places] - now, self.queue(source, now))
+
+    def seconds(self, source: str, to: str, size: int, now: float) -> float:
+        """Until so many bytes more are moved; nothing is from a node to itself."""
+        if source == to:
+            return 0.0
+        receiver = self._slot.get(to)
+        busy = 0.0 if receiver is None else float(self._receiving[receiver]) - now
+        return max(busy, self.queue(source, now)) + LINK_DELAY + size / self.rate(source, to)
 
     def order(self, source: str, to: str, size: int, now: float) -> None:
         """`size` bytes will be moved."""
@@ -128,8 +138,8 @@ class LinkCost:
             known[slot] = np.nan
 
     def _assumed(self, ssd: bool) -> float:
-        usual = self._usual_ssd if ssd else self._usual
-        return LINK_RATE if usual is None else math.exp(usual)
+        usual, prior = (self._usual_ssd, SSD_RATE) if ssd else (self._usual, LINK_RATE)
+        return prior if usual is None else math.exp(usual)
 
     def _places(self, nodes: tuple[str, ...]) -> Ints:
         places = self._groups.get(nodes)

@@ -91,18 +91,18 @@ class Clear(Message, frozen=True):
     tenant: int | None = None
 
 
-class Explain(Message, frozen=True):
-    """Why did this request, or the latest one, go where it went? -> Explained. Who may ask: as for Clear."""
-
-    number: int
-    request: int | None = None
-
-
 class OrderRole(Message, frozen=True):
     """Have this worker take on a role. Whoever has said a GatewayHello may ask. A worker that is away does not hear."""
 
     worker: str
     role: Role
+
+
+class Explain(Message, frozen=True):
+    """Why did this request, or the latest one, go where it went? -> Explained. Who may ask: as for Clear."""
+
+    number: int
+    request: int | None = None
 
 
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | Explain | OrderRole
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole | Explain
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor

@@ -1,8 +1,8 @@
 """What the conductor expects of requests it plans, and what follows: who is admitted, and which role workers have.
 
 Ties together the length predictor, the forecast of batches, the shares of tenants and the planner of roles; each of
-them knows nothing of the others. The conductor calls: `length` and `judge` for a route, `planned` and `ended`,
-`heartbeat`, `tick`.
+them knows nothing of the others. The conductor calls: `length` and `judge` for a route, `decided` and `ended`,
+`heartbeat`, `lost`, `tick`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROLES = ("fixed", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """refusal: None if it is admitted. The rest is for `planned`."""
+    """refusal: None if it is admitted. The rest is for `decided`."""
 
     refusal: Refusal | None
     entry: Entry
@@ -76,7 +76,9 @@ class Outlook:
     def judge(
         self, route: Route, view: View, ask: Ask, choice: Choice, ttft: float, tbt: float, now: float
     ) -> Judgement:
-        """Whether the request may have the place that the policy chose. ttft, tbt: predicted there."""
+        """Whether the request may have the place that the policy chose; nothing comes of asking. ttft, tbt: predicted
+        there.
+        """
         prefill, decode = choice.prefill, choice.decode
         work = _work(view, ask, choice)
         case = Case(
@@ -91,11 +93,6 @@ class Outlook:
             waited=route.waited,
             admitted=route.admitted,
         )
-        refusal = self._admission(case)
-        if not route.admitted:
-            self.shares.ask(route.tenant, work.total, refusal is None, now)
-            if self._roles == "auto" and (planner := self._planner(route.model)) is not None:
-                planner.ask(work.prefill, work.decode, now)
         promised = ask.slo.tbt
         table, length = self.lengths.first(route.tenant, route.prompt_tokens, route.max_tokens)
         entry = Entry(
@@ -112,17 +109,23 @@ class Outlook:
             priority=route.priority,
             tenant=route.tenant,
         )
-        return Judgement(refusal, entry, work, case)
+        return Judgement(self._admission(case), entry, work, case)
 
-    def planned(self, key: Key, attempt: int, judgement: Judgement, now: float) -> None:
-        """The request has its plan."""
-        entry = judgement.entry
+    def decided(self, key: Key, route: Route, judgement: Judgement, now: float) -> None:
+        """The request gets its plan, or is refused, as it was judged."""
+        entry, work = judgement.entry, judgement.work
+        if not route.admitted:
+            self.shares.ask(route.tenant, work.total, judgement.refusal is None, now)
+            if self._roles == "auto" and (planner := self._planner(route.model)) is not None:
+                planner.ask(work.prefill, work.decode, now)
+        if judgement.refusal is not None:
+            return
         self.forecast.add(key, entry, now)
         case = judgement.case if hasattr(self._admission, "prefilled") else None
         said = judgement.case.ask.output_tokens
-        self._known[key] = _Known(attempt, entry.tenant, entry.prompt, entry.most, said, judgement.work, case)
+        self._known[key] = _Known(route.attempt, entry.tenant, entry.prompt, entry.most, said, work, case)
 
-    def ended(self, key: Key, message: RouteEnded | None, now: float) -> None:
+    def ended(self, key: Key, message: RouteEnded | None) -> None:
         """It is over; message: what its gateway told of it, None: nothing."""
         known = self._known.pop(key, None)
         self.forecast.end(key)
@@ -139,7 +142,7 @@ class Outlook:
         )
         if message.finished:
             actual = known.work.decode * message.generated / max(known.said, 1.0)
-            self.shares.correct(known.tenant, actual - known.work.decode, now)
+            self.shares.correct(known.tenant, actual - known.work.decode)
 
     def prefilled(self, key: Key, view: View, now: float) -> Refusal | None:
         """For models of others that judge decode when a prompt has been computed; ours judge once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .explanation import Explanation
 from .inflight import Inflight
 from .link_cost import LinkCost
 from .messages import Route, RouteEnded
-from .outlook import Outlook
+from .outlook import Judgement, Outlook
 from .overlap import Overlap, Overlaps
 from .policies import Choice, PolicyFailed, decide, find_policy
 from .policies.base import ttft
@@ -55,7 +55,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Considered:
-    """All that a choice rests on, and the choice."""
+    """All that a choice rests on, the choice, and whether it is admitted."""
 
     decision: Decision
     view: View
@@ -63,21 +63,22 @@ class _Considered:
     estimate: Estimate
     choice: Choice
     prediction: Prediction
+    judgement: Judgement
 
 
 class Router:
     """Plans under way by (gateway, request). nodes: the daemon's node by name, to name sources."""
 
-    def __init__(self, cluster: Cluster, index: Index, pages: Index, outlook: Outlook, policy: str, seed: int) -> None:
+    def __init__(self, cluster: Cluster, index: Index, pages: Index, policy: str, outlook: Outlook, seed: int) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
+        self.outlook = outlook
         self.links = LinkCost()
         self.inflight = Inflight()
         self.accuracy = Accuracy()
         self.decisions = Decisions()
         self.plans = 0
         self._cluster = cluster
-        self._outlook = outlook
         self._overlaps = Overlaps(index, pages, self.inflight)
         self._random = random.Random(seed)
         self._open: OrderedDict[tuple[str, int], _Open] = OrderedDict()
@@ -96,12 +97,12 @@ class Router:
         except Refused as refused:
             self.decisions.refused(gateway, route, refused.reason, now, None)
             raise
-        view, overlap, choice = considered.view, considered.overlap, considered.choice
-        ask, predicted = considered.estimate.ask, considered.prediction
-        judgement = self._outlook.judge(route, view, ask, choice, predicted.ttft, predicted.tbt, now)
-        if (refusal := judgement.refusal) is not None:
+        self.outlook.decided((gateway, route.request), route, considered.judgement, now)
+        refusal = considered.judgement.refusal
+        if refusal is not None:
             self.decisions.refused(gateway, route, refusal.reason, now, considered.decision)
             raise Refused(refusal.kind, refusal.reason, refusal.retry_after)
+        view, overlap, choice = considered.view, considered.overlap, considered.choice
         prefill, decode = view.workers[choice.prefill], view.workers[choice.decode]
         here = int(overlap.held[view.node[choice.prefill]])
         cached, sources = self._sources(considered, now)
@@ -118,25 +119,26 @@ class Router:
             f" {int(overlap.ssd[view.node[choice.prefill]])} of them on its SSD only, {max(cached - here, 0)} to fetch",
         )
         self._account((gateway, route.request), route, plan, considered, now)
-        self._outlook.planned((gateway, route.request), route.attempt, judgement, now)
         self.decisions.planned(gateway, considered.decision, plan)
         return Planned(plan, view, overlap)
 
     def explain(self, gateway: str, route: Route, now: float) -> Explanation:
-        """Where it would be sent, were it admitted, and why; it is not. Raises Refused if nobody could serve it."""
+        """What would be decided, and why; nothing is. Raises Refused if nobody could serve it at all."""
         drawn = random.Random()
         drawn.setstate(self._random.getstate())
-        return explain(gateway, self._consider(route, drawn, now).decision, None)
+        considered = self._consider(route, drawn, now)
+        refusal = considered.judgement.refusal
+        return explain(gateway, considered.decision, None, refusal.reason if refusal is not None else "")
 
     def _consider(self, route: Route, drawn: random.Random, now: float) -> _Considered:
         shortlist = candidates(self._cluster, route, self.plans, now)
         view = shortlist.view
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
         overlap = self._overlaps.find(view, route.keys[: blocks * KEY_BYTES], now)
-        estimated = estimate(view, route, overlap, self.links, self._outlook.length(route), now)
+        estimated = estimate(view, route, overlap, self.links, self.outlook.length(route), now)
         ask = estimated.ask
         if ask.slo.tbt is not None:
-            view = replace(view, inlines=inlines(view, ask))
+            view.inlines = inlines(view, ask)
         _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
         try:
             choice = decide(self.policy_name, self.policy, view, ask, drawn)
@@ -148,8 +150,9 @@ class Router:
         moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
         name = view.workers[row].worker
         prediction = Prediction(name, moved, seconds - moved, float(view.correction[row]), gap)
+        judgement = self.outlook.judge(route, view, ask, choice, seconds, gap, now)
         decision = Decision(route, view, shortlist.filters, overlap, ask, choice, self.policy_name, now)
-        return _Considered(decision, view, overlap, estimated, choice, prediction)
+        return _Considered(decision, view, overlap, estimated, choice, prediction, judgement)
 
     def _sources(self, considered: _Considered, now: float) -> tuple[int, list[Source]]:
         """Blocks that the prefill node will have, and who has what it lacks in DRAM."""
@@ -201,17 +204,19 @@ class Router:
                 at = source.last
         ready = {plan.prefill.worker: now + prediction.ttft}
         if not alone:
-            handoff = float(considered.estimate.ask.handoff_seconds(choice.prefill)[choice.decode])
+            sender, receiver = plan.prefill.node.node, plan.decode.node.node
+            blocks = len(route.keys) // KEY_BYTES - int(considered.overlap.held[view.node[choice.decode]])
+            handoff = self.links.seconds(sender, receiver, max(blocks, 0) * view.block_bytes, now)
             ready[plan.decode.worker] = now + prediction.ttft + handoff
         self.inflight.add(key, route.keys, view.block_tokens, ready, now)
         self._open[key] = _Open(plan.attempt, plan.prefill.worker, plan.decode.worker, route.waited, prediction)
         self.plans += 1
         while len(self._open) > MAX_ROUTES:
-            self.end(*next(iter(self._open)), now)
+            self.end(*next(iter(self._open)))
 
     # -- ends ------------------------------------------------------------------------------------------------------
 
-    def ended(self, gateway: str, message: RouteEnded, now: float) -> None:
+    def ended(self, gateway: str, message: RouteEnded) -> None:
         """The gateway says that the attempt is over, and how it went."""
         known = self._open.get((gateway, message.request))
         if known is None or known.attempt != message.attempt:
@@ -220,25 +225,26 @@ class Router:
         factor = self.accuracy.observe(known.prediction, since, message.tbt)
         if factor is not None:
             self._cluster.correct(known.prefill, factor)
-        self.end(gateway, message.request, now, message)
+        self.end(gateway, message.request, message)
 
-    def end(self, gateway: str, request: int, now: float, message: RouteEnded | None = None) -> None:
-        """Forgets a plan. message: what its gateway told of it."""
+    def end(self, gateway: str, request: int, message: RouteEnded | None = None) -> None:
+        """Forgets a plan. message: what its gateway told of its end."""
         known = self._open.pop((gateway, request), None)
         if known is not None:
+            self.outlook.ended((gateway, request), message)
             self.inflight.end((gateway, request))
-            self._outlook.ended((gateway, request), message, now)
             for worker in (known.prefill, known.decode):
                 self._cluster.unassign(worker, (gateway, request))
 
-    def forget_gateway(self, gateway: str, now: float) -> None:
+    def forget_gateway(self, gateway: str) -> None:
         for key in [key for key in self._open if key[0] == gateway]:
-            self.end(*key, now)
+            self.end(*key)
 
     def worker_lost(self, worker: str) -> None:
         """The worker is gone: what was to come from there will not."""
         self.inflight.lost(worker)
         self.accuracy.forget(worker)
+        self.outlook.lost(worker)
 
     def gateways(self) -> set[str]:
         """Those that have plans under way."""
@@ -247,6 +253,7 @@ class Router:
     def check(self) -> None:
         """Raises AssertionError if workers are charged for what is not planned."""
         self.inflight.check()
+        self.outlook.check()
         for name, worker in self._cluster.workers.items():
             for key in worker.assigned:
                 known = self._open[key]

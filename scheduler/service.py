@@ -184,7 +184,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded() | Clear() | Explain() | OrderRole():
+            case GatewayAlive() | Route() | RouteEnded() | Clear() | OrderRole() | Explain():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))

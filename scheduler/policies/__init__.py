@@ -71,11 +71,12 @@ def find_policy(text: str) -> Policy:
         raise UnknownName(f"the policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def find_admission(name: str) -> Admission:
-    """An admission by name. Raises UnknownName."""
+def find_admission(text: str) -> Admission:
+    """An admission by name and settings: `predictive`, `predictive:margin=1.2`. Raises UnknownName."""
+    name, settings = split(text)
     if name in ADMISSIONS:
-        made: Admission = EntryPoint(name, ADMISSIONS[name], GROUP).load()()
-        return made
+        maker: Callable[[], Admission] = EntryPoint(name, ADMISSIONS[name], GROUP).load()
+        return make(maker, name, settings)
     raise unknown("admission", name, ADMISSIONS)
 
 

@@ -162,7 +162,7 @@ def llm_d(view: View, ask: Ask) -> Expected:
         queues = [int(view.queued_requests[j]) for j in rows]
         span = max(queues) - min(queues)
         queue = (max(queues) - int(view.queued_requests[i])) / span if span else 1.0
-        used = 1.0 - int(view.free_pages[i]) / int(view.pages[i])
+        used = min(1.0 - int(view.free_pages[i]) / int(view.pages[i]), 1.0)
         return queue + (1.0 - used)
 
     def score(i: int) -> Key:

@@ -59,7 +59,7 @@ def situations(draw: st.DrawFn, most: int = 6) -> tuple[View, Ask]:
         takes=np.ones(count, dtype=bool),
         queue_seconds=floats(0, 5),
         running=ints(0, 90),
-        free_pages=ints(0, 99),
+        free_pages=ints(-20, 99),
         pages=np.full(count, 128),
         pool_slots=np.full(count, 128),
         max_positions=np.full(count, 4096),

@@ -217,8 +217,10 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
         "error": np.zeros(3),
         "correction": np.ones(3),
         "inlines": np.zeros(3, dtype=bool),
-        **dict.fromkeys(("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=int)),
         **dict.fromkeys(("queued_requests", "queued_tokens", "running_context"), np.zeros(3, dtype=np.int64)),
+        **dict.fromkeys(
+            ("cached_blocks", "recent_prompt", "recent_computed", "recent_output"), np.zeros(3, dtype=np.int64)
+        ),
     }
     view = View(workers=infos, nodes=("n0", "n1", "n2"), block_tokens=16, block_bytes=1, turn=0, **(fields | columns))
     nothing = np.zeros(3, dtype=np.int64)
@@ -338,3 +340,6 @@ def test_an_answer_that_cannot_be_whole_in_time_is_not_begun() -> None:
 def test_unknown_admissions_list_the_known() -> None:
     with pytest.raises(ValueError, match=r"known are none, at-arrival, .*did you mean 'predictive'"):
         find_admission("predicitve")
+    with pytest.raises(ValueError, match="margin"):
+        find_admission("predictive:margin=0")
+    assert find_admission("predictive:margin=2")(scene(Slo(ttft=7.0))) is not None

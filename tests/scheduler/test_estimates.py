@@ -147,7 +147,7 @@ def test_a_fetch_waits_for_its_sender_and_its_receiver() -> None:
     assert row(made, "both-1").transfer == pytest.approx(moved)
     made.end(1)
     # The sender has that to send; the receiver gets more from elsewhere.
-    links.order("node-2", "node-1", 1_000_000_000, made.now)
+    links.order("node-2", "node-1", int(LINK_RATE), made.now)
     made.plan(keys, request=2)
     assert row(made, "both-1").transfer == pytest.approx(moved + 1.0 + LINK_DELAY + moved)
     assert row(made, "both-2").transfer == pytest.approx(2 * moved)

@@ -121,9 +121,9 @@ def test_what_was_admitted_is_corrected_and_tenants_are_bounded(monkeypatch: pyt
     for number in range(10):
         shares.ask(f"tenant {number}", 1.0, True, 0.0)
     assert len(shares._tenants) == 3
-    shares.correct("tenant 9", -0.75, 0.0)
-    shares.correct("tenant 0", 5.0, 0.0)
+    shares.correct("tenant 9", -0.75)
+    shares.correct("tenant 0", 5.0)
     shares.ask("tenant 8", 100.0, False, 0.0)
     assert shares.excess("tenant 9", 0.0) < shares.excess("tenant 7", 0.0)
-    shares.correct("tenant 9", -5.0, 0.0)
+    shares.correct("tenant 9", -5.0)
     shares.check()

@@ -40,7 +40,7 @@ def best(pool: Pool) -> set[tuple[bytes, Medium]]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_the_index_converges(data: st.DataObject) -> None:
     pool = Pool(NODE)

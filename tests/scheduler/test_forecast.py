@@ -64,6 +64,9 @@ def test_one_request_from_plan_to_end() -> None:
     forecast.heartbeat("d", 1, 0.2)
     assert forecast.batch("d", 13.5, 13.5).context == pytest.approx(1020.0)
     assert forecast.leaves("d", 13.5, 13.5)[0].tolist() == pytest.approx([13.5 + 80 * 0.2])
+    # Who was once counted runs, whatever the next heartbeat counts: it has just not ended yet for its gateway.
+    forecast.heartbeat("d", 0, 0.2)
+    assert forecast.batch("d", 13.6, 13.6).context == pytest.approx(1020.5)
     forecast.end(("g", 1))
     assert forecast.batch("d", 14.0, 14.0).sequences == 0
     assert len(forecast) == 0

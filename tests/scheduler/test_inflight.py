@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pyengine.scheduler import inflight
-from pyengine.scheduler.events import FromWorker, WorkerLost
+from pyengine.scheduler.events import DaemonGone, FromWorker, WorkerLost
 from pyengine.scheduler.inflight import GRACE, SHORTEST, STRIDE_TOKENS, Coming, Inflight, marks
 from pyengine.scheduler.messages import WorkerHello
 from pyengine.scheduler.types import Role
@@ -198,3 +198,16 @@ def test_expectations_end_with_their_request_their_worker_and_their_time() -> No
         again = world.plan(chain(*head, 2))
         assert not again.sources
         assert again.predicted_ttft > 3.0
+
+
+def test_nothing_comes_to_a_node_whose_daemon_is_gone() -> None:
+    head = list(range(200))
+    world = pair()
+    name = world.plan(chain(*head, 1)).prefill.worker
+    node = world.workers[name].node.node
+    world.now += 2.5
+    other = ("both-0", "both-1")[name == "both-0"]
+    assert world.planned_alone(chain(*head, 2), exclude=(name,)).prefill.worker == other
+    assert world.planned_alone(chain(*head, 3), exclude=(name,)).sources
+    world.on(DaemonGone(world.pools[node].node))
+    assert not world.planned_alone(chain(*head, 4), exclude=(name,)).sources

@@ -33,7 +33,7 @@ def test_links_learn_their_rate_and_queue_behind_their_sender() -> None:
 
 def test_a_receiver_is_busy_too() -> None:
     links = LinkCost()
-    links.order("a", "c", 1_000_000_000, now=5.0)
+    links.order("a", "c", int(LINK_RATE), now=5.0)
     assert links.queues("b", ("a", "c", "d"), 5.0) == pytest.approx([0.0, 1.0 + LINK_DELAY, 0.0])
     assert links.queues("a", ("c", "d"), 5.5) == pytest.approx([0.5 + LINK_DELAY, 0.5 + LINK_DELAY])
 

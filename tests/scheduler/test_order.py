@@ -113,7 +113,7 @@ class LineMachine(RuleBasedStateMachine):
         assert self.line.head(self.now) == self.oracle.head(self.now)
 
 
-LineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+LineMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=50, deadline=None)
 TestLine = LineMachine.TestCase
 
 

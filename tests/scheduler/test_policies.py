@@ -206,8 +206,8 @@ def bare() -> tuple[View, Ask]:
         max_positions=ints + 131_072, max_tokens_per_step=ints + 8192, tbt=floats, step_seconds=floats + 0.03,
         token_seconds=floats + 1e-4, context_seconds=floats + 1e-9, measured=~no, turn=0, queued_requests=ints,
         queued_tokens=ints, running_context=ints, max_sequences=ints + 256, sequence_seconds=floats + 3.5e-3,
-        history_seconds=floats + 3.47e-8, error=floats, inlines=no, cached_blocks=ints, recent_prompt=ints,
-        recent_computed=ints, recent_output=ints, base_seconds=floats, correction=floats + 1,
+        history_seconds=floats + 3.47e-8, error=floats, base_seconds=floats, correction=floats + 1,
+        inlines=no, cached_blocks=ints, recent_prompt=ints, recent_computed=ints, recent_output=ints,
     )  # fmt: skip
     return view, Ask(12_000, ints, 0, floats, floats, Slo(ttft=30.0, tbt=0.1), ints, ints, 343.0)
 

@@ -63,16 +63,20 @@ def test_who_would_wait_too_long_gets_429_with_the_predicted_wait(state_dir: Pat
         assert post(server, prompt(3000), 4).status_code == 200
 
 
-def test_a_deadline_drops_work_everywhere(state_dir: Path) -> None:
+def test_a_deadline_drops_work_everywhere(state_dir: Path, tmp_path: Path) -> None:
     """Before the first token, and while tokens come; then the workers take the next."""
+    hold = tmp_path / "hold"
     flags = ("--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "shm")
-    model = "fake:seconds_per_token=0.002,seconds_per_step=0.01"
+    model = f"fake:seconds_per_token=0.001,seconds_per_step=0.01,hold={hold}"
     with fake_server(state_dir, *flags, model=model) as server:
-        # Six seconds of prompt.
-        early = post(server, prompt(3000), 8, timeout=0.5)
-        assert early.status_code == 504
+        complete(server, prompt(50), 4)
+        # The conductor believes that this is a matter of a tenth of a second.
+        hold.touch()
+        early = post(server, prompt(100), 8, timeout=1.5)
+        hold.unlink()
+        assert early.status_code == 504, early.text
         assert early.json()["error"]["code"] == "timeout"
-        assert "deadline" in early.json()["error"]["message"]
+        until(lambda: nothing_runs(server), "nothing is held")
         # Tokens for as long as nobody stops them.
         pieces: list[str] = []
         with pytest.raises(StreamFailed, match="deadline"):
@@ -80,5 +84,8 @@ def test_a_deadline_drops_work_everywhere(state_dir: Path) -> None:
         assert pieces
         assert "".join(pieces) == text(fake_tokens(prompt(50), len("".join(pieces))))
         until(lambda: nothing_runs(server), "nothing is held")
+        # What could only be late is not begun.
+        late = post(server, prompt(3000), 8, timeout=0.5)
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "slo_deadline"), late.text
         answer = complete(server, prompt(60, 1), 6, timeout=60.0)
         assert answer["choices"][0]["text"] == text(fake_tokens(prompt(60, 1), 6))

@@ -4,6 +4,9 @@ part was to come from there. Method: real daemons and loops in one process; stri
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from pyengine.backends.fake import fake_tokens
@@ -47,3 +50,28 @@ def test_each_holder_gives_a_part(fails: str | None) -> None:
             if node != fails
         }
         assert sent == ({"b": BLOCKS // 2, "c": BLOCKS // 2} if fails is None else {node: BLOCKS for node in sent})
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("decode", ["both-a", "both-c"])
+def test_a_prefix_that_is_still_computed_is_waited_for_and_fetched(comes: bool, decode: str) -> None:
+    """The plan says that b will have it later; whether it comes or not, the answer is the same."""
+    asked = prompt(LENGTH)
+    with Cluster() as cluster:
+        for node in "abc":
+            cluster.add_node(node, 64, backend())
+            cluster.add_worker(f"both-{node}", node, backend())
+        plan = (Source(cluster.node("b"), 0, BLOCKS, Medium.DRAM, ready=3600.0),)
+        request = cluster.submit(asked, "both-a", decode, sources=plan)
+        mover = cluster.workers["both-a"].mover
+        cluster.until(lambda: mover.due < math.inf)
+        assert mover.due > time.monotonic() + 3000
+        assert not request.ids
+        if comes:
+            cluster.run(cluster.submit(asked, "both-b", "both-b"))
+        # Now is later.
+        mover._later.update(dict.fromkeys(mover._later, 0.0))
+        cluster.run(request)
+        assert request.ids == fake_tokens(asked, 8)
+        assert request.tiers == ({"peer_dram": BLOCKS * BLOCK} if comes else {})
+        assert mover.due == math.inf

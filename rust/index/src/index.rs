@@ -12,11 +12,9 @@ use crate::{Key, Life, Slot, hash};
 pub const MAX_HOLDERS: usize = 4095;
 /// Lives at once: two for each holder, should all be dumped at once. Thirteen bits, and one number means "many".
 const LIVES: usize = 8191;
-/// Parts of the table: at ten million blocks, one that grows moves half a megabyte.
-const PARTS_BITS: u32 = 10;
-/// Places that are swept for each change: a table as full as it may be is through after a change for each 64 places.
-const SWEPT: usize = 64;
-/// Changes ahead of which memory is asked for: first the tags, then the entry.
+/// Changes after which a page is swept: that costs less than they did.
+const SWEEP_AFTER: usize = 4;
+/// Changes ahead of which memory is asked for.
 const AHEAD: usize = 16;
 
 /// Why nothing was changed.
@@ -72,7 +70,7 @@ struct Record {
 
 /// The index.
 pub struct Index {
-    pub(crate) parts: Vec<Table>,
+    pub(crate) table: Table,
     slots: HashMap<String, Slot>,
     holders: Vec<Option<Holder>>,
     free_slots: BinaryHeap<Reverse<Slot>>,
@@ -82,7 +80,7 @@ pub struct Index {
     pub(crate) seen: Vec<u64>,
     /// Lives that entries may name although they are not seen.
     pub(crate) unseen: usize,
-    /// Bits of lives that are being swept out: all parts before `cursor` know nothing of them.
+    /// Bits of lives that are being swept out: all pages before `cursor` know nothing of them.
     dying: Vec<u64>,
     cursor: usize,
     /// Those that come next.
@@ -101,7 +99,7 @@ impl Index {
     /// Knows nobody.
     pub fn new() -> Self {
         Self {
-            parts: (0..1 << PARTS_BITS).map(|_| Table::default()).collect(),
+            table: Table::new(),
             slots: HashMap::new(),
             holders: Vec::new(),
             free_slots: BinaryHeap::new(),
@@ -139,7 +137,7 @@ impl Index {
 
     /// Bytes that all of it occupies.
     pub fn bytes(&self) -> usize {
-        size_of_val(&*self.parts) + self.parts.iter().map(Table::bytes).sum::<usize>()
+        self.table.bytes()
     }
 
     pub(crate) fn life(&self, node: &str) -> Option<Life> {
@@ -259,31 +257,21 @@ impl Index {
     pub fn dump(&self, node: &str) -> Vec<u8> {
         let Some(life) = self.life(node) else { return Vec::new() };
         let mut blocks = Vec::with_capacity(self.records[usize::from(life)].count as usize);
-        for part in &self.parts {
-            for place in part.all() {
-                let tiers = part.holders(place).tiers(life);
-                let entry = part.entry(place);
-                blocks.extend((0..3).filter(|tier| tiers >> tier & 1 == 1).map(|tier| Change {
-                    removed: false,
-                    tier,
-                    position: entry.position,
-                    key: entry.key,
-                    parent: entry.parent,
-                }));
-            }
+        for place in self.table.all() {
+            let tiers = self.table.holders(place).tiers(life);
+            let entry = self.table.entry(place);
+            blocks.extend((0..3).filter(|tier| tiers >> tier & 1 == 1).map(|tier| Change {
+                removed: false,
+                tier,
+                position: entry.position,
+                key: entry.key,
+                parent: entry.parent,
+            }));
         }
         blocks.sort_unstable_by_key(|block| (block.position, block.key, block.tier));
         let mut packed = Vec::with_capacity(blocks.len() * CHANGE_BYTES);
         blocks.iter().for_each(|block| changes::push(&mut packed, block));
         packed
-    }
-
-    pub(crate) fn part(&self, hash: u64) -> &Table {
-        &self.parts[(hash >> (64 - PARTS_BITS)) as usize]
-    }
-
-    fn part_mut(&mut self, hash: u64) -> &mut Table {
-        &mut self.parts[(hash >> (64 - PARTS_BITS)) as usize]
     }
 
     fn holder(&self, slot: Slot) -> &Holder {
@@ -372,14 +360,16 @@ impl Index {
         (self.cursor, self.debt) = (0, 0);
     }
 
-    /// Sweeps a part; false: there is nothing to sweep.
+    /// Sweeps a page; false: there is nothing to sweep.
     fn sweep_one(&mut self) -> bool {
         if self.dying.iter().all(|&bits| bits == 0) {
             return false;
         }
-        self.parts[self.cursor].sweep(&self.dying);
-        self.cursor += 1;
-        if self.cursor == self.parts.len() {
+        if self.cursor < self.table.pages() {
+            self.table.sweep(self.cursor, &self.dying);
+            self.cursor += 1;
+        }
+        if self.cursor >= self.table.pages() {
             for life in 0..self.records.len() {
                 if self.dying[life / 64] >> (life % 64) & 1 == 1 {
                     self.free_lives.push(Reverse(life as Life));
@@ -392,15 +382,14 @@ impl Index {
         true
     }
 
-    /// Lets a few parts be swept, as there were so many changes.
+    /// Lets a few pages be swept, as there were so many changes.
     fn sweep(&mut self, changes: usize) {
         if self.unseen == 0 || self.dying.iter().all(|&bits| bits == 0) {
             return;
         }
-        self.debt += changes * SWEPT;
-        // A part costs a little even if it is empty.
-        while self.debt >= self.parts[self.cursor].places() + SWEPT {
-            self.debt -= self.parts[self.cursor].places() + SWEPT;
+        self.debt += changes;
+        while self.debt >= SWEEP_AFTER {
+            self.debt -= SWEEP_AFTER;
             if !self.sweep_one() {
                 return;
             }
@@ -410,41 +399,40 @@ impl Index {
     // -- changes ---------------------------------------------------------------------------------------------------
 
     fn take_in(&mut self, life: Life, records: &[[u8; CHANGE_BYTES]]) {
-        let mut hashes = [0; 2 * AHEAD];
-        for at in 0..records.len() + 2 * AHEAD {
+        let mut hashes = [0; AHEAD];
+        let mut last = None;
+        for at in 0..records.len() + AHEAD {
+            if at >= AHEAD {
+                last = self.change(life, &changes::read(&records[at - AHEAD]), hashes[at % AHEAD], last);
+            }
             if let Some(record) = records.get(at) {
                 let hash = hash(changes::key(record));
-                hashes[at % (2 * AHEAD)] = hash;
-                self.part(hash).prefetch(hash);
-            }
-            if (AHEAD..AHEAD + records.len()).contains(&at) {
-                let hash = hashes[(at - AHEAD) % (2 * AHEAD)];
-                self.part(hash).prefetch_entry(hash);
-            }
-            if at + 1 >= 2 * AHEAD && at + 1 - 2 * AHEAD < records.len() {
-                let now = at + 1 - 2 * AHEAD;
-                self.change(life, &changes::read(&records[now]), hashes[now % (2 * AHEAD)]);
+                hashes[at % AHEAD] = hash;
+                self.table.prefetch(hash);
             }
         }
         self.sweep(records.len());
     }
 
-    fn change(&mut self, life: Life, change: &Change, hash: u64) {
-        let lives = self.records.len();
-        let part = self.part_mut(hash);
-        let known = part.find(&change.key, hash);
+    /// last: where the block of the change before is. Returns where this one's is.
+    fn change(&mut self, life: Life, change: &Change, hash: u64, last: Option<usize>) -> Option<usize> {
+        let (lives, table) = (self.records.len(), &mut self.table);
+        let behind = last.and_then(|last| table.behind(last, &change.key));
+        let mut known = behind.or_else(|| table.find(&change.key, hash));
         let changed = match (known, change.removed) {
             (None, true) => false,
             (None, false) => {
-                part.insert(change.key, change.parent, change.position, hash, life, change.tier);
+                known = Some(table.insert(change, hash, life, last));
                 true
             }
-            (Some(place), false) => part.add(place, life, change.tier, lives),
-            (Some(place), true) => match part.drop_from(place, life, change.tier) {
+            (Some(place), false) => table.add(place, life, change.tier, lives),
+            (Some(place), true) => match table.drop_from(place, life, change.tier) {
                 Gone::Not => false,
                 Gone::One => true,
                 Gone::Last => {
-                    part.remove(place);
+                    table.remove(place, hash);
+                    // The next one may stand behind it, but if the table is a new one.
+                    known = known.filter(|_| table.pages() > 0);
                     true
                 }
             },
@@ -454,19 +442,18 @@ impl Index {
             record.xor ^= digest(&change.key, change.tier);
             record.count = if change.removed { record.count - 1 } else { record.count + 1 };
         }
+        known
     }
 
     /// Panics if it contradicts itself.
     pub fn check(&self) {
         let mut counted = vec![Record::default(); self.records.len()];
-        for part in &self.parts {
-            for (place, listed) in part.check() {
-                for (life, tiers) in listed {
-                    let record = &mut counted[usize::from(life)];
-                    for tier in (0..3).filter(|tier| tiers >> tier & 1 == 1) {
-                        record.count += 1;
-                        record.xor ^= digest(&part.entry(place).key, tier);
-                    }
+        for (place, listed) in self.table.check() {
+            for (life, tiers) in listed {
+                let record = &mut counted[usize::from(life)];
+                for tier in (0..3).filter(|tier| tiers >> tier & 1 == 1) {
+                    record.count += 1;
+                    record.xor ^= digest(&self.table.entry(place).key, tier);
                 }
             }
         }

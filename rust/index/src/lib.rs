@@ -1,13 +1,12 @@
 //! Which holder has which block, and on which medium: the contract is `Index` in `scheduler/prefix_index.py`, where its
 //! plain twin stands.
 //!
-//! Blocks are entries of a hash table that name their holders (`table.rs`); the table is cut into parts, so that one that
-//! grows delays nobody for long. A holder is named there by its **life**: a number that is its own until it is cleared or
-//! replaced. Then it has another life, and what the old one had is not seen any more; it is swept out part by part while
-//! changes come in. A dump is staged as a life of its own that is not seen until it is adopted.
+//! Blocks are entries of a table that name their holders (`table.rs`), those of a prefix side by side. A holder is named
+//! there by its **life**: a number that is its own until it is cleared or replaced. Then it has another life, and what the
+//! old one had is not seen any more; it is swept out page by page while changes come in. A dump is staged as a life of its
+//! own that is not seen until it is adopted.
 //!
-//! A match asks for all keys of the prefix, one after the other, and has the memory of the next ones on its way meanwhile.
-//! It does not rely on a holder of a block to hold what is before it: pools evict any block.
+//! A match does not rely on a holder of a block to hold what is before it: pools evict any block. It looks at each.
 
 pub mod changes;
 mod index;

@@ -2,14 +2,12 @@
 
 use crate::changes::{DEVICE, DRAM, SSD, TIERS};
 use crate::index::{Index, Place};
-use crate::table::{Cells, Holders, Table};
+use crate::table::Holders;
 use crate::{Key, Life, Slot, hash};
 
 const ANY: u8 = 1 << DEVICE | 1 << DRAM | 1 << SSD;
 /// Up to so many holders are looked at one by one; more are bits.
 const FEW: usize = 8;
-/// Keys ahead of which memory is asked for: first the tags, then the entry.
-const AHEAD: usize = 8;
 
 /// Blocks `first` to `last` (exclusive) of a prefix that a holder has on one medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,47 +22,26 @@ pub struct Run {
     pub tier: u8,
 }
 
-/// Finds one block of a prefix after the other, with the memory of the next ones on its way.
+/// Finds one block of a prefix after the other: most stand behind the one before.
 struct Walk<'a> {
     index: &'a Index,
-    keys: &'a [Key],
-    hashes: [u64; 2 * AHEAD],
-    /// Hashed so far.
-    asked: usize,
-    at: usize,
+    keys: std::slice::Iter<'a, Key>,
+    last: Option<usize>,
 }
 
 impl<'a> Walk<'a> {
     fn new(index: &'a Index, keys: &'a [Key], first: usize) -> Self {
-        let mut walk = Self { index, keys, hashes: [0; 2 * AHEAD], asked: first, at: first };
-        (0..2 * AHEAD).for_each(|_| walk.ask());
-        walk
-    }
-
-    fn ask(&mut self) {
-        if let Some(key) = self.keys.get(self.asked) {
-            let hash = hash(key);
-            self.hashes[self.asked % (2 * AHEAD)] = hash;
-            self.index.part(hash).prefetch(hash);
-        }
-        self.asked += 1;
-        if let Some(middle) =
-            self.asked.checked_sub(AHEAD).filter(|&middle| middle >= self.at && middle < self.keys.len())
-        {
-            let hash = self.hashes[middle % (2 * AHEAD)];
-            self.index.part(hash).prefetch_entry(hash);
-        }
+        Self { index, keys: keys.get(first..).unwrap_or_default().iter(), last: None }
     }
 
     /// The next block, if there is one that anybody whom we see has.
-    fn next(&mut self) -> Option<(&'a Table, usize)> {
-        let key = self.keys.get(self.at)?;
-        let hash = self.hashes[self.at % (2 * AHEAD)];
-        self.at += 1;
-        self.ask();
-        let part = self.index.part(hash);
-        let place = part.find(key, hash)?;
-        (self.index.unseen == 0 || self.index.seen_at(part.holders(place))).then_some((part, place))
+    fn next(&mut self) -> Option<Holders<'a>> {
+        let (key, table) = (self.keys.next()?, &self.index.table);
+        let behind = self.last.and_then(|last| table.behind(last, key));
+        let place = behind.or_else(|| table.find(key, hash(key)))?;
+        self.last = Some(place);
+        let holders = table.holders(place);
+        (self.index.unseen == 0 || self.index.seen_at(holders)).then_some(holders)
     }
 }
 
@@ -74,8 +51,9 @@ enum Alive {
     All,
     /// Life, where it has the latest one, and how many of them on SSD only.
     Few(Vec<(Life, u8, u32)>),
-    /// Bits of lives. planes: counters of all of them at once, bit k of each in planes\[k\].
-    Many { mask: Vec<u64>, planes: Vec<Vec<u64>> },
+    /// Bits of lives. planes: counters of all of them at once, bit k of each in planes\[k\]. slow: some of them have the
+    /// latest block on SSD only.
+    Many { mask: Vec<u64>, planes: Vec<Vec<u64>>, slow: bool },
 }
 
 impl Index {
@@ -104,49 +82,50 @@ impl Index {
     pub fn find_matches(&self, keys: &[Key], held: &mut [i64], ssd: &mut [i64]) -> usize {
         let mut alive = Alive::All;
         let mut walk = Walk::new(self, keys, 0);
-        let mut before: Cells = Cells::default();
+        // Whose holders those alive were last compared with.
+        let mut before = None;
         let mut scratch = Vec::new();
         let mut best = 0;
-        while let Some((part, place)) = walk.next() {
+        while let Some(holders) = walk.next() {
             let at = best;
             best += 1;
-            let holders = part.holders(place);
+            let same = before == Some(holders);
+            before = Some(holders);
             match (&mut alive, holders) {
                 (Alive::All, Holders::Few(cells)) => {
                     let seen = |life: Life| self.seen[usize::from(life) / 64] >> (life % 64) & 1 == 1;
                     let few = cells.iter().take_while(|&&cell| cell != 0).filter(|&&cell| seen(cell >> 3));
-                    alive = Alive::Few(
-                        few.map(|cell| (cell >> 3, *cell as u8 & 7, u32::from(*cell as u8 & 7 == 1 << SSD))).collect(),
-                    );
-                    before = *cells;
+                    let few = few.map(|cell| (cell >> 3, *cell as u8 & 7));
+                    alive = Alive::Few(few.map(|(life, tiers)| (life, tiers, u32::from(tiers == 1 << SSD))).collect());
                 }
                 (Alive::All, Holders::Many(_)) => {
                     let mut mask = vec![0; self.seen.len()];
                     self.mark(holders, ANY, &mut mask);
-                    let mut planes = Vec::new();
                     scratch.resize(mask.len(), 0);
-                    count(holders, &mask, &mut planes, &mut scratch);
-                    alive = self.fewer(mask, planes);
-                    before = Cells::default();
+                    let mut planes = Vec::new();
+                    let slow = count(holders, &mask, &mut planes, &mut scratch);
+                    alive = self.fewer(holders, mask, planes, slow);
                 }
                 // Most blocks have the holders of the one before them.
-                (Alive::Few(few), Holders::Few(cells)) if *cells == before => {
+                (Alive::Few(few), _) if same => {
                     few.iter_mut().for_each(|(_, tiers, count)| *count += u32::from(*tiers == 1 << SSD));
                 }
-                (Alive::Few(few), holders) => {
-                    few.retain_mut(|(life, tiers, count)| {
-                        *tiers = holders.tiers(*life);
-                        if *tiers == 0 {
-                            let slot = self.slot_of(*life);
-                            (held[slot], ssd[slot]) = (at as i64, i64::from(*count));
-                            return false;
-                        }
-                        *count += u32::from(*tiers == 1 << SSD);
-                        true
-                    });
-                    before = if let Holders::Few(cells) = holders { *cells } else { Cells::default() };
+                (Alive::Few(few), holders) => few.retain_mut(|(life, tiers, count)| {
+                    *tiers = holders.tiers(*life);
+                    if *tiers == 0 {
+                        let slot = self.slot_of(*life);
+                        (held[slot], ssd[slot]) = (at as i64, i64::from(*count));
+                        return false;
+                    }
+                    *count += u32::from(*tiers == 1 << SSD);
+                    true
+                }),
+                (Alive::Many { mask, planes, slow }, _) if same => {
+                    if *slow {
+                        count(holders, mask, planes, &mut scratch);
+                    }
                 }
-                (Alive::Many { mask, planes }, holders) => {
+                (Alive::Many { mask, planes, slow }, holders) => {
                     scratch.resize(mask.len(), 0);
                     self.mark(holders, ANY, &mut scratch);
                     let mut left = 0;
@@ -159,11 +138,10 @@ impl Index {
                             (held[slot], ssd[slot]) = (at as i64, counted(planes, life));
                         }
                     }
-                    count(holders, mask, planes, &mut scratch);
+                    *slow = count(holders, mask, planes, &mut scratch);
                     if left <= FEW {
-                        alive = self.fewer(std::mem::take(mask), std::mem::take(planes));
+                        alive = self.fewer(holders, std::mem::take(mask), std::mem::take(planes), *slow);
                     }
-                    before = Cells::default();
                 }
             }
         }
@@ -175,7 +153,7 @@ impl Index {
                     (held[slot], ssd[slot]) = (best as i64, i64::from(count));
                 }
             }
-            Alive::Many { mask, planes } => {
+            Alive::Many { mask, planes, .. } => {
                 for life in mask.iter().enumerate().flat_map(|(word, &left)| bits(word, left)) {
                     let slot = self.slot_of(life);
                     (held[slot], ssd[slot]) = (best as i64, counted(&planes, life));
@@ -185,13 +163,13 @@ impl Index {
         best
     }
 
-    /// One by one, if there are few. Where they have the latest block is not known then: the next one tells.
-    fn fewer(&self, mask: Vec<u64>, planes: Vec<Vec<u64>>) -> Alive {
+    /// One by one, if there are few. holders: of the latest block.
+    fn fewer(&self, holders: Holders<'_>, mask: Vec<u64>, planes: Vec<Vec<u64>>, slow: bool) -> Alive {
         if mask.iter().map(|word| word.count_ones() as usize).sum::<usize>() > FEW {
-            return Alive::Many { mask, planes };
+            return Alive::Many { mask, planes, slow };
         }
         let lives = mask.iter().enumerate().flat_map(|(word, &left)| bits(word, left));
-        Alive::Few(lives.map(|life| (life, 0, counted(&planes, life) as u32)).collect())
+        Alive::Few(lives.map(|life| (life, holders.tiers(life), counted(&planes, life) as u32)).collect())
     }
 
     /// Who has the block on any medium, in the order of slots.
@@ -210,9 +188,7 @@ impl Index {
     }
 
     fn find(&self, key: &Key) -> Option<Holders<'_>> {
-        let hash = hash(key);
-        let part = self.part(hash);
-        part.find(key, hash).map(|place| part.holders(place))
+        self.table.find(key, hash(key)).map(|place| self.table.holders(place))
     }
 
     fn in_order(&self, mask: &[u64]) -> Vec<Slot> {
@@ -240,8 +216,7 @@ impl Index {
         let mut open: Option<Run> = None;
         let mut walk = Walk::new(self, keys, first);
         let mut at = first;
-        while let Some((part, place)) = walk.next() {
-            let holders = part.holders(place);
+        while let Some(holders) = walk.next() {
             self.mark(holders, 1 << DRAM, &mut dram);
             self.mark(holders, 1 << SSD, &mut disk);
             dram.iter_mut().zip(&avoid).for_each(|(mask, avoid)| *mask &= !avoid);
@@ -284,7 +259,7 @@ impl Index {
         let mut walk = Walk::new(self, &keys[..run.last.min(keys.len())], run.first);
         for at in run.first..run.last {
             match walk.next() {
-                Some((part, place)) => self.mark(part.holders(place), 1 << run.tier, &mut still),
+                Some(holders) => self.mark(holders, 1 << run.tier, &mut still),
                 None => still.fill(0),
             }
             if at == run.first {
@@ -307,14 +282,12 @@ impl Index {
     /// Where the block stands, if this one has it and nobody else but the others.
     pub fn only_at<'a>(&self, key: &Key, node: &'a str, others: impl IntoIterator<Item = &'a str>) -> Option<Place> {
         let here = self.life(node)?;
-        let hash = hash(key);
-        let part = self.part(hash);
-        let place = part.find(key, hash)?;
+        let place = self.table.find(key, hash(key))?;
         let mut mask = vec![0; self.seen.len()];
-        self.mark(part.holders(place), ANY, &mut mask);
+        self.mark(self.table.holders(place), ANY, &mut mask);
         let has = mask[usize::from(here) / 64] >> (here % 64) & 1 == 1;
         let known = self.mask_of(others.into_iter().chain([node]));
-        let entry = part.entry(place);
+        let entry = self.table.entry(place);
         let alone = has && mask.iter().zip(&known).all(|(mask, known)| mask & !known == 0);
         alone.then_some(Place { parent: entry.parent, position: entry.position })
     }
@@ -335,21 +308,22 @@ impl Index {
     }
 }
 
-/// Adds one to the counters of those in the mask that have it on SSD only.
-fn count(holders: Holders<'_>, mask: &[u64], planes: &mut Vec<Vec<u64>>, carry: &mut [u64]) {
+/// Adds one to the counters of those in the mask that have it on SSD only. Returns whether there are any.
+fn count(holders: Holders<'_>, mask: &[u64], planes: &mut Vec<Vec<u64>>, carry: &mut [u64]) -> bool {
     carry.fill(0);
     holders.mark(1 << SSD, carry);
     if carry.iter().all(|&bits| bits == 0) {
-        return;
+        return false;
     }
     let mut elsewhere = vec![0; carry.len()];
     holders.mark(ANY & !(1 << SSD), &mut elsewhere);
     for (carry, (mask, elsewhere)) in carry.iter_mut().zip(mask.iter().zip(&elsewhere)) {
         *carry &= mask & !elsewhere;
     }
+    let some = carry.iter().any(|&bits| bits != 0);
     for k in 0.. {
         if carry.iter().all(|&bits| bits == 0) {
-            return;
+            break;
         }
         if k == planes.len() {
             planes.push(vec![0; carry.len()]);
@@ -358,6 +332,7 @@ fn count(holders: Holders<'_>, mask: &[u64], planes: &mut Vec<Vec<u64>>, carry: 
             (*plane, *carry) = (*plane ^ *carry, *plane & *carry);
         }
     }
+    some
 }
 
 fn counted(planes: &[Vec<u64>], life: Life) -> i64 {

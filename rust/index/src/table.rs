@@ -1,17 +1,18 @@
-//! One part of the table of blocks: open addressing over entries of 48 bytes that name their holders in place.
+//! The table of blocks: entries that name their holders in place, and numbers that find them by key.
 //!
 //! ```text
-//!  tags     [u8; C]     0: free; else a bit and seven bits of the hash: one line of cache says where to look
-//!  entries  [Entry; C]  key 16 | parent 16 | position 4 | cells 6 x 2
-//!  cells    up to six holders, (life << 3 | tiers) each, packed to the left, 0: none
-//!           or WIDE, the number (two cells) of a set of bits, how many holders
+//!  entry  key 16 | parent 16 | position 4 | cells 6 x 2
+//!  cells  up to six holders, (life << 3 | tiers) each, packed to the left, 0: none; an entry without any is free
+//!         or WIDE, the number (two cells) of a set of bits, how many holders
+//!  finder by 32 bits of the hash: these | the entry's place + 1, 8 bytes; open addressing, in parts that grow alone
 //! ```
 //!
-//! At most 85 % are taken, and it grows by half: 49 bytes a place are 58 to 87 for a block, of however few holders.
-//! A key's home is its hash times the capacity: a larger table has the entries in the same order, so that to grow is to
-//! read one and write the other from one end to the other.
+//! What comes together lies together: a new entry is put behind the one before it, so that a prefix is read from one end
+//! to the other without being sought, which is what memory is fast at. An entry that is not where it is expected is found
+//! by its hash. Entries lie in pages of 64; a page of which a quarter is free again is filled before a new one is begun.
+//! A block of few holders costs 48 bytes and 11 to 22 for its finder, a third more if pages are as empty as they get.
 
-use crate::changes::TIERS;
+use crate::changes::{Change, TIERS};
 use crate::{Key, Life};
 
 /// Where a block stands, and who has it.
@@ -31,11 +32,19 @@ const INLINE: usize = 6;
 const WIDE: u16 = u16::MAX;
 /// Holders so few go back into the entry: fewer than made it wide, or one that comes and goes would move them each time.
 const NARROW: u16 = 4;
-/// A table of so many is the smallest.
+/// A finder of so many is the smallest.
 const SMALLEST: usize = 8;
+/// Entries of a page: bits of a word say which are taken.
+pub(crate) const PAGE: usize = 64;
+/// Free entries that make a page worth filling.
+const SPARE: u32 = 16;
+/// Entries that are allocated at once.
+const CHUNK: usize = 8192;
+/// Parts of the finder: at ten million blocks, one that grows moves a third of a megabyte.
+const PARTS_BITS: u32 = 8;
 
 /// Who has a block: as the entry or the bits beside it say.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holders<'a> {
     /// (life << 3 | tiers), up to the first 0.
     Few(&'a Cells),
@@ -82,8 +91,15 @@ impl Holders<'_> {
 
 #[derive(Default)]
 pub(crate) struct Table {
-    tags: Box<[u8]>,
-    entries: Box<[Entry]>,
+    finder: Vec<Part>,
+    chunks: Vec<Box<[Entry]>>,
+    /// By page: which entries are taken.
+    taken: Vec<u64>,
+    /// Pages with room, and whether a page is among them.
+    spare: Vec<u32>,
+    listed: Vec<bool>,
+    /// The page that is being filled.
+    open: usize,
     len: usize,
     wide: Vec<Box<[u64]>>,
     unused: Vec<u32>,
@@ -100,150 +116,141 @@ pub(crate) enum Gone {
     Last,
 }
 
-fn tag(hash: u64) -> u8 {
-    hash as u8 | 0x80
-}
-
 impl Table {
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    pub(crate) fn places(&self) -> usize {
-        self.tags.len()
+    pub(crate) fn new() -> Self {
+        Self { finder: (0..1 << PARTS_BITS).map(|_| Part::default()).collect(), ..Self::default() }
     }
 
     /// Bytes that it occupies.
     pub(crate) fn bytes(&self) -> usize {
         // An allocation costs about sixteen bytes more than it holds.
-        self.places() * (1 + size_of::<Entry>())
+        self.chunks.len() * (CHUNK * size_of::<Entry>() + 16)
+            + self.finder.iter().map(|part| size_of::<Part>() + part.slots.len() * 8).sum::<usize>()
+            + self.taken.capacity() * 8
+            + self.listed.capacity()
+            + self.spare.capacity() * 4
             + self.wide.capacity() * size_of::<Box<[u64]>>()
             + self.wide.iter().map(|bits| bits.len() * 8 + 16).sum::<usize>()
             + self.unused.capacity() * 4
     }
 
-    fn home(&self, hash: u64) -> usize {
-        ((hash >> 22 & 0xFFFF_FFFF) * self.places() as u64 >> 32) as usize
+    /// Pages there are.
+    pub(crate) fn pages(&self) -> usize {
+        self.taken.len()
     }
 
-    fn next(&self, place: usize) -> usize {
-        if place + 1 == self.places() { 0 } else { place + 1 }
+    fn part(&self, hash: u64) -> &Part {
+        &self.finder[(hash >> (64 - PARTS_BITS)) as usize]
     }
 
-    /// Brings the tags into the cache.
+    fn part_mut(&mut self, hash: u64) -> &mut Part {
+        &mut self.finder[(hash >> (64 - PARTS_BITS)) as usize]
+    }
+
+    /// Brings what finds the key into the cache.
     pub(crate) fn prefetch(&self, hash: u64) {
-        if !self.tags.is_empty() {
-            prefetch(&self.tags[self.home(hash)]);
-        }
-    }
-
-    /// Brings the entry into the cache, most likely, given its tags.
-    pub(crate) fn prefetch_entry(&self, hash: u64) {
-        if self.tags.is_empty() {
-            return;
-        }
-        let mut place = self.home(hash);
-        while self.tags[place] != 0 {
-            if self.tags[place] == tag(hash) {
-                prefetch(&self.entries[place].key);
-                prefetch(&self.entries[place].cells);
-                return;
-            }
-            place = self.next(place);
-        }
-        // It will be put here.
-        prefetch(&self.entries[place].key);
-    }
-
-    pub(crate) fn find(&self, key: &Key, hash: u64) -> Option<usize> {
-        if self.tags.is_empty() {
-            return None;
-        }
-        let mut place = self.home(hash);
-        loop {
-            match self.tags[place] {
-                0 => return None,
-                found if found == tag(hash) && self.entries[place].key == *key => return Some(place),
-                _ => place = self.next(place),
-            }
-        }
+        self.part(hash).prefetch(hash);
     }
 
     pub(crate) fn entry(&self, place: usize) -> &Entry {
-        &self.entries[place]
+        &self.chunks[place / CHUNK][place % CHUNK]
+    }
+
+    fn entry_mut(&mut self, place: usize) -> &mut Entry {
+        &mut self.chunks[place / CHUNK][place % CHUNK]
+    }
+
+    fn cells_mut(&mut self, place: usize) -> &mut Cells {
+        &mut self.entry_mut(place).cells
+    }
+
+    /// Whether the key stands behind this place, as it does if both came together.
+    pub(crate) fn behind(&self, place: usize, key: &Key) -> Option<usize> {
+        let next = place + 1;
+        let entry = self.chunks.get(next / CHUNK)?.get(next % CHUNK)?;
+        (entry.key == *key && entry.cells[0] != 0).then_some(next)
+    }
+
+    pub(crate) fn find(&self, key: &Key, hash: u64) -> Option<usize> {
+        self.part(hash).find(hash, |place| self.entry(place).key == *key)
     }
 
     pub(crate) fn holders(&self, place: usize) -> Holders<'_> {
-        let cells = &self.entries[place].cells;
+        let cells = &self.entry(place).cells;
         if cells[0] == WIDE { Holders::Many(&self.wide[number(cells)]) } else { Holders::Few(cells) }
     }
 
     /// All entries, in the order of their places.
     pub(crate) fn all(&self) -> impl Iterator<Item = usize> {
-        (0..self.places()).filter(|&place| self.tags[place] != 0)
+        self.taken.iter().enumerate().flat_map(|(page, &taken)| places(page, taken))
     }
 
-    /// Adds an entry that is not there.
-    pub(crate) fn insert(&mut self, key: Key, parent: Key, position: u32, hash: u64, life: Life, tier: u8) {
-        if (self.len + 1) * 20 > self.places() * 17 {
-            self.resize((self.places() * 3 / 2).max(SMALLEST));
-        }
+    /// Adds an entry that is not there, behind this one if it can be. Returns its place.
+    pub(crate) fn insert(&mut self, change: &Change, hash: u64, life: Life, behind: Option<usize>) -> usize {
+        let place = self.take(behind);
         let mut cells = Cells::default();
-        cells[0] = life << 3 | 1 << tier;
-        self.put(Entry { key, parent, position, cells }, hash);
+        cells[0] = life << 3 | 1 << change.tier;
+        let Change { key, parent, position, .. } = *change;
+        *self.entry_mut(place) = Entry { key, parent, position, cells };
+        self.part_mut(hash).insert(hash, place);
         self.len += 1;
+        place
     }
 
-    fn put(&mut self, entry: Entry, hash: u64) {
-        let mut place = self.home(hash);
-        while self.tags[place] != 0 {
-            place = self.next(place);
-        }
-        self.tags[place] = tag(hash);
-        self.entries[place] = entry;
+    fn take(&mut self, behind: Option<usize>) -> usize {
+        let next = behind.map(|place| place + 1);
+        let place = match next
+            .filter(|next| self.taken.get(next / PAGE).is_some_and(|taken| taken >> (next % PAGE) & 1 == 0))
+        {
+            Some(next) => next,
+            None => {
+                if self.taken.get(self.open).is_none_or(|&taken| taken == u64::MAX) {
+                    self.open = self.turn();
+                }
+                self.open * PAGE + self.taken[self.open].trailing_ones() as usize
+            }
+        };
+        self.taken[place / PAGE] |= 1 << (place % PAGE);
+        place
     }
 
-    fn resize(&mut self, places: usize) {
-        let tags = std::mem::replace(&mut self.tags, vec![0; places].into());
-        let entries = std::mem::replace(&mut self.entries, vec![Entry::default(); places].into());
-        for (entry, _) in entries.iter().zip(tags).filter(|(_, tag)| *tag != 0) {
-            self.put(*entry, crate::hash(&entry.key));
+    /// The next page to fill.
+    fn turn(&mut self) -> usize {
+        while let Some(page) = self.spare.pop() {
+            let page = page as usize;
+            self.listed[page] = false;
+            if self.taken[page].count_zeros() >= SPARE {
+                return page;
+            }
         }
+        if self.taken.len() * PAGE == self.chunks.len() * CHUNK {
+            self.chunks.push(vec![Entry::default(); CHUNK].into());
+        }
+        self.taken.push(0);
+        self.listed.push(false);
+        self.taken.len() - 1
     }
 
     /// Removes an entry that nobody has.
-    pub(crate) fn remove(&mut self, place: usize) {
-        let (mut hole, mut place) = (place, place);
+    pub(crate) fn remove(&mut self, place: usize, hash: u64) {
+        self.part_mut(hash).remove(hash, place);
+        *self.entry_mut(place) = Entry::default();
         self.len -= 1;
-        loop {
-            place = self.next(place);
-            if self.tags[place] == 0 || place == hole {
-                break;
-            }
-            // Whoever would be found no more, with a hole between its home and its place, moves into it.
-            let away = |from: usize| (place + self.places() - from) % self.places();
-            if away(self.home(crate::hash(&self.entries[place].key))) >= away(hole) {
-                self.tags[hole] = self.tags[place];
-                self.entries[hole] = self.entries[place];
-                hole = place;
-            }
-        }
-        self.tags[hole] = 0;
-        self.shrink();
-    }
-
-    fn shrink(&mut self) {
         if self.len == 0 {
-            (self.tags, self.entries) = (Box::default(), Box::default());
-            (self.wide, self.unused) = (Vec::new(), Vec::new());
-        } else if self.places() > SMALLEST && self.len * 4 < self.places() {
-            self.resize((self.len * 3 / 2).max(SMALLEST));
+            *self = Self::new();
+            return;
+        }
+        let page = place / PAGE;
+        self.taken[page] &= !(1 << (place % PAGE));
+        if self.taken[page].count_zeros() >= SPARE && page != self.open && !self.listed[page] {
+            self.listed[page] = true;
+            self.spare.push(page as u32);
         }
     }
 
     /// The life has it there; false: that is known. lives: of all.
     pub(crate) fn add(&mut self, place: usize, life: Life, tier: u8, lives: usize) -> bool {
-        let cells = &mut self.entries[place].cells;
+        let cells = &mut self.chunks[place / CHUNK][place % CHUNK].cells;
         if cells[0] == WIDE {
             let bits = &mut self.wide[number(cells)];
             let (word, bit) = (usize::from(life) / 64, 1 << (life % 64));
@@ -273,7 +280,7 @@ impl Table {
     }
 
     fn widen(&mut self, place: usize, lives: usize) {
-        let cells = self.entries[place].cells;
+        let cells = self.entry(place).cells;
         let words = lives.div_ceil(64);
         let mut bits: Box<[u64]> = vec![0; TIERS * words].into();
         for cell in cells {
@@ -292,12 +299,12 @@ impl Table {
                 self.wide.len() as u32 - 1
             }
         };
-        self.entries[place].cells = [WIDE, number as u16, (number >> 16) as u16, INLINE as u16, 0, 0];
+        *self.cells_mut(place) = [WIDE, number as u16, (number >> 16) as u16, INLINE as u16, 0, 0];
     }
 
     /// The life has it there no more.
     pub(crate) fn drop_from(&mut self, place: usize, life: Life, tier: u8) -> Gone {
-        let cells = &mut self.entries[place].cells;
+        let cells = &mut self.chunks[place / CHUNK][place % CHUNK].cells;
         if cells[0] == WIDE {
             let bits = &mut self.wide[number(cells)];
             let (words, word, bit) = (bits.len() / TIERS, usize::from(life) / 64, 1 << (life % 64));
@@ -324,24 +331,20 @@ impl Table {
     }
 
     fn narrow(&mut self, place: usize) {
-        let cells = self.entries[place].cells;
+        let cells = self.entry(place).cells;
         if cells[3] > NARROW {
             return;
         }
         let number = number(&cells);
         let bits = std::mem::take(&mut self.wide[number]);
         self.unused.push(number as u32);
-        self.entries[place].cells = narrowed(&bits);
+        *self.cells_mut(place) = narrowed(&bits);
     }
 
-    /// All that these lives have is gone.
-    pub(crate) fn sweep(&mut self, dying: &[u64]) {
-        let mut empty = 0;
-        for place in 0..self.places() {
-            if self.tags[place] == 0 {
-                continue;
-            }
-            let cells = &mut self.entries[place].cells;
+    /// All that these lives have on this page is gone.
+    pub(crate) fn sweep(&mut self, page: usize, dying: &[u64]) {
+        for place in places(page, self.taken[page]) {
+            let cells = &mut self.chunks[place / CHUNK][place % CHUNK].cells;
             if cells[0] == WIDE {
                 let bits = &mut self.wide[number(cells)];
                 let words = bits.len() / TIERS;
@@ -360,17 +363,10 @@ impl Table {
                     }
                 }
             }
-            if self.entries[place].cells[0] == 0 {
-                // No entry's place depends on it before all are put anew.
-                empty += 1;
-                self.tags[place] = 0;
+            let entry = self.entry(place);
+            if entry.cells[0] == 0 {
+                self.remove(place, crate::hash(&entry.key));
             }
-        }
-        if empty > 0 {
-            self.len -= empty;
-            let places = if self.len * 2 < self.places() { (self.len * 3 / 2).max(SMALLEST) } else { self.places() };
-            self.resize(places);
-            self.shrink();
         }
     }
 
@@ -378,10 +374,10 @@ impl Table {
     pub(crate) fn check(&self) -> Vec<(usize, Vec<(Life, u8)>)> {
         let entries: Vec<_> = self.all().map(|place| (place, self.listed(place))).collect();
         assert_eq!(entries.len(), self.len, "the number of entries is wrong");
-        assert!(self.len * 20 <= self.places() * 17, "the table is too full");
+        assert_eq!(self.finder.iter().map(|part| part.len).sum::<usize>(), self.len, "the finder has another number");
         let mut wide = 0;
         for (place, listed) in &entries {
-            let entry = &self.entries[*place];
+            let entry = self.entry(*place);
             assert_eq!(self.find(&entry.key, crate::hash(&entry.key)), Some(*place), "an entry is not found");
             assert!(!listed.is_empty(), "a block is held by nobody");
             if entry.cells[0] == WIDE {
@@ -394,6 +390,11 @@ impl Table {
             }
         }
         assert_eq!(wide + self.unused.len(), self.wide.len(), "a set of bits is lost");
+        for (page, taken) in self.taken.iter().enumerate() {
+            assert!(taken.count_zeros() < SPARE || page == self.open || self.listed[page], "a page with room is lost");
+            let free = |place: usize| self.entry(place).cells[0] == 0;
+            assert!(places(page, !taken).all(free), "an entry that is free is held");
+        }
         entries
     }
 
@@ -412,6 +413,113 @@ impl Table {
         listed.sort_unstable();
         listed
     }
+}
+
+/// One part of the finder: 32 bits of the hash, then the place and 1; 0: free.
+#[derive(Default)]
+struct Part {
+    slots: Box<[u64]>,
+    len: usize,
+}
+
+impl Part {
+    /// A home is the hash times the capacity: a larger part has all in the same order, and to grow is to read one and
+    /// write the other from end to end.
+    fn home(&self, bits: u64) -> usize {
+        ((bits * self.slots.len() as u64) >> 32) as usize
+    }
+
+    fn next(&self, at: usize) -> usize {
+        if at + 1 == self.slots.len() { 0 } else { at + 1 }
+    }
+
+    fn prefetch(&self, hash: u64) {
+        if let Some(slot) = self.slots.get(self.home(short(hash))) {
+            prefetch(slot);
+        }
+    }
+
+    fn find(&self, hash: u64, is: impl Fn(usize) -> bool) -> Option<usize> {
+        let mut at = self.home(short(hash));
+        loop {
+            let slot = *self.slots.get(at)?;
+            if slot == 0 {
+                return None;
+            }
+            if slot >> 32 == short(hash) && is(place(slot)) {
+                return Some(place(slot));
+            }
+            at = self.next(at);
+        }
+    }
+
+    fn insert(&mut self, hash: u64, place: usize) {
+        if (self.len + 1) * 4 > self.slots.len() * 3 {
+            self.resize((self.slots.len() * 2).max(SMALLEST));
+        }
+        self.put(short(hash) << 32 | (place as u64 + 1));
+        self.len += 1;
+    }
+
+    fn put(&mut self, slot: u64) {
+        let mut at = self.home(slot >> 32);
+        while self.slots[at] != 0 {
+            at = self.next(at);
+        }
+        self.slots[at] = slot;
+    }
+
+    fn resize(&mut self, size: usize) {
+        let slots = std::mem::replace(&mut self.slots, vec![0; size].into());
+        slots.into_iter().filter(|&slot| slot != 0).for_each(|slot| self.put(slot));
+    }
+
+    /// It is there.
+    fn remove(&mut self, hash: u64, place: usize) {
+        let wanted = short(hash) << 32 | (place as u64 + 1);
+        let mut hole = self.home(short(hash));
+        while self.slots[hole] != wanted {
+            hole = self.next(hole);
+        }
+        let mut at = hole;
+        loop {
+            at = self.next(at);
+            if self.slots[at] == 0 {
+                break;
+            }
+            // Whoever would be found no more, with a hole between its home and where it is, moves into it.
+            let away = |from: usize| (at + self.slots.len() - from) % self.slots.len();
+            if away(self.home(self.slots[at] >> 32)) >= away(hole) {
+                self.slots[hole] = self.slots[at];
+                hole = at;
+            }
+        }
+        self.slots[hole] = 0;
+        self.len -= 1;
+        if self.slots.len() > SMALLEST && self.len * 4 < self.slots.len() {
+            self.resize((self.len * 8 / 5).max(SMALLEST));
+        }
+    }
+}
+
+/// The bits of a hash by which a part finds.
+fn short(hash: u64) -> u64 {
+    hash >> 16 & 0xFFFF_FFFF
+}
+
+fn place(slot: u64) -> usize {
+    (slot & 0xFFFF_FFFF) as usize - 1
+}
+
+/// The places of a page whose bits are set.
+fn places(page: usize, mut bits: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        (bits != 0).then(|| {
+            let place = page * PAGE + bits.trailing_zeros() as usize;
+            bits &= bits - 1;
+            place
+        })
+    })
 }
 
 fn number(cells: &Cells) -> usize {

@@ -36,6 +36,10 @@ class Predictive:
 
     margin: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.margin <= 0.0:
+            raise ValueError(f"margin must be above 0, not {self.margin:g}")
+
     def __call__(self, case: Case) -> Refusal | None:
         if case.free:
             return None

@@ -36,7 +36,7 @@ class LlmD:
 
     def __call__(self, view: View, ask: Ask, rng: random.Random) -> Choice:
         match = ask.prefix / max(-(-ask.prompt_tokens // view.block_tokens), 1)
-        free = view.free_pages / np.maximum(view.pages, 1)
+        free = np.clip(view.free_pages / np.maximum(view.pages, 1), 0.0, 1.0)
 
         def load(mask: Bools) -> F64:
             waiting = view.queued_requests

@@ -1,0 +1,298 @@
+"""The conductor's decisions: how many a second on one core, messages included, over ten million indexed blocks.
+
+A frame with a Route comes in, is decoded, goes through `Conductor.on`, and the Planned is encoded: what the service
+does but for the sockets. Half of the nodes have a prefill worker, half a decode worker. Prompts are a stored prefix
+(the popular ones more often) and a tail that is new; each request ends when some hundred others have come. Three cases:
+
+    decisions          routes, and the ends of requests
+    with events        and what pools publish and evict because of them (one batch of changes at the prefill node)
+    with all messages  and heartbeats of all workers and daemons, at the rate of the decisions that is aimed at
+
+One process, pinned to one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.common import line, note, percentile
+from bench.index import packed_chains
+from pyengine.scheduler.changes import Change, pack
+from pyengine.scheduler.conductor import Conductor
+from pyengine.scheduler.events import (
+    BlocksChanged,
+    DaemonHeartbeat,
+    DaemonHello,
+    FromGateway,
+    FromWorker,
+    SendToGateway,
+    Tick,
+)
+from pyengine.scheduler.messages import (
+    HEARTBEAT_EVERY,
+    Codec,
+    ConductorToGateway,
+    CostFit,
+    GatewayHello,
+    LoadSample,
+    Message,
+    Planned,
+    Route,
+    RouteEnded,
+    ToConductor,
+    WorkerAlive,
+    WorkerHello,
+)
+from pyengine.scheduler.native_index import NativeIndex
+from pyengine.scheduler.prefix_index import DRAM
+from pyengine.scheduler.types import KEY_BYTES, KvGroup, KvSpec, Namespace, Node, Role, WorkerInfo
+
+#: Nodes, and the decisions a second that are aimed at.
+SIZES = ((64, 5000), (1000, 1500))
+BLOCKS, QUICK_BLOCKS = 10_000_000, 1_000_000
+#: Blocks of a stored prefix and of a prompt; how often that many are asked for.
+STORED, PROMPT = 128, 160
+DECISIONS, QUICK_DECISIONS = 10_000, 2000
+#: Requests that run at once.
+RUNNING = 400
+NAMESPACE = Namespace(
+    "weights", "config", "bfloat16", "none", KvSpec((KvGroup(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16"),))
+)
+COUNTERS = 40
+
+
+@dataclass
+class Asked:
+    """One request as it will be: its frame, and how many of its blocks nobody has."""
+
+    frame: bytes
+    end: bytes
+    keys: bytes
+    request: int
+
+
+def info(number: int) -> WorkerInfo:
+    node = Node(f"node-{number}", f"10.0.{number >> 8}.{number & 255}:7000", 1)
+    return WorkerInfo(
+        worker=f"worker-{number}",
+        incarnation=1,
+        role=Role.DECODE if number % 2 else Role.PREFILL,
+        node=node,
+        work=f"tcp://10.0.{number >> 8}.{number & 255}:7001",
+        model="model",
+        tokenizer="bytes",
+        namespace=NAMESPACE,
+        vocab_size=32000,
+        max_positions=131072,
+        pages=40_000,
+        pool_slots=200_000,
+        max_tokens_per_step=8192,
+        max_sequences=256,
+    )
+
+
+class Cluster:
+    """A conductor to which everybody has dialled in, and whose index is full."""
+
+    def __init__(self, nodes: int, blocks: int, policy: str, seed: int = 0) -> None:
+        self.draw = random.Random(seed)
+        self.conductor = Conductor(policy=policy, index=NativeIndex())
+        self.now = 1000.0
+        self.infos = [info(number) for number in range(nodes)]
+        self.codec = Codec(ToConductor)
+        self.answers = Codec(ConductorToGateway)
+        self.on(FromGateway("gateway", GatewayHello(gateway="gateway", incarnation=1)))
+        #: By node: the next number of its changes, and the prefixes it holds.
+        self.sequence = [0] * nodes
+        self.chains: list[bytes] = []
+        each = blocks // nodes
+        for number, worker in enumerate(self.infos):
+            self.on(FromWorker(WorkerHello(info=worker)))
+            self.on(DaemonHello(worker.node, 0))
+            for part in range(0, each, STORED * 64):
+                keys, changes = packed_chains(min(STORED * 64, each - part), STORED, number * 1_000_003 + part)
+                self.publish(number, changes)
+                self.chains.append(keys[: STORED * KEY_BYTES])
+            self.alive(number, measured=True)
+            self.daemon_alive(number)
+        self.draw.shuffle(self.chains)
+        self.fresh = np.random.default_rng(seed + 1)
+
+    def on(self, event: object) -> list[object]:
+        return self.conductor.on(event, self.now)  # type: ignore[arg-type,return-value]
+
+    def publish(self, number: int, changes: bytes) -> None:
+        self.on(BlocksChanged(self.infos[number].node, self.sequence[number], changes))
+        self.sequence[number] += len(changes) // 40
+
+    def alive(self, number: int, measured: bool = False) -> None:
+        """A heartbeat as it comes: decoded from its frame."""
+        # 10 ms a step and 10 us a prompt token, as far as that is known.
+        cost = CostFit(coefficients=(0.01, 1e-5, 0.0, 1e-4, 1e-9), samples=20 if measured else 1, error=0.05)
+        loads = (LoadSample(self.infos[number].node.node, 1 << 20, 1e-3),)
+        message = WorkerAlive(
+            worker=self.infos[number].worker,
+            progress=int(self.now * 100),
+            queued_requests=self.draw.randrange(4),
+            queued_tokens=self.draw.randrange(20_000),
+            running=self.draw.randrange(64),
+            free_pages=20_000,
+            cost=cost,
+            counters={
+                f'pyengine_worker_counter_{i}_total{{worker="worker-{number}"}}': float(i) for i in range(COUNTERS)
+            },
+            loads=loads,
+        )
+        for decoded in self.codec.decode(self.codec.encode([message])):
+            self.on(FromWorker(decoded))  # type: ignore[arg-type]
+
+    def daemon_alive(self, number: int) -> None:
+        node = self.infos[number].node
+        index = self.conductor.index
+        counters = {f'pyengine_pool_counter_{i}{{node="{node.node}"}}': i for i in range(COUNTERS)}
+        name = node.node
+        self.on(DaemonHeartbeat(node, self.sequence[number], index.count(name), index.digest(name), counters))
+
+    def asked(self, count: int) -> list[Asked]:
+        """Popular prefixes more often: the n-th in proportion to 1/n."""
+        weights = [1 / (1 + at) for at in range(len(self.chains))]
+        chosen = self.draw.choices(self.chains, weights, k=count)
+        asked = []
+        for chain in chosen:
+            known = self.draw.randint(1, STORED) * KEY_BYTES
+            keys = chain[:known] + self.fresh.bytes(PROMPT * KEY_BYTES - known)
+            number = self.draw.getrandbits(62)
+            route = Route(
+                request=number,
+                attempt=0,
+                model="model",
+                namespace=NAMESPACE.digest(),
+                keys=keys,
+                prompt_tokens=PROMPT * 16 + 5,
+                max_tokens=256,
+                tenant="tenant",
+            )
+            frame, end = self.codec.encode([route]), self.codec.encode([RouteEnded(request=number, attempt=0)])
+            asked.append(Asked(frame, end, keys, number))
+        return asked
+
+    def decide(self, frame: bytes) -> list[Message]:
+        """What the service does between two sockets."""
+        sent = []
+        for message in self.codec.decode(frame):
+            for action in self.conductor.on(FromGateway("gateway", message), self.now):  # type: ignore[arg-type]
+                if isinstance(action, SendToGateway):
+                    self.answers.encode([action.message])
+                    sent.append(action.message)
+        return sent  # type: ignore[return-value]
+
+
+def run(cluster: Cluster, count: int, rate: int, events: bool, heartbeats: bool) -> tuple[float, list[float]]:
+    """Seconds for all that belongs to `count` decisions, and what each of them took."""
+    requests = cluster.asked(count)
+    number = {worker.worker: at for at, worker in enumerate(cluster.infos)}
+    running: deque[Asked] = deque()
+    beats = 0.0
+    beating = 0
+    told = cluster.now
+    latencies = []
+    spent = 0.0
+    for asked in requests:
+        cluster.now += 1 / rate
+        start = time.perf_counter()
+        sent = cluster.decide(asked.frame)
+        took = time.perf_counter() - start
+        latencies.append(took)
+        planned = sent[0]
+        assert isinstance(planned, Planned), planned
+        running.append(asked)
+        changes = b""
+        if events:
+            # The prefill node has what it fetched or computed now, and evicts as much of what it had.
+            plan = planned.plan
+            keys = [asked.keys[i : i + KEY_BYTES] for i in range(0, len(asked.keys), KEY_BYTES)]
+            parents = [bytes(KEY_BYTES), *keys]
+            stored = [Change(False, DRAM, key, parents[at], at) for at, key in enumerate(keys)]
+            first = max(0, plan.cached_blocks)
+            gone = [Change(True, DRAM, key) for key in keys[first:]]
+            changes = pack([*stored[first:], *gone])
+        start = time.perf_counter()
+        if changes:
+            cluster.publish(number[planned.plan.prefill.worker], changes)
+        if len(running) > RUNNING:
+            cluster.decide(running.popleft().end)
+        if cluster.now - told > 0.25:
+            told = cluster.now
+            cluster.on(Tick())
+        spent += took + time.perf_counter() - start
+        if heartbeats:
+            beats += len(cluster.infos) / HEARTBEAT_EVERY / rate
+            while beats >= 1:
+                beats -= 1
+                start = time.perf_counter()
+                cluster.alive(beating % len(cluster.infos))
+                if beating // len(cluster.infos) % 2:
+                    cluster.daemon_alive(beating % len(cluster.infos))
+                spent += time.perf_counter() - start
+                beating += 1
+        else:
+            # Nobody is to be taken for dead meanwhile.
+            for worker in cluster.conductor.cluster.workers.values():
+                worker.heard = cluster.now
+        cluster.conductor._gateways["gateway"].heard = cluster.now
+    return spent, latencies
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the blocks, fewer decisions")
+    parser.add_argument("--policy", default="kvcache-centric")
+    parser.add_argument("--nodes", type=int, help="one size only")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, instead of figures")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    blocks = QUICK_BLOCKS if arguments.quick else BLOCKS
+    count = QUICK_DECISIONS if arguments.quick else DECISIONS
+    for nodes, rate in SIZES:
+        if arguments.nodes not in (None, nodes):
+            continue
+        start = time.perf_counter()
+        cluster = Cluster(nodes, blocks, arguments.policy)
+        note(f"{nodes} nodes, {blocks} blocks: made in {time.perf_counter() - start:.1f} s")
+        run(cluster, 200, rate, False, False)
+        if arguments.profile:
+            import cProfile
+
+            profile = cProfile.Profile()
+            profile.runcall(run, cluster, count // 4, rate, False, False)
+            profile.print_stats("tottime")
+            continue
+        for case, events, heartbeats in (
+            ("decisions", False, False),
+            ("with events", True, False),
+            ("with all messages", True, True),
+        ):
+            seconds, latencies = run(cluster, count, rate, events, heartbeats)
+            line(
+                "conductor",
+                f"{case} {nodes} nodes",
+                count / seconds,
+                "1/s",
+                against="target",
+                ratio=count / seconds / rate,
+            )
+            millis = [latency * 1e3 for latency in latencies]
+            if not heartbeats or events:
+                for percent in (50, 99):
+                    line("conductor", f"{case} p{percent} {nodes} nodes", percentile(millis, percent), "ms")
+
+
+if __name__ == "__main__":
+    main()
