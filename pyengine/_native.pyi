@@ -725,8 +725,8 @@ class Endpoint:
 class PoolModel:
     """Which blocks a node would have: the production pool and eviction policies without a memory, for simulations.
 
-    Deterministic: the same calls give the same answers. Requests take, commit and release blocks by their keys (16 bytes
-    each, one after the other), or, where time does not count, access the pool one after the other.
+    Deterministic: the same calls give the same answers. Requests take, commit and release blocks by their keys (16
+    bytes each, one after the other), or, where time does not count, access the pool one after the other.
     """
     def __new__(
         cls,
@@ -755,7 +755,8 @@ class PoolModel:
         self, tag: int, keys: _Bytes, private: int = 0, *, position: int = 0, parent: _Bytes | None = None
     ) -> bool:
         """Pins those of these blocks that are in DRAM, and reserves slots for the others and for `private` nameless
-        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, key before it.
+        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, and the key
+        before it.
 
         Raises GiveUpError if the pool can never have so many; BugError if the tag has taken something already, or a key
         is there twice.

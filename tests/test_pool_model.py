@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyengine._native import EVICTION_POLICIES, BugError, PoolModel, GiveUpError
+from pyengine._native import EVICTION_POLICIES, BugError, GiveUpError, PoolModel
 
 
 def ids(*numbers: int) -> np.ndarray:
