@@ -7,7 +7,7 @@ columns. Columns are kept between requests; a heartbeat rewrites one row.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -483,8 +483,9 @@ class Cluster:
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
         total: dict[str, float] = {}
-        for reported in (*self.workers.values(), *self.daemons.values()):
-            counters = reported.counters
+        reports: list[Mapping[str, float]] = [worker.counters for worker in self.workers.values()]
+        reports += [daemon.counters for daemon in self.daemons.values()]
+        for counters in reports:
             # Most name who reports them.
             if total.keys().isdisjoint(counters):
                 total.update(counters)
