@@ -7,8 +7,9 @@ columns. Columns are kept between requests; a heartbeat rewrites one row.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -480,8 +481,9 @@ class Cluster:
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
         total: dict[str, float] = {}
-        for reported in (*self.workers.values(), *self.daemons.values()):
-            counters = reported.counters
+        workers = (worker.counters for worker in self.workers.values())
+        daemons: Iterator[Mapping[str, float]] = (daemon.counters for daemon in self.daemons.values())
+        for counters in chain(workers, daemons):
             # Most name who reports them.
             if total.keys().isdisjoint(counters):
                 total.update(counters)
