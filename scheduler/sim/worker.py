@@ -17,12 +17,12 @@ import msgspec
 from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
 from ..cost import StepWork, context_of
-from ..messages import WorkerAlive, WorkerToConductor
+from ..messages import LoadSample, WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
 from .baselines import find_discipline
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
-from .node import DEVICE, DRAM, NodeModel
+from .node import DEVICE, DRAM, LOADS, NodeModel
 from .spec import WorkerSpec
 from .steps import Steps
 
@@ -238,6 +238,9 @@ class WorkerModel(Steps):
         if not self._here(job):
             return
         self.touch()
+        if len(self.node.loads) < LOADS:
+            size = blocks * self.sim.block_bytes
+            self.node.loads.append(LoadSample(self.node.name, size, size / self.node.device_rate, device=True))
         tokens = (first + blocks) * self.sim.block_tokens
         if job.work.part == "decode":
             tokens = min(tokens, job.work.prompt_tokens)
