@@ -7,9 +7,8 @@ columns. Columns are kept between requests; a heartbeat rewrites one row.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -114,9 +113,11 @@ class Daemon:
         return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that would make each take several times as long to build, and one is built for each request.
+@dataclass(slots=True, eq=False)
 class View:
-    """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages; nobody writes to it.
+    """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages. Columns cannot be written
+    to; only whoever makes a view narrows it, before anybody else sees it.
 
     both: of role both. prefills, decodes: who may take which part. inlines: of role decode, and may take the whole
     request into its decode batches. node: index into `nodes`. takes: its node's daemon reports to the conductor and
@@ -131,8 +132,7 @@ class View:
     step, whatever it computes. error: of predictions of steps, relative. correction: by which its queue and its prefill
     are multiplied already. cached_blocks: that its node holds. recent_prompt, recent_computed, recent_output: tokens of
     the prompts it was given in the last minutes, of these to compute, and of the answers it was to decode, as predicted
-    (`recent.py`). fits_all: prompts of so many tokens
-    are too large for nobody.
+    (`recent.py`). fits_all: prompts of so many tokens are too large for nobody.
     """
 
     workers: tuple[WorkerInfo, ...]
@@ -309,6 +309,8 @@ class Group:
     def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
         self._shown = True
+        for table in (self._ints, self._floats, self._bools):
+            table.flags.writeable = False
         floats = dict(zip(FLOATS, self._floats, strict=True))
         floats["queue_seconds"] = np.maximum(floats["queue_seconds"] - now, 0.0)
         return View(
@@ -481,9 +483,9 @@ class Cluster:
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
         total: dict[str, float] = {}
-        workers = (worker.counters for worker in self.workers.values())
-        daemons: Iterator[Mapping[str, float]] = (daemon.counters for daemon in self.daemons.values())
-        for counters in chain(workers, daemons):
+        reports: list[Mapping[str, float]] = [worker.counters for worker in self.workers.values()]
+        reports += [daemon.counters for daemon in self.daemons.values()]
+        for counters in reports:
             # Most name who reports them.
             if total.keys().isdisjoint(counters):
                 total.update(counters)
