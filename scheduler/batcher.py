@@ -304,6 +304,7 @@ class Batcher:
                 if not count:
                     break
                 budget -= count
+                queue.computed(sequence, count, now)
                 self._slice(sequence, count, step)
 
     def work(self, step: Step) -> StepWork:
@@ -547,7 +548,7 @@ class Batcher:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = 0
-        sequence.lent_priority, sequence.lent_latest = None, math.inf
+        sequence.lent_priority, sequence.lent_latest, sequence.lent_seconds = None, math.inf, math.inf
         self._owe(sequence)
 
     def check(self) -> None:

@@ -76,6 +76,7 @@ class Sequence:
     owed_context: int = 0
     lent_priority: int | None = None
     lent_latest: float = math.inf
+    lent_seconds: float = math.inf
 
     @property
     def generated(self) -> int:
