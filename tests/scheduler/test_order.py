@@ -175,8 +175,8 @@ def test_nobody_starves(latest: float) -> None:
     """Short ones that can be in time come without end, one as soon as the last has begun; three long ones wait."""
     line = Line()
     long = [Place(number, latest=latest, patience=60.0, seconds=20.0) for number in range(3)]
-    for place in long:
-        line.push(place)
+    for waiting in long:
+        line.push(waiting)
     now, computed, begun = 0.0, 0, list[tuple[int, float, int]]()
     for number in range(3, 3000):
         line.push(Place(number, now, now + 30.0, 60.0, seconds=0.1))
