@@ -142,6 +142,8 @@ class WorkerModel(Steps):
         self.touch()
         del self.jobs[id]
         self.batcher.remove(id)
+        # Whoever still knows the job wants none of its tokens: a long prompt's take a megabyte.
+        job.sequence.tokens = []
         for flow in list(job.flows):
             self.sim.stop_sending(flow)
         job.flows.clear()
