@@ -42,6 +42,7 @@ from ..messages import (
     WorkerHello,
 )
 from ..native_index import NativeIndex
+from ..policies import find_admission
 from ..types import (
     KEY_BYTES,
     KvGroup,
@@ -109,6 +110,7 @@ class Simulation:
             seed=run.seed,
             index=NativeIndex(),
         )
+        self._looks_twice = hasattr(find_admission(run.admission), "prefilled")
         self.nodes: dict[str, NodeModel] = {}
         self.workers: dict[str, WorkerModel] = {}
         self.requests = [RequestModel(self, number, request) for number, request in enumerate(requests)]
@@ -247,6 +249,14 @@ class Simulation:
                     self.loop.after(self.delay, self._dump, node)
                 case _:
                     pass  # TellMoved, OrderMembers, OrderClear: nobody drains, shares objects or clears here
+
+    def turned_away(self, request: int) -> bool:
+        """Whether a request is refused after all, now that its prompt is computed: only models of others look twice."""
+        if not self._looks_twice:
+            return False
+        now, conductor = self.loop.now, self.conductor
+        view = conductor.cluster.view(self.model, self.namespace_digest, conductor.router.plans, now)
+        return view is not None and conductor.outlook.prefilled((GATEWAY, request), view, now) is not None
 
     def ask(self, route: Route) -> None:
         self.loop.after(self.delay, self.conduct, FromGateway(GATEWAY, route))

@@ -262,6 +262,11 @@ class RequestModel:
             both = {self.plan.prefill.worker, self.plan.decode.worker}
             self._retry({"retry": both, "wrong_role": {worker}}.get(kind, set()), worker)
 
+    def on_turned_away(self, attempt: int) -> None:
+        """Its prompt was computed for nothing: nobody is to decode it."""
+        if self.state is State.RUNNING and attempt == self.attempt:
+            self._over(REJECTED if not self.held else DROPPED)
+
     def on_lost(self, worker: str, attempt: int) -> None:
         """The link to a worker of its plan is gone."""
         if self.state is State.RUNNING and attempt == self.attempt:

@@ -65,6 +65,8 @@ class WorkerModel(Steps):
         )
         self.info = msgspec.structs.replace(self.info, max_tokens_per_step=self.batcher.max_tokens)
         self.role = self.info.role
+        #: Requests taken in since the last heartbeat.
+        self._accepted: list[int] = []
         self._pages_free = 0.0
         self._pages_due = 0.0
         self._telling = False
@@ -107,6 +109,7 @@ class WorkerModel(Steps):
             self._refuse(work, "too_large")
             return
         job = self.jobs[work.id] = Job(work, sequence)
+        self._accepted.append(work.request.number)
         work.request.begun(self, job)
         if work.part == "decode":
             job.tag = self.sim.tag()
@@ -305,6 +308,11 @@ class WorkerModel(Steps):
         job.reused[DEVICE] += device
         work.request.on_prefilled(work.attempt, sequence.cached, job.reused)
         if work.part == "prefill":
+            if outcome.finish is None and self.sim.turned_away(work.request.number):
+                # It ends the attempt everywhere, here as well.
+                self.batcher.remove(work.id)
+                work.request.on_turned_away(work.attempt)
+                return
             self.loop.after(self.sim.delay, work.request.on_tokens, work.attempt, self, job, outcome.finish is not None)
             if outcome.finish is None:
                 self.batcher.remove(work.id)
@@ -385,6 +393,7 @@ class WorkerModel(Steps):
         """What it says of itself, twice a second."""
         batcher = self.batcher
         loads, self.node.loads = self.node.loads, []
+        accepted, self._accepted = self._accepted, []
         return [
             WorkerAlive(
                 worker=self.name,
@@ -398,6 +407,8 @@ class WorkerModel(Steps):
                 loads=tuple(loads),
                 queue_seconds=self.queue_seconds(),
                 running_context=self.running_context(),
+                expected_tokens=batcher.expected_tokens,
+                accepted=tuple(accepted),
             )
         ]
 
