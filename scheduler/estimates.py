@@ -29,12 +29,13 @@ SHARING = 0.1
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """The ask that a policy gets. awaited: [W] who has the longest prefix only once somebody has computed it; of length
-    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is.
+    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is. fetch_row: who computes it meanwhile.
     """
 
     ask: Ask
     awaited: Bools
     fetch_ready: float = 0.0
+    fetch_row: int = 0
 
 
 def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output_tokens: float, now: float) -> Estimate:
@@ -136,7 +137,7 @@ def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkC
     spared = float((computed - left)[view.prefills].max(initial=0.0))
     if shared > alone + SHARING * spared:
         return estimate
-    return Estimate(later, estimate.awaited, ready)
+    return Estimate(later, estimate.awaited, ready, row)
 
 
 def soonest(view: View, ask: Ask) -> float:

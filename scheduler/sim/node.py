@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TIERS = ("device", "dram", "ssd", "peer_dram", "peer_ssd")
 DEVICE, DRAM, SSD, PEER_DRAM, PEER_SSD = range(5)
 #: Measured loads kept for a heartbeat.
-LOADS = 64
+LOADS = 256
 #: What pools say of a block.
 _IN_DRAM, _ON_SSD = bytes([1]), bytes([2])
 
@@ -115,7 +115,10 @@ class NodeModel:
     def heartbeat(self) -> DaemonHeartbeat:
         """To be said after `changes`, as a daemon's queue does."""
         count, digest = self.pool.model.digest()
-        return DaemonHeartbeat(self.node, self.sequence, count, digest, {})
+        free = self.pool.free
+        slots = f'pyengine_pool_blocks{{node="{self.name}",tier="dram",state='
+        counters = {f'{slots}"free"}}': free, f'{slots}"cached"}}': self.dram - free}
+        return DaemonHeartbeat(self.node, self.sequence, count, digest, counters)
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -181,6 +184,11 @@ class NodeModel:
         then: called when no more comes, with the tier in which each block that came was found.
         """
         Bringing(self, keys, sources, then).go()
+
+    def loaded(self, size: int, seconds: float) -> None:
+        """So many bytes were copied from DRAM into pages."""
+        if len(self.loads) < LOADS:
+            self.loads.append(LoadSample(source=self.name, size=size, seconds=seconds, device=True))
 
     def read_ssd(self, blocks: int, then: Callable[[bool], None]) -> None:
         """Reads of a node's SSD are one after the other. then: told whether the node still lives."""

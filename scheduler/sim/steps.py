@@ -7,6 +7,7 @@ floats are added in the same order.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from array import array
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..batcher import Batcher, Outcome, SequenceId, Step
+from ..batcher import Batcher, Outcome, Sequence, SequenceId, Step
 from .compute import StepTime
 from .engine import Loop
 from .jobs import Job, token
 
 #: Steps computed at once, at most.
 LONGEST_RUN = 1 << 12
+#: As `pyengine/worker/core.py` has it: what a decode worker computes again of a hand-off, in steps.
+RECOMPUTE_STEPS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,8 @@ class Steps(ABC):
         self._fast_forward = fast_forward
         self._turn = 0
         self._planning = False
+        #: When it is next looked who is late; inf: nothing is asked for.
+        self._late_due = math.inf
         self._forget()
 
     def _forget(self) -> None:
@@ -76,6 +81,10 @@ class Steps(ABC):
     @abstractmethod
     def _late(self, job: Job) -> None:
         """It cannot be over by its deadline any more."""
+
+    @abstractmethod
+    def _lost(self, job: Job) -> None:
+        """Its KV came from elsewhere, and is lost: too much to compute again here."""
 
     @abstractmethod
     def _resume(self, job: Job) -> None:
@@ -110,12 +119,30 @@ class Steps(ABC):
             self._resume(self.jobs[id])
         for load in step.loads:
             self._load(self.jobs[load.id], load.first_block, load.blocks)
-        if step.slices:
-            self._begin(step, now)
-        elif step.preempted:
+        within = self._within_recompute_limit(step)
+        if within.slices:
+            self._begin(within, now)
+        elif step.preempted or step.slices:
             self.loop.at(now, self._wake)
-        elif self.batcher.next_late < math.inf:
-            self.loop.at(self.batcher.next_late, self._wake)
+        elif self.batcher.next_late < self._late_due:
+            self._late_due = self.batcher.next_late
+            self.loop.at(self._late_due, self._look_for_late, self._late_due)
+
+    def _look_for_late(self, due: float) -> None:
+        if due == self._late_due:
+            self._late_due = math.inf
+            self._wake()
+
+    def _within_recompute_limit(self, step: Step) -> Step:
+        """As workers do: a hand-off that lost little is mended here, one that lost all goes back for a new plan."""
+        jobs = [self.jobs[planned.id] for planned in step.slices if not planned.decodes]
+        most = RECOMPUTE_STEPS * self.batcher.max_tokens
+        lost = [job for job in jobs if job.sequence.handed_off and _missing(job.sequence) > most]
+        if not lost:
+            return step
+        for job in lost:
+            self._lost(job)
+        return dataclasses.replace(step, slices=[planned for planned in step.slices if planned.id in self.jobs])
 
     def _begin(self, step: Step, now: float) -> None:
         work = self.batcher.work(step)
@@ -267,6 +294,11 @@ class Steps(ABC):
         """Seconds of a step with all that decodes here, by the cost model; 0 without."""
         sequences = sum(job.sequence.generated > job.work.generated for job in self.jobs.values())
         return self.time.seconds((), sequences, self.running_context() + sequences)
+
+
+def _missing(sequence: Sequence) -> int:
+    """Tokens whose KV has existed before, and is to be computed again."""
+    return sequence.high_water - sequence.computed
 
 
 def _got(job: Job, first: int, last: int) -> None:
