@@ -48,8 +48,8 @@ def probes(max_tokens: int, max_sequences: int) -> Iterator[Probe]:
 def calibrate(
     cost: StepCost, steps: Iterable[Probe], seconds_of: Callable[[Probe], float], limit: float = LIMIT
 ) -> None:
-    """Lets `cost` observe these steps. seconds_of: computes one and says how long it took. limit: seconds in all; none is
-    begun that will probably not end in time, as far as those before it tell.
+    """Lets `cost` observe these steps. seconds_of: computes one and says how long it took. limit: seconds in all; none
+    is begun that will probably not end in time, as far as those before it tell.
     """
     passed = worst = 0.0
     for probe in steps:

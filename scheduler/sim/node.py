@@ -185,11 +185,6 @@ class NodeModel:
         """
         Bringing(self, keys, sources, then).go()
 
-    def loaded(self, size: int, seconds: float) -> None:
-        """So many bytes were copied from DRAM into pages."""
-        if len(self.loads) < LOADS:
-            self.loads.append(LoadSample(source=self.name, size=size, seconds=seconds, device=True))
-
     def read_ssd(self, blocks: int, then: Callable[[bool], None]) -> None:
         """Reads of a node's SSD are one after the other. then: told whether the node still lives."""
         loop, node = self.sim.loop, self.node
@@ -354,4 +349,4 @@ def _run(node: NodeModel, keys: bytes, reach: int) -> int:
     return reach if dram < 0 else dram
 
 
-__all__ = ["DEVICE", "DRAM", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel"]
+__all__ = ["DEVICE", "DRAM", "LOADS", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel"]

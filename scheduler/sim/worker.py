@@ -17,12 +17,12 @@ import msgspec
 from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
 from ..calibration import Probe, calibrate, probes
-from ..messages import WorkerAlive, WorkerToConductor
+from ..messages import LoadSample, WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
 from .baselines import find_discipline
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
-from .node import DEVICE, DRAM, NodeModel
+from .node import DEVICE, DRAM, LOADS, NodeModel
 from .spec import WorkerSpec
 from .steps import Steps
 
@@ -269,6 +269,9 @@ class WorkerModel(Steps):
         if not self._here(job):
             return
         self.touch()
+        if len(self.node.loads) < LOADS:
+            size = blocks * self.sim.block_bytes
+            self.node.loads.append(LoadSample(self.node.name, size, size / self.node.device_rate, device=True))
         tokens = (first + blocks) * self.sim.block_tokens
         if job.work.part == "decode":
             tokens = min(tokens, job.work.prompt_tokens)
@@ -291,9 +294,7 @@ class WorkerModel(Steps):
         self._pin(job)
 
     def _load(self, job: Job, first: int, blocks: int) -> None:
-        size = blocks * self.sim.block_bytes
-        seconds = size / self.node.device_rate
-        self.node.loaded(size, seconds)
+        seconds = blocks * self.sim.block_bytes / self.node.device_rate
         self._pages_free = max(self._pages_free, self.loop.now) + seconds
         if job.work.part != "decode":
             job.work.request.prefill_seconds += seconds

@@ -176,3 +176,75 @@ def test_a_route_tells_what_clients_tell(tmp_path: Path) -> None:
     # Nobody is told how long the answer will be.
     assert first.max_tokens > 1000
     assert second.max_tokens == first.max_tokens - heard.all(RouteEnded)[0].generated
+
+
+def test_a_worker_whose_requests_wait_elsewhere_is_not_stuck(tmp_path: Path) -> None:
+    """The decode node has room for one prompt, whose answer keeps its pages for a minute; the others' grants wait."""
+    node = NodeSpec(dram_tokens=8 * BLOCK, link_rate=1e8, device_rate=1e9)
+    spec = cluster(model(tmp_path, decode=0.5), node=node, pages=13)
+    requests = [request(0.1, range(10 * n, 10 * n + 5), output=100) for n in range(3)]
+    heard = Heard(requests, spec)
+    stuck: list[str] = []
+
+    def look() -> None:
+        stuck.extend(name for name, worker in heard.simulation.conductor.cluster.workers.items() if worker.stuck)
+
+    heard.simulation.loop.at(45.0, look)
+    records = heard.run().simulation.measure.report("").records
+    assert records.ttft[2] > 45.0
+    assert stuck == []
+
+
+def test_a_hand_off_that_is_lost_goes_back_for_a_new_plan(tmp_path: Path) -> None:
+    """Two answers outgrow the pages, and one gives way: by then other prompts have driven its KV out of the pool."""
+    node = NodeSpec(dram_tokens=22 * BLOCK, link_rate=1e8, device_rate=1e9)
+    spec = cluster(model(tmp_path), node=node, pages=27, max_tokens_per_step=32)
+    requests = [request(0.1, range(100 * n, 100 * n + 10), output=120) for n in range(2)]
+    requests += [request(0.6, range(300, 310), output=4)]
+    kinds: list[str] = []
+    heard = Heard(requests, spec)
+    for each in heard.simulation.requests:
+        failed = each.on_failed
+        each.on_failed = lambda attempt, worker, kind, failed=failed: (  # type: ignore[method-assign,misc]
+            kinds.append(kind),
+            failed(attempt, worker, kind),
+        )
+    records = heard.run().simulation.measure.report("").records
+    assert kinds == ["need_prefill"]
+    assert records.outcome.tolist() == [0, 0, 0]
+    assert [each.held for each in heard.simulation.requests] == [120, 120, 4]
+
+
+def test_whoever_waits_for_deadlines_does_so_once(tmp_path: Path) -> None:
+    requests = [request(0.1 * n, [n, n + 1], output=3) for n in range(100)]
+    without = Heard(requests, cluster(model(tmp_path))).run()
+    requests.append(request(0.0, [7], output=1))
+    late = Heard(requests[:100], cluster(model(tmp_path), slo=Slo(deadline=5.0))).run()
+    # Each request's own, and at most one for each worker in all that time of 5 s.
+    assert late.simulation.loop.events < without.simulation.loop.events + 100 + 50
+
+
+def test_a_worker_that_dies_begins_nothing_more(tmp_path: Path) -> None:
+    """Two prompts of a second each, the second behind the first: their worker dies when the first is being computed."""
+    spec = cluster(model(tmp_path, token=1e-2))
+    requests = [request(0.1, range(7)), request(0.2, range(10, 17))]
+    heard = Heard(requests, spec, failures=(Failure(at=0.6, worker="prefill0000"),)).run()
+    records = heard.simulation.measure.report("").records
+    assert records.prefill_seconds[0] > 1.0
+    assert records.prefill_seconds[1] == 0.0
+
+
+def test_who_was_admitted_and_then_refused_was_dropped(tmp_path: Path) -> None:
+    spec = cluster(model(tmp_path))
+    requests = [request(0.1, [1], output=300), request(8.0, [2], output=3)]
+    heard = Heard(requests, spec, failures=(Failure(at=1.0, worker="decode0001"),)).run()
+    assert heard.simulation.measure.report("").records.outcome.tolist() == [2, 1]
+
+
+def test_who_would_be_late_is_refused_for_good(tmp_path: Path) -> None:
+    """Whatever else is the matter: here nobody decodes."""
+    spec = cluster(model(tmp_path, token=1e-2), decode=2, slo=Slo(deadline=2.0))
+    heard = Heard([request(1.0, range(50), output=3)], spec).run()
+    records = heard.simulation.measure.report("").records
+    assert records.outcome.tolist() == [1]
+    assert len(heard.all(Route)) == 1
