@@ -40,7 +40,7 @@ class Steps(ABC):
     """ends: when steps ended, in order. steps: begun so far. jobs: all that are in the Batcher, and others.
 
     stages: nodes that compute a chunk one after the other, each its share of the layers; the first is free for the next
-    chunk as soon as it has passed its own on.
+    chunk as soon as it has passed its own on. An answer's next token waits for the one before to leave the last.
     """
 
     batcher: Batcher
@@ -112,7 +112,7 @@ class Steps(ABC):
         now = self.loop.now
         for id in self.batcher.late(now):
             self._late(self.jobs[id])
-        if self._fast_forward and self._begin_run():
+        if self._fast_forward and self.stages == 1 and self._begin_run():
             return
         step = self.batcher.plan(now)
         for id in step.preempted:
@@ -164,6 +164,9 @@ class Steps(ABC):
         end = now + seconds
         if self.stages > 1:
             end = self._pass_on(seconds / self.stages, now)
+            if any(p.sample and not self.jobs[p.id].sequence.first_only for p in step.slices):
+                # Its tokens are what the next step computes.
+                end = self._stage_free[-1]
         self.loop.step(end, self.number, self._turn, self._end_step)
 
     def _pass_on(self, seconds: float, now: float) -> float:
