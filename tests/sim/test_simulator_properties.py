@@ -61,7 +61,9 @@ def cases(draw: st.DrawFn) -> Case:
         pages=draw(st.sampled_from([12, 40])),
         max_sequences=draw(st.sampled_from([2, 16])),
         slo=Slo(
-            ttft=draw(st.sampled_from([None, 0.3, 2.0])), tbt=draw(st.sampled_from([None, 0.02, 0.1])), deadline=deadline
+            ttft=draw(st.sampled_from([None, 0.3, 2.0])),
+            tbt=draw(st.sampled_from([None, 0.02, 0.1])),
+            deadline=deadline,
         ),
         stages=draw(st.sampled_from([1, 1, 3])),
         discipline="ours"
