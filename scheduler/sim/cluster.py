@@ -59,7 +59,7 @@ from .gateway import OPEN, RequestModel
 from .jobs import EOS, ROOT, own_key
 from .links import Links
 from .measure import Measure
-from .node import NodeModel
+from .node import NodeModel, Place
 from .report import Report
 from .spec import ClusterSpec, Failure, RunSpec
 from .trace import Request
@@ -296,7 +296,7 @@ class Simulation:
             node.report()
             self.loop.after(self.delay, self.conduct, Replicated(node.node, order.order, stored, missing))
 
-        node.bring(order.keys, source, brought)
+        node.bring(order.keys, source, brought, Place(order.position, order.parent if order.position else None))
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

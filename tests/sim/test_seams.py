@@ -11,7 +11,8 @@ from typing import TypeVar
 import pytest
 
 from pyengine.scheduler.calibration import probes
-from pyengine.scheduler.events import Event, FromGateway, FromWorker
+from pyengine.scheduler.changes import RECORD
+from pyengine.scheduler.events import BlocksChanged, Event, FromGateway, FromWorker, OrderReplicate
 from pyengine.scheduler.messages import Message, Planned, Rejected, Route, RouteEnded, WorkerAlive
 from pyengine.scheduler.sim.cluster import Simulation
 from pyengine.scheduler.sim.spec import ClusterSpec, Failure, NodeSpec, RunSpec
@@ -110,6 +111,29 @@ def test_a_worker_of_role_both_waits_for_them_too(tmp_path: Path) -> None:
     heard = Heard(requests, spec, policy="round-robin").run()
     assert heard.plans[1].sources[0].ready > 0.4
     assert heard.simulation.measure.report("").records.tiers["peer_dram"].tolist() == [0, 640]
+
+
+def test_a_copy_is_told_of_as_what_it_is(tmp_path: Path) -> None:
+    """The second half of a prefix is copied: whoever knows the copy alone knows which blocks come before it."""
+    heard = Heard([request(0.1, range(10)), request(3.0, [99])], cluster(model(tmp_path), prefill=2))
+    simulation, keys = heard.simulation, blocks(*range(10))
+
+    def order() -> None:
+        source, to = sorted(("n0000", "n0001"), key=lambda name: -simulation.nodes[name].leading(keys[0])[0])
+        copy = OrderReplicate(to, 1, b"".join(keys[5:]), keys[4], 5, simulation.nodes[source].node)
+        simulation._replicate(copy)
+        receivers.append(to)
+
+    receivers: list[str] = []
+    simulation.loop.at(1.0, order)
+    told = [event for _, event in heard.run().said if isinstance(event, BlocksChanged)]
+    copied = {
+        key: (position, parent)
+        for event in told
+        if event.node.node in receivers
+        for _, _, _, position, key, parent in RECORD.iter_unpack(event.changes)
+    }
+    assert {key: copied[key] for key in keys[5:]} == {keys[n]: (n, keys[n - 1]) for n in range(5, 10)}
 
 
 def test_cold_copies_are_forgotten_where_room_is_short(tmp_path: Path) -> None:
