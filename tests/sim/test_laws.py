@@ -14,6 +14,7 @@ from pyengine.scheduler.order import PATIENCE
 from pyengine.scheduler.policies import ADMISSIONS
 from pyengine.scheduler.sim.cluster import Simulation
 from pyengine.scheduler.sim.spec import RunSpec
+from pyengine.scheduler.sim.trace import Request
 from pyengine.scheduler.types import Role, Slo
 
 from .worlds import check, cluster, model, request, simulated
@@ -47,7 +48,8 @@ def test_roles_follow_the_load_and_then_stay(tmp_path: Path) -> None:
     rng = random.Random(7)
     time = model(tmp_path, token=3e-2, pair=0.0, decode=2e-2, sequence=2e-2, context=0.0)
     spec = cluster(time, prefill=2, decode=4, max_tokens_per_step=400, max_sequences=8)
-    requests, at = [], 0.0
+    requests: list[Request] = []
+    at = 0.0
     while at < 3600.0:
         at += rng.expovariate(0.2)
         requests.append(request(at, range(10 * len(requests), 10 * len(requests) + 18), output=rng.randint(60, 140)))
