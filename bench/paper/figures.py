@@ -101,9 +101,9 @@ def gaps() -> Figure:
                 for what, handoff in (("", False), (" with hand-off", True)):
                     share = outcome.share(targets.TTFT, limit / 1000, handoff)
                     gain = 100 * (share / theirs - 1) if theirs else float("inf")
-                    paper = stated[index] if stated and not handoff else None
+                    known = stated[index] if stated and not handoff else None
                     table.add(f"{label} effective at {limit} ms{what}", share, None, "%")
-                    table.add(f"{label} gain over vllm at {limit} ms{what}", gain, paper, "%")
+                    table.add(f"{label} gain over vllm at {limit} ms{what}", gain, known, "%")
             handed = outcome.records.second_gap[outcome.done]
             table.add(f"{label} hand-off p50", 1000 * float(np.nanpercentile(handed, 50)), None, "ms")
         if folder is not None:

@@ -14,13 +14,13 @@ from bench.paper.runs import F64, Outcome
 Series = Mapping[str, tuple[F64, F64]]
 
 
-def _figure(rows: int, columns: int, width: float, height: float, **more: bool) -> tuple[Any, Any]:
+def _figure(rows: int, columns: int, width: float, height: float, share: bool = False) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **more)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, sharex=share, sharey=share)
     return figure, panels
 
 
@@ -76,7 +76,7 @@ def over_time(path: Path, ylabel: str, curves: Series) -> None:
 
 def loads(runs: Mapping[str, Series], curves: Sequence[str], path: Path) -> None:
     """Load of prefill and of decode over time, one panel for each admission."""
-    figure, places = _figure(len(runs), 1, 9, 2 * len(runs), sharex=True, sharey=True)
+    figure, places = _figure(len(runs), 1, 9, 2 * len(runs), share=True)
     for (panel,), (name, series) in zip(places, runs.items(), strict=True):
         for curve in curves:
             seconds, values = series[curve]
