@@ -6,8 +6,8 @@ columns. Columns are kept between requests; a heartbeat rewrites one row.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,7 +86,9 @@ class Worker:
         """When all prompts accepted or planned so far are computed: one after the other, and never before they come."""
         until = self.told + self.queue_seconds * self.correction
         for plan in self.assigned.values():
-            until = max(until, plan.at) + plan.seconds
+            if plan.at > until:
+                until = plan.at
+            until += plan.seconds
         return until
 
 
@@ -242,18 +244,20 @@ class Group:
             # A view that was handed out stays as it was.
             self._ints, self._floats, self._bools = self._ints.copy(), self._floats.copy(), self._bools.copy()
             self._shown = False
-        info, cost, plans = worker.info, worker.cost, worker.assigned.values()
+        info, cost = worker.info, worker.cost
         base, token, context, sequence, history = cost.coefficients
         step = base
         block_tokens = self._block_tokens
-        running, tokens = worker.running + worker.queued_requests, worker.queued_tokens
-        kept = worker.running_context + worker.expected_tokens
+        running = worker.running + worker.queued_requests
+        tokens, kept = worker.queued_tokens, worker.running_context + worker.expected_tokens
         pages = -(-worker.expected_tokens // block_tokens)
-        for plan in plans:
+        # In one go: this is most of what a decision costs where much is under way.
+        for plan in worker.assigned.values():
             running += plan.sequences
             tokens += plan.prompt_tokens
-            kept += plan.context
-            pages += -(-plan.context // block_tokens)
+            if plan.context:
+                kept += plan.context
+                pages -= -plan.context // block_tokens
         gap = 0.0
         if info.role.decodes:
             # A decode step carries every sequence; beside prefill, each of its steps is that much longer.
@@ -478,12 +482,16 @@ class Cluster:
 
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
-        total: Counter[str] = Counter()
-        for worker in self.workers.values():
-            total.update(worker.counters)
-        for daemon in self.daemons.values():
-            total.update(daemon.counters)
-        return dict(total)
+        total: dict[str, float] = {}
+        reports: list[Mapping[str, float]] = [worker.counters for worker in self.workers.values()]
+        reports += [daemon.counters for daemon in self.daemons.values()]
+        for counters in reports:
+            # Most name who reports them.
+            if total.keys().isdisjoint(counters):
+                total.update(counters)
+            else:
+                total.update({name: total.get(name, 0) + value for name, value in counters.items()})
+        return total
 
     def _limit(self) -> None:
         dead = [name for name, worker in self.workers.items() if not worker.alive]

@@ -118,6 +118,9 @@ class Conductor:
         #: Events that said less than is known (a clock that ran backwards, strangers), by kind.
         self._odd = {"clock": 0, "worker": 0, "daemon": 0, "pages": 0}
         self._state_sent = float("-inf")
+        #: Counters as gateways were told them last, and when they were summed.
+        self._counted: dict[str, float] = {}
+        self._counted_at = float("-inf")
         self._members_changed: float | None = None
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -150,7 +153,7 @@ class Conductor:
             if known is not None and known.incarnation != message.incarnation:
                 self._forget_gateway(name)
             self._gateways[name] = _Gateway(message.incarnation, now)
-            return [SendToGateway(name, self._cluster_state())]
+            return [SendToGateway(name, self._cluster_state(now))]
         gateway = self._gateways.get(name)
         if gateway is None:
             return []  # its hello is under way: it says so on every new link
@@ -180,11 +183,16 @@ class Conductor:
 
     def _state(self, now: float) -> list[Action]:
         self._state_sent = now
-        state = self._cluster_state()
+        if not self._gateways:
+            return []
+        state = self._cluster_state(now)
         return [SendToGateway(gateway, state) for gateway in sorted(self._gateways)]
 
-    def _cluster_state(self) -> ClusterState:
-        return ClusterState(workers=tuple(self.cluster.live()), counters=self.counters())
+    def _cluster_state(self, now: float) -> ClusterState:
+        # A thousand workers that dial in at once are not worth a thousand sums over all that all have counted.
+        if now - self._counted_at >= STATE_EVERY:
+            self._counted, self._counted_at = self.counters(), now
+        return ClusterState(workers=tuple(self.cluster.live()), counters=self._counted)
 
     def counters(self) -> dict[str, float]:
         """Of the whole cluster, by Prometheus sample name: what workers and daemons report, and the conductor's own."""

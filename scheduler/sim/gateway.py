@@ -90,8 +90,9 @@ class Handoff:
 
     def complete(self) -> None:
         """The last byte and the note behind it have come."""
-        if self._decode is not None:
-            worker, job, _ = self._decode
+        decode, self._decode, self._prefill = self._decode, None, None
+        if decode is not None:
+            worker, job, _ = decode
             worker.complete(job)
 
 
@@ -337,6 +338,8 @@ class RequestModel:
             self._release(gone)
         self.state = State.OVER
         self.outcome = outcome
+        self.keys = b""
+        self._live.clear()
         self.sim.over(self)
 
     # -- what clients saw ------------------------------------------------------------------------------------------

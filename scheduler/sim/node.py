@@ -346,4 +346,4 @@ def _run(node: NodeModel, keys: bytes, reach: int) -> int:
     return reach if dram < 0 else dram
 
 
-__all__ = ["DEVICE", "DRAM", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel"]
+__all__ = ["DEVICE", "DRAM", "LOADS", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel"]

@@ -17,12 +17,12 @@ import msgspec
 from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
 from ..cost import StepWork, context_of
-from ..messages import WorkerAlive, WorkerToConductor
+from ..messages import LoadSample, WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
 from .baselines import find_discipline
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
-from .node import DEVICE, DRAM, NodeModel
+from .node import DEVICE, DRAM, LOADS, NodeModel
 from .spec import WorkerSpec
 from .steps import Steps
 
@@ -145,6 +145,8 @@ class WorkerModel(Steps):
         self.touch()
         del self.jobs[id]
         self.batcher.remove(id)
+        # Whoever still knows the job wants none of its tokens: a long prompt's take a megabyte.
+        job.sequence.tokens = []
         for flow in list(job.flows):
             self.sim.stop_sending(flow)
         job.flows.clear()
@@ -239,6 +241,9 @@ class WorkerModel(Steps):
         if not self._here(job):
             return
         self.touch()
+        if len(self.node.loads) < LOADS:
+            size = blocks * self.sim.block_bytes
+            self.node.loads.append(LoadSample(self.node.name, size, size / self.node.device_rate, device=True))
         tokens = (first + blocks) * self.sim.block_tokens
         if job.work.part == "decode":
             tokens = min(tokens, job.work.prompt_tokens)

@@ -90,17 +90,20 @@ def test_a_single_server_queue_is_the_closed_form(tmp_path: Path) -> None:
     assert np.mean(waits) == pytest.approx(load * seconds / (2 * (1 - load)), abs=0.12 * seconds)
 
 
-def test_chunks_of_a_prompt_run_on_the_stages_of_a_group_at_once(tmp_path: Path) -> None:
-    """n chunks that take c each, on X stages: (n + X - 1) c / X."""
+@pytest.mark.parametrize("half", [0, 64])
+def test_chunks_of_a_prompt_run_on_the_stages_of_a_group_at_once(tmp_path: Path, half: int) -> None:
+    """n chunks that take c each, on X stages: (n + X - 1) c / X. A shorter one at the end waits behind the others at
+    each stage, and has its own time on the last.
+    """
     time, stages, chunks, chunk = model(tmp_path, token=1e-3, pair=0.0), 4, 6, 128
     spec = cluster(time)
     prefill, decode = spec.workers
     group = msgspec.structs.replace(prefill, max_tokens_per_step=chunk, stages=stages)
     spec = msgspec.structs.replace(spec, workers=(group, decode))
-    prompt = chunks * chunk
+    prompt = chunks * chunk + half
     records = simulated([request(0.0, range(prompt // BLOCK), rest=0, output=3)], spec).measure.report("").records
     took = records.ttft[0] - 6 * MESSAGE_DELAY
-    assert took == pytest.approx((chunks + stages - 1) * chunk * 1e-3 / stages, rel=1e-9)
+    assert took == pytest.approx(((chunks + stages - 1) * chunk + half) * 1e-3 / stages, rel=1e-9)
     assert records.outcome[0] == 0
 
 
@@ -158,6 +161,16 @@ def test_what_left_dram_is_read_from_the_ssd(tmp_path: Path) -> None:
     report = simulated(requests, spec).measure.report("")
     assert report.records.cached.tolist()[-1] == 128
     assert report.records.tiers["ssd"].tolist()[-1] == 128
+
+
+def test_reads_of_an_ssd_are_one_after_the_other(tmp_path: Path) -> None:
+    node = NodeSpec(dram_tokens=40 * BLOCK, ssd_tokens=400 * BLOCK, link_rate=1e8, device_rate=1e12, ssd_rate=1e5)
+    spec = cluster(model(tmp_path, token=1e-6), node=node, prefill=0, decode=0, both=1, pages=20)
+    requests = [request(n * 1.0, range(100 * n, 100 * n + 8), output=1) for n in range(10)]
+    requests += [request(20.0, range(8), output=1), request(20.0, range(100, 108), output=1)]
+    records = simulated(requests, spec).measure.report("").records
+    read = 8 * BLOCK * KV_BYTES / 1e5
+    assert records.ttft[-2:] == pytest.approx([read, 2 * read], rel=0.02)
 
 
 def test_a_worker_that_dies_loses_no_request(tmp_path: Path) -> None:
