@@ -45,7 +45,8 @@ NO_OBJECTIVE = Slo()
 
 @dataclass(frozen=True)
 class Trace:
-    """name: a file of the paper's authors, or "tool", our reconstruction of the one that was not published.
+    """name: a file of the paper's authors ("report": the head of their technical report's trace), or "tool", our
+    reconstruction of the one that was not published.
 
     repeat: so many times one after the other, until `limit` requests. speed: arrivals so many times as fast. output:
     all answers have this many tokens, None: as recorded. shared: False, no prompt has anything in common with another.

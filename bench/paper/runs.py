@@ -136,7 +136,7 @@ def _put(store: Store | None, case: Case, outcome: Outcome) -> tuple[Case, Outco
 
 def weight(case: Case) -> float:
     """About how long it takes: coupled nodes take more steps."""
-    base = {"conversation": 12.0, "synthetic": 4.0, "tool": 12.0}[case.trace.name]
+    base = {"conversation": 12.0, "synthetic": 4.0, "tool": 12.0, "report": 1.5}[case.trace.name]
     return base * case.trace.repeat * (2.0 if len(case.cluster.workers) == 1 else 1.0)
 
 

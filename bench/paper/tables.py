@@ -62,7 +62,7 @@ class Table:
     def print(self) -> None:
         """As JSON lines."""
         for row in self.rows:
-            compared = {} if row.paper is None else {"paper": row.paper, "verdict": row.verdict}
+            compared: dict[str, str | float] = {} if row.paper is None else {"paper": row.paper, "verdict": row.verdict}
             against = None if row.paper is None else "paper"
             line("paper", f"{self.name} {row.case}", row.ours, row.unit, against=against, ratio=row.ratio, **compared)
 

@@ -14,7 +14,11 @@ from pyengine.scheduler.sim.trace import Request
 from pyengine.scheduler.sim.trace import Trace as Source
 from pyengine.scheduler.sim.traces import read_trace
 
-FILES = {"conversation": "conversation_trace.jsonl", "synthetic": "synthetic_trace.jsonl"}
+FILES = {
+    "conversation": "conversation_trace.jsonl",
+    "synthetic": "synthetic_trace.jsonl",
+    "report": "arxiv_first1000.jsonl",
+}
 #: Of what is generated.
 SEED = 1
 #: Requests of each trace in a quick run, and per second of the generated one: as many as the conversation has.
