@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from bench.paper import caches, cases, targets
-from bench.paper.figures import FIGURES, Figure, needed
+from bench.paper.figure import Figure
+from bench.paper.figures import FIGURES, needed
 from bench.paper.runs import Outcome, Store, carry_out, run
 from bench.paper.tables import Row, Table, document
 from bench.paper.traces import QUICK, Traces
