@@ -69,8 +69,8 @@ def gaps() -> Figure:
                 " of KV from DRAM into pages alone takes 35 ms at 140 GB/s, and the paper's median is 40 ms in all."
                 ' Rows "with hand-off" count it.',
                 "No single decode model fits all curves. Calibrated gives Mooncake's gaps; those of coupled nodes are"
-                " too short on the conversation and too long on synthetic. Single is nearer for plain vLLM on synthetic,"
-                " and further off for all else.",
+                " too short on the conversation and too long on synthetic. Single is nearer for plain vLLM on"
+                " synthetic, and further off for all else.",
             ],
         )
         for (kind, workload, name), case in cases.items():
