@@ -130,7 +130,7 @@ def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) 
 
 
 def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
-    """What was planned counts until a heartbeat shows it; this one does, so the conductor knows the queue."""
+    """What was planned counts until a heartbeat shows it; then the conductor predicts the queue as it is."""
     simulation = Simulation(
         [request(0.1 + n * 1e-3, range(100 * n, 100 * n + 7), output=1) for n in range(5)],
         cluster(model(tmp_path, token=1e-2), prefill=0, decode=0, both=1),
@@ -151,7 +151,7 @@ def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_baseline_refuses_when_the_prompt_is_computed(tmp_path: Path) -> None:
-    """Each decode worker keeps the promise with two sequences; what else comes at once was for nothing."""
+    """The decode worker keeps the promise with two sequences: the prompts of the others were for nothing."""
     spec = cluster(model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035))
     requests = [request(1.0 + 0.1 * n, range(10 * n, 10 * n + 3), output=100) for n in range(6)]
     simulation = simulated(requests, spec, admission="baseline")
