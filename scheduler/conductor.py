@@ -219,7 +219,7 @@ class Conductor:
                 changed = False
                 if self.cluster.heartbeat(message, now):
                     self._observe_loads(message)
-                    self.outlook.heartbeat(message, self.cluster.workers[message.worker])
+                    self.outlook.heartbeat(message, self.cluster.workers[message.worker], now)
                 else:
                     self._odd["worker"] += 1
             case WorkerLeaving():

@@ -227,7 +227,7 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
     ask = Ask(1000, nothing, 0, np.zeros(3), np.zeros(3), slo, nothing, nothing, 50.0, tenant=tenant, priority=priority)
     lengths = LengthPredictor()
     forecast = Forecast(lengths)
-    forecast.heartbeat("d", 10, 0.1)
+    forecast.heartbeat("d", 10, 0.1, NOW)
     for number in range(10):
         # The k-th leaves after k seconds.
         table, _ = lengths.first("", 1000, 1000)

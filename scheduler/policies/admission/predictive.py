@@ -84,18 +84,17 @@ def _worst_gap(case: Case, room: float) -> tuple[float, float | None]:
     view, row, ask = case.view, case.choice.decode, case.ask
     name = view.workers[row].worker
     begin = case.now + case.ttft + room
-    worst, strictest = 0.0, np.inf if ask.slo.tbt is None else ask.slo.tbt
+    strictest = np.inf if ask.slo.tbt is None else ask.slo.tbt
     end = begin + ask.output_tokens * max(case.tbt, 0.0)
     later = case.forecast.joins(name, begin, end, case.now)
     if len(later) > LOOKS:
         later = later[np.linspace(0, len(later) - 1, LOOKS).astype(np.int64)]
-    for at in (begin, *later.tolist()):
-        batch = case.forecast.batch(name, at, case.now, ask.priority)
-        grown = min((at - begin) / case.tbt, ask.output_tokens) if case.tbt > 0.0 else 0.0
-        gap = decode_gap(view, row, batch.sequences + 1, batch.context + ask.prompt_tokens + grown)
-        worst = max(worst, gap)
-        strictest = min(strictest, batch.tbt)
-    return worst, None if np.isinf(strictest) else float(strictest)
+    at = np.concatenate([[begin], later])
+    course = case.forecast.course(name, at, case.now, ask.priority)
+    grown = np.minimum((at - begin) / case.tbt, ask.output_tokens) if case.tbt > 0.0 else np.zeros(len(at))
+    gaps = decode_gap(view, row, course.sequences + 1, course.context + ask.prompt_tokens + grown)
+    worst, strictest = float(gaps.max(initial=0.0)), min(strictest, float(course.tbt.min()))
+    return worst, None if np.isinf(strictest) else strictest
 
 
 def _room_wait(case: Case) -> float:
