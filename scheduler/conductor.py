@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from .candidates import Refused
 from .clearing import Clearings
 from .cluster import Cluster
@@ -390,6 +392,8 @@ class Conductor:
             if route.attempt < attempt:
                 return []
             self.router.end(gateway, route.request)
+            # Its gateway may not have heard of the plan: what was admitted is not judged, nor charged, once more.
+            route = msgspec.structs.replace(route, admitted=True)
         try:
             planned = self.router.plan(gateway, route, now)
         except Refused as refused:

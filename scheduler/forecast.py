@@ -196,7 +196,8 @@ class Forecast:
             there &= (joins <= now) | (self._of("priority")[rows] >= above)
         # Tokens of a sequence at time t: those it has, and one per gap since it joined, or since they were counted.
         have = self._of("prompt")[rows] + self._of("done")[rows]
-        context = np.where(there, have + (at[:, None] - np.maximum(joins, self._settled[number])) / gap, 0.0).sum(axis=1)
+        more = (at[:, None] - np.maximum(joins, self._settled[number])) / gap
+        context = np.where(there, have + more, 0.0).sum(axis=1)
         mine = there.sum(axis=1)
         # A sequence nobody planned here is as long as the others of its worker.
         return Course(

@@ -307,6 +307,16 @@ def test_who_has_had_more_than_its_share_is_refused_first_and_told_when_to_come(
     assert judge("heavy", 4.0 / CONTENDED + 0.1) is None, "there is room for all"
 
 
+def test_a_tenant_is_not_sent_away_for_longer_than_can_be_predicted() -> None:
+    case = scene(Slo(ttft=5.0), tenant="heavy")
+    case.shares.ask("heavy", 1e6, True, NOW)
+    for number in range(1000):
+        case.shares.ask(f"light-{number}", 1e5, False, NOW)
+    refusal = find_admission("predictive")(case)
+    assert refusal is not None
+    assert (refusal.kind, refusal.retry_after) == ("share", LONGEST_WAIT)
+
+
 def test_who_is_content_overtakes_who_is_not() -> None:
     case = scene(Slo(ttft=3.0), tenant="light")
     table, length = case.forecast._lengths.first("", 1000, 1000)

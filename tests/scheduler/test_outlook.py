@@ -4,6 +4,7 @@ Method: a conductor in a scripted world (world.py).
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -94,6 +95,22 @@ def test_who_was_admitted_once_is_not_refused() -> None:
     assert world.plan([], 400, slo=slo, admitted=True)
     # Time that has passed already counts.
     assert world.refusal([], 16, slo=Slo(ttft=30.0), waited=29.9).kind == "slo_ttft"
+
+
+def test_who_is_asked_about_again_is_charged_once() -> None:
+    """As after a link that was lost: the gateway asks for the same attempt, and does not know that it was planned."""
+    world = apart(admission="predictive", roles="auto")
+    world.plan([], 400, request=1, tenant="t")
+    outlook = world.conductor.outlook
+
+    def counted() -> tuple[float, float]:
+        shares = copy.deepcopy(outlook.shares)
+        shares.ask("other", 0.01, False, world.now)
+        return shares.excess("t", world.now), outlook.planners["model"].prefill.value(world.now)
+
+    before = counted()
+    world.plan([], 400, request=1, tenant="t")
+    assert (counted(), len(outlook.forecast)) == (before, 1)
 
 
 def test_a_burst_of_one_tenant_leaves_room_for_another() -> None:

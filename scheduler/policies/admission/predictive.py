@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...cost import F64
 from ...work import decode_gap
-from .base import Case, Refusal, refuse_deadline, refuse_tbt, refuse_ttft
+from .base import Case, Refusal, advised, refuse_deadline, refuse_tbt, refuse_ttft
 
 #: Joins after this one's that are looked at, evenly chosen.
 LOOKS = 8
@@ -60,7 +61,7 @@ class Predictive:
         tenant = case.ask.tenant
         if load > CONTENDED and case.prefill_measured and case.shares.above(tenant, case.now):
             reason = "this tenant has had more than its share of a cluster that is full"
-            return Refusal("share", reason, max(case.shares.wait(tenant, case.now), 0.5))
+            return Refusal("share", reason, advised(case.shares.wait(tenant, case.now)))
         return None
 
 
@@ -92,7 +93,8 @@ def _worst_gap(case: Case, room: float) -> tuple[float, float | None]:
     at = np.concatenate([[begin], later])
     course = case.forecast.course(name, at, case.now, ask.priority)
     grown = np.minimum((at - begin) / case.tbt, ask.output_tokens) if case.tbt > 0.0 else np.zeros(len(at))
-    gaps = decode_gap(view, row, course.sequences + 1, course.context + ask.prompt_tokens + grown)
+    sequences: F64 = np.add(course.sequences, 1.0, dtype=np.float64)
+    gaps: F64 = decode_gap(view, row, sequences, course.context + ask.prompt_tokens + grown)
     worst, strictest = float(gaps.max(initial=0.0)), min(strictest, float(course.tbt.min()))
     return worst, None if np.isinf(strictest) else strictest
 
