@@ -253,7 +253,16 @@ class Conductor:
         for name in lost:
             self.pages.forget(name)
             self.router.worker_lost(name)
+            self._leave(self.cluster.workers[name].info.node.node)
         return self._state(now) if lost else []
+
+    def _leave(self, node: str) -> None:
+        """A worker of this node is gone: without any, and without a daemon, nothing is moved there."""
+        daemon = self.cluster.daemons.get(node)
+        if daemon is not None and daemon.up:
+            return
+        if not any(worker.alive and worker.info.node.node == node for worker in self.cluster.workers.values()):
+            self.links.forget(node)
 
     def _observe_loads(self, message: WorkerAlive) -> None:
         to = self.cluster.workers[message.worker].info.node.node

@@ -444,6 +444,21 @@ def events(seed: int) -> list[tuple[Event, float]]:
     return made
 
 
+def test_links_of_nodes_that_are_gone_are_forgotten() -> None:
+    """Nodes come and go under new names; the last that is heard of one is a plan made when its daemon was gone."""
+    world = World(worker("stays", Role.BOTH, "node-0"))
+    world.store("node-0", chain(1, 2))
+    for number in range(1, 30):
+        info = worker(f"w{number}", Role.BOTH, f"node-{number}")
+        world.on(FromWorker(WorkerHello(info=info)))
+        world.on(DaemonHello(info.node, 0))
+        world.planned_alone(chain(1, 2))
+        world.on(DaemonGone(info.node))
+        world.planned_alone(chain(1, 2))
+        world.on(WorkerLost(info.worker))
+    assert set(world.conductor.links._slot) <= {"node-0"}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_events_and_seed_give_the_same_actions(policy: str) -> None:
     def digest(seed: int, index: type[Index] = PrefixIndex) -> str:
