@@ -28,12 +28,18 @@ from pyengine.scheduler.events import (
     WorkerLost,
 )
 from pyengine.scheduler.messages import (
+    PROTOCOL,
     ClusterState,
+    Codec,
+    CostFit,
     GatewayAlive,
     GatewayHello,
     LoadSample,
+    ProtocolError,
     Route,
     RouteEnded,
+    ToConductor,
+    WorkerAlive,
     WorkerHello,
     WorkerLeaving,
 )
@@ -442,6 +448,27 @@ def events(seed: int) -> list[tuple[Event, float]]:
             made.append((WorkerLost(f"both-{rng.randrange(3)}"), now))
         made.append((Tick(), now))
     return made
+
+
+@pytest.mark.parametrize(
+    "load", [{"queue_seconds": float("nan")}, {"queue_seconds": -1.0}, {"running": -1}, {"expected_tokens": 1 << 63}]
+)
+def test_heartbeats_with_a_load_that_nobody_can_have_are_no_frames(load: dict[str, float]) -> None:
+    codec = Codec(ToConductor)
+    good = WorkerAlive(
+        worker="w",
+        progress=0,
+        queued_requests=0,
+        queued_tokens=0,
+        running=0,
+        free_pages=0,
+        cost=CostFit((0.0,) * 5),
+        counters={},
+    )
+    assert codec.decode(codec.encode([good])) == [good]
+    frame = msgspec.msgpack.encode([PROTOCOL, {"type": "WorkerAlive", **msgspec.structs.asdict(good), **load}])
+    with pytest.raises(ProtocolError, match="negative or no number"):
+        codec.decode(frame)
 
 
 def test_links_of_nodes_that_are_gone_are_forgotten() -> None:
