@@ -50,6 +50,8 @@ class Route(Message, frozen=True):
 
     priority: higher goes first; 0 is everybody's. waited: seconds since the client's request arrived, of what slo
     counts. admitted: an earlier attempt was planned, so this one is not refused for its objectives.
+
+    Raises ValueError, so that no frame with them is taken, for lengths and times that no request has.
     """
 
     request: int
@@ -66,13 +68,19 @@ class Route(Message, frozen=True):
     waited: float = 0.0
     admitted: bool = False
 
+    def __post_init__(self) -> None:
+        lengths = 0 <= self.prompt_tokens <= MOST and 0 <= self.max_tokens <= MOST
+        if not lengths or not 0.0 <= self.waited < math.inf or abs(self.priority) > MOST:
+            numbers = (self.prompt_tokens, self.max_tokens, self.waited, self.priority)
+            raise ValueError(f"a request's numbers are negative or none: {numbers}")
+
 
 class RouteEnded(Message, frozen=True):
     """The attempt is over (done, failed or aborted): its load is to be forgotten.
 
     ttft: seconds from the client's request to the attempt's first token; tbt: mean of the longest tenth of the gaps
     between its tokens; negative: there were none. generated: tokens of this attempt. finished: the answer is whole;
-    else it would have been longer.
+    else it would have been longer. Raises ValueError for what cannot have come.
     """
 
     request: int
@@ -81,6 +89,10 @@ class RouteEnded(Message, frozen=True):
     generated: int = 0
     tbt: float = -1.0
     finished: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ttft) and math.isfinite(self.tbt) and 0 <= self.generated <= MOST):
+            raise ValueError(f"what came of a request is no number: {self.ttft}, {self.tbt}, {self.generated}")
 
 
 class Clear(Message, frozen=True):

@@ -471,6 +471,31 @@ def test_heartbeats_with_a_load_that_nobody_can_have_are_no_frames(load: dict[st
         codec.decode(frame)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("Route", {"waited": float("nan")}),
+        ("Route", {"waited": -1.0}),
+        ("Route", {"max_tokens": -5}),
+        ("Route", {"prompt_tokens": 1 << 62}),
+        ("Route", {"slo": {"tbt": float("nan")}}),
+        ("Route", {"slo": {"deadline": -1.0}}),
+        ("RouteEnded", {"ttft": float("inf")}),
+        ("RouteEnded", {"tbt": float("nan")}),
+        ("RouteEnded", {"generated": -1}),
+    ],
+)
+def test_what_no_request_has_is_no_frame(kind: str, wrong: dict[str, object]) -> None:
+    """One such number would stay in running means, and in the shares of all tenants, for ever."""
+    codec = Codec(ToConductor)
+    route = Route(request=1, attempt=0, model="m", namespace=b"", keys=b"", prompt_tokens=5, max_tokens=1)
+    good = route if kind == "Route" else RouteEnded(request=1, attempt=0)
+    assert codec.decode(codec.encode([good])) == [good]
+    frame = msgspec.msgpack.encode([PROTOCOL, {"type": kind, **msgspec.structs.asdict(good), **wrong}])
+    with pytest.raises(ProtocolError, match=r"no number|negative or none"):
+        codec.decode(frame)
+
+
 def test_links_of_nodes_that_are_gone_are_forgotten() -> None:
     """Nodes come and go under new names; the last that is heard of one is a plan made when its daemon was gone."""
     world = World(worker("stays", Role.BOTH, "node-0"))
