@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from .accuracy import Accuracy, Prediction
@@ -187,13 +188,15 @@ class Router:
         seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
+        decoding = Assigned(now, 0.0, 0, 1, context, -(-context // view.block_tokens))
         self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
         self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
-        self._cluster.assign(
-            plan.prefill.worker, key, Assigned(now, seconds, tokens, int(alone), context if alone else 0)
-        )
-        if not alone:
-            self._cluster.assign(plan.decode.worker, key, Assigned(now, 0.0, 0, 1, context))
+        if alone:
+            whole = msgspec.structs.replace(decoding, seconds=seconds, prompt_tokens=tokens)
+            self._cluster.assign(plan.prefill.worker, key, whole)
+        else:
+            self._cluster.assign(plan.prefill.worker, key, Assigned(now, seconds, tokens, 0))
+            self._cluster.assign(plan.decode.worker, key, decoding)
         at = 0
         for source in plan.sources:
             # Who only stands in for others, and the node's own SSD, send nothing.
