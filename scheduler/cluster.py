@@ -23,6 +23,12 @@ from .types import Node, Role, WorkerInfo
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
+
+def some(mask: Bools) -> bool:
+    """Whether any row is true. Several times as fast as `any`, and each decision asks it a dozen times."""
+    return bool(np.count_nonzero(mask))
+
+
 #: Workers and daemons remembered after their death, for their counters.
 MAX_DEAD = 1024
 #: A worker whose progress stands still for so long with work queued gets no more of it. A step of a big prompt on a
@@ -227,6 +233,18 @@ class View:
         steps = -(-rest // self.max_tokens_per_step)
         context = rest * (tokens + cached + 1) / 2
         return steps * self.step_seconds + rest * self.token_seconds + context * self.context_seconds
+
+    def prefill_seconds_of(self, row: int, tokens: int, cached: int) -> float:
+        """The same of one worker: the same number, without ten columns."""
+        rest = tokens - cached
+        steps = -(-rest // self.max_tokens_per_step.item(row))
+        context = rest * (tokens + cached + 1) / 2
+        seconds: float = (
+            steps * self.step_seconds.item(row)
+            + rest * self.token_seconds.item(row)
+            + context * self.context_seconds.item(row)
+        )
+        return seconds
 
 
 #: Columns that every plan changes, and those that only heartbeats do, in the order in which `Group` writes them.

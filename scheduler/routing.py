@@ -26,7 +26,7 @@ from .messages import Route, RouteEnded
 from .outlook import Judgement, Outlook
 from .overlap import Overlap, Overlaps
 from .policies import Choice, PolicyFailed, decide, find_policy
-from .policies.base import ttft
+from .policies.base import ttft_of
 from .prefix_index import Index
 from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
 
@@ -34,7 +34,7 @@ from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cache
 MAX_ROUTES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Planned:
     """What a route has become, and what was known of its prompt then."""
 
@@ -43,8 +43,7 @@ class Planned:
     overlap: Overlap
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(msgspec.Struct, frozen=True):
     """A plan under way. waited: seconds that the request was old when it was made."""
 
     attempt: int
@@ -54,7 +53,7 @@ class _Open:
     prediction: Prediction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Considered:
     """All that a choice rests on, the choice, and whether it is admitted."""
 
@@ -146,7 +145,7 @@ class Router:
         except PolicyFailed as failed:
             raise Refused("policy", str(failed), None) from failed
         row = choice.prefill
-        seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[row])
+        seconds = ttft_of(view, ask, row, choice.fetch)
         gap = float(view.tbt[choice.decode])
         moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
         name = view.workers[row].worker
@@ -161,14 +160,15 @@ class Router:
         row = choice.prefill
         node = view.workers[row].node
         here = int(overlap.held[view.node[row]])
-        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if overlap.ssd.any() else []
+        on_ssd = considered.estimate.ask.ssd[row]
+        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if on_ssd else []
         if choice.fetch and overlap.best > here:
             runs += self._overlaps.fetched(overlap.keys, here, node.node, view.block_bytes, self.links, now)
         daemons = self._cluster.daemons
         sources = [Source(daemons[run.node].node, run.first, run.last, run.medium) for run in runs]
         cached = max([here, *(run.last for run in runs)])
         estimate = considered.estimate
-        if estimate.awaited.any() and estimate.awaited[row]:
+        if len(estimate.awaited) and estimate.awaited[row]:
             # Whom it waits for may stand in its own line, which is quicker to notice; but not if it has to wait idly.
             wait = float(overlap.ready[row]) - now
             if wait > view.queue_seconds[row]:
