@@ -112,9 +112,12 @@ class Worker:
     def busy_until(self) -> float:
         """When all prompts accepted or planned so far are computed: one after the other, and never before they come."""
         if self._until is None:
-            self._until = self.told + self.queue_seconds * self.correction
+            until = self.told + self.queue_seconds * self.correction
             for plan in self.assigned.values():
-                self._until = max(self._until, plan.at) + plan.seconds
+                if plan.at > until:
+                    until = plan.at
+                until += plan.seconds
+            self._until = until
         return self._until
 
     def changed(self) -> None:
@@ -167,8 +170,8 @@ class Daemon:
         return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
 
 
-# Not frozen: that would make each take several times as long to build, and one is built for each request.
-@dataclass(slots=True, eq=False)
+# Neither frozen nor with slots: one is built for each request, of the columns of the one before (`Group.view`).
+@dataclass(eq=False)
 class View:
     """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages. Columns cannot be written
     to; only whoever makes a view narrows it, before anybody else sees it.
@@ -321,6 +324,8 @@ class Group:
         self._bools = _Table(BOOLS, count, np.bool_)
         #: By row, what was last written to these three.
         self._written: list[tuple[object, ...]] = [()] * count
+        #: What views take over as it is; None: it is to be gathered anew.
+        self._kept: dict[str, object] | None = None
         for worker in members:
             self.update(worker, daemons)
 
@@ -354,7 +359,7 @@ class Group:
         )
         row = self.row[info.worker]
         if self._written[row] != (ints, floats, bools):
-            self._written[row] = (ints, floats, bools)
+            self._written[row], self._kept = (ints, floats, bools), None
             self._ints.cells()[:, row] = ints
             self._floats.cells()[:, row] = floats
             self._bools.cells()[:, row] = bools
@@ -387,21 +392,25 @@ class Group:
 
     def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
+        if self._kept is None:
+            self._kept = {
+                "workers": self._infos,
+                "nodes": self._nodes,
+                "block_tokens": self._block_tokens,
+                "block_bytes": self._block_bytes,
+                "fits_all": self._fits_all,
+                **self._ints.columns(),
+                **self._floats.columns(),
+                **self._bools.columns(),
+            }
         load = self._load_floats.columns()
-        return View(
-            workers=self._infos,
-            nodes=self._nodes,
-            block_tokens=self._block_tokens,
-            block_bytes=self._block_bytes,
-            turn=turn,
-            fits_all=self._fits_all,
-            queue_seconds=np.maximum(load["queue_seconds"] - now, 0.0),
-            tbt=load["tbt"],
-            **self._load_ints.columns(),
-            **self._ints.columns(),
-            **self._floats.columns(),
-            **self._bools.columns(),
-        )
+        # To hand 35 arguments to a constructor takes longer than all else here.
+        view = View.__new__(View)
+        view.__dict__.update(self._kept)
+        view.__dict__.update(self._load_ints.columns())
+        view.turn, view.tbt = turn, load["tbt"]
+        view.queue_seconds = np.maximum(load["queue_seconds"] - now, 0.0)
+        return view
 
 
 class Cluster:
@@ -588,7 +597,12 @@ class Cluster:
             del self.daemons[name]
 
     def check(self) -> None:
-        """Raises AssertionError if a group holds a dead worker or misses a live one."""
+        """Raises AssertionError if a group holds a dead worker or misses a live one, or what it says is not so."""
+        for worker in self.workers.values():
+            sums = Sums()
+            for plan in worker.assigned.values():
+                sums.add(plan)
+            assert worker.plans == sums, "a worker is charged with more or less than its plans"
         assert set(self.workers) == set(self._namespace), "a worker has no namespace"
         for model, namespace in self._groups:
             view = self.view(model, namespace, 0, 0.0)
@@ -596,3 +610,9 @@ class Cluster:
             names = [info.worker for info in view.workers]
             alive = [info.worker for info in self.live() if info.model == model]
             assert names == [name for name in alive if self._namespace[name] == namespace], "a group is out of date"
+            anew = Group([self.workers[name] for name in names], self.daemons).view(0, 0.0)
+            # Of its daemon's blocks a row is told with the worker's next heartbeat or plan.
+            for column in (*LOAD_INTS, "tbt", *INTS, *FLOATS, "both", "takes", "measured"):
+                if column == "cached_blocks":
+                    continue
+                assert np.array_equal(getattr(view, column), getattr(anew, column)), f"{column} is out of date"

@@ -131,10 +131,10 @@ def _await_coming(view: View, overlap: Overlap, ask: Ask, now: float) -> Bools:
 def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkCost, now: float) -> Estimate:
     """Others can fetch what is computed just now, once it is there: if the first token comes hardly later by that."""
     ask = estimate.ask
-    best = int(overlap.coming.max())
+    best = int(overlap.coming[overlap.coming.argmax()])
     if best <= ask.best:
         return estimate
-    (rows,) = np.nonzero(overlap.coming == best)
+    (rows,) = (overlap.coming == best).nonzero()
     row = int(rows[np.argmin(overlap.ready[rows])])
     source, ready = view.nodes[view.node[row]], float(overlap.ready[row])
     size = (best - ask.prefix) * view.block_bytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from .types import KEY_BYTES
 
@@ -25,11 +25,8 @@ GRACE = 2.0
 SHORTEST = 2.0
 
 
-class Coming(NamedTuple):
-    """Leading blocks that a worker and its node will have, and when the last of them is there (conductor's clock)."""
-
-    blocks: int
-    ready: float
+#: Leading blocks that a worker and its node will have, and when the last of them is there (conductor's clock).
+Coming: TypeAlias = tuple[int, float]
 
 
 @dataclass(slots=True, eq=False)
@@ -137,12 +134,12 @@ class Inflight:
             if isinstance(expected, _Promise):
                 for worker, ready in expected.workers.items():
                     if worker not in coming:
-                        coming[worker] = Coming(n, ready if ready > now else now)
+                        coming[worker] = (n, ready if ready > now else now)
                 continue
             for worker, requests in expected.items():
                 if worker not in coming:
                     ready = min(requests.values())
-                    coming[worker] = Coming(n, ready if ready > now else now)
+                    coming[worker] = (n, ready if ready > now else now)
         return coming
 
     def _shared(self, keys: bytes, blocks: int, block_tokens: int) -> list[tuple[int, _Expected]]:

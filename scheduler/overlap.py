@@ -70,7 +70,7 @@ class Overlaps:
         source, source_ssd = "", 0
         if match.best:
             # Which node it is does not depend on slots: they tell who came first.
-            (most,) = np.nonzero(match.held == match.held[match.held.argmax()])
+            (most,) = (match.held == match.held[match.held.argmax()]).nonzero()
             on_ssd = match.ssd[most]
             source_ssd = int(on_ssd[on_ssd.argmin()])
             source = max([self._index.name(slot) for slot in most[on_ssd == source_ssd].tolist()])
@@ -89,7 +89,7 @@ class Overlaps:
             for worker, (blocks, at) in found.items():
                 row = rows.get(worker)
                 # Of a worker whose daemon is gone, or is another one now, nothing will be cached.
-                if row is not None and blocks > has[row] and view.takes[row]:
+                if row is not None and blocks > has.item(row) and view.takes[row]:
                     if coming is NOBODY[0]:
                         coming, ready = np.zeros(len(has), dtype=np.int64), np.full(len(has), now)
                     coming[row], ready[row] = blocks, at

@@ -81,7 +81,7 @@ def lowest(scores: F64 | Ints, mask: Bools, rng: random.Random) -> int:
 
     NaN, as of an endless time that counts for nobody, is worse than any number.
     """
-    (rows,) = np.nonzero(mask)
+    (rows,) = mask.nonzero()
     within = scores[rows]
     # Of a NaN, `argmin` takes it for the lowest: then the slower way.
     least = within[within.argmin()]
