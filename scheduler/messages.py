@@ -21,6 +21,9 @@ PROTOCOL = 1
 HEARTBEAT_EVERY = 0.5
 DEAD_AFTER = 3.0
 
+#: No worker has so many tokens of anything; sums over all of them are still exact.
+MOST = 1 << 40
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: the class name is the msgpack tag."""
@@ -209,6 +212,8 @@ class WorkerAlive(Message, frozen=True):
     until they are, as the worker predicts. running_context: tokens in the pages of what runs; expected_tokens: that
     those accepted will bring there that have no pages yet. accepted: requests taken in since the last heartbeat: what
     was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample name.
+
+    Raises ValueError, so that no frame with them is taken, for a load that nobody can have.
     """
 
     worker: str
@@ -224,6 +229,18 @@ class WorkerAlive(Message, frozen=True):
     running_context: int = 0
     expected_tokens: int = 0
     accepted: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = (
+            self.queued_requests,
+            self.queued_tokens,
+            self.running,
+            self.free_pages,
+            self.running_context,
+            self.expected_tokens,
+        )
+        if not 0.0 <= self.queue_seconds < math.inf or min(counts) < 0 or max(counts) > MOST:
+            raise ValueError(f"a load is negative or no number: {counts}, {self.queue_seconds}")
 
 
 class PagesChanged(Message, frozen=True):

@@ -6,10 +6,10 @@ blocks it will leave, which requests right behind it may share.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -26,7 +26,8 @@ from .messages import Route, RouteEnded
 from .outlook import Judgement, Outlook
 from .overlap import Overlap, Overlaps
 from .policies import Choice, PolicyFailed, decide, find_policy
-from .policies.base import ttft_of
+from .policies.admission.base import SHORTEST_WAIT
+from .policies.base import Ask, ttft_of
 from .prefix_index import Index
 from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
 
@@ -93,7 +94,7 @@ class Router:
     def plan(self, gateway: str, route: Route, now: float) -> Planned:
         """Decides, and takes the plan's load into account. Raises Refused."""
         try:
-            considered = self._consider(route, self._random, now)
+            considered = self._consider(route, self.outlook, self._random, now)
         except Refused as refused:
             self.decisions.refused(gateway, route, refused.reason, now, None)
             raise
@@ -124,22 +125,22 @@ class Router:
 
     def explain(self, gateway: str, route: Route, now: float) -> Explanation:
         """What would be decided, and why; nothing is. Raises Refused if nobody could serve it at all."""
-        drawn = random.Random()
-        drawn.setstate(self._random.getstate())
-        considered = self._consider(route, drawn, now)
+        # Whoever asks brings what is foreseen up to date, and draws: here both are copies.
+        drawn, outlook = copy.deepcopy((self._random, self.outlook))
+        considered = self._consider(route, outlook, drawn, now)
         refusal = considered.judgement.refusal
         return explain(gateway, considered.decision, None, refusal.reason if refusal is not None else "")
 
-    def _consider(self, route: Route, drawn: random.Random, now: float) -> _Considered:
+    def _consider(self, route: Route, outlook: Outlook, drawn: random.Random, now: float) -> _Considered:
         shortlist = candidates(self._cluster, route, self.plans, now)
         view = shortlist.view
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
         overlap = self._overlaps.find(view, route.keys[: blocks * KEY_BYTES], now)
-        estimated = estimate(view, route, overlap, self.links, self.outlook.length(route), now)
+        estimated = estimate(view, route, overlap, self.links, outlook.length(route), now)
         ask = estimated.ask
         if ask.slo.tbt is not None:
             view.inlines = inlines(view, ask)
-        _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
+        _refuse_late(view, ask, route.waited)
         try:
             choice = decide(self.policy_name, self.policy, view, ask, drawn)
         except PolicyFailed as failed:
@@ -150,7 +151,7 @@ class Router:
         moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
         name = view.workers[row].worker
         prediction = Prediction(name, moved, seconds - moved, float(view.correction[row]), gap)
-        judgement = self.outlook.judge(route, view, ask, choice, seconds, gap, now)
+        judgement = outlook.judge(route, view, ask, choice, seconds, gap, now)
         decision = Decision(route, view, shortlist.filters, overlap, ask, choice, self.policy_name, now)
         return _Considered(decision, view, overlap, estimated, choice, prediction, judgement)
 
@@ -263,25 +264,26 @@ class Router:
                 assert name in (known.prefill, known.decode), "a worker is charged for another's request"
 
 
-def _soonest(view: View, estimated: Estimate) -> float:
-    """Seconds to the first token at the worker that has it first; 0 if one that may do it was never measured."""
-    measured = view.measured[view.prefills | view.inlines].all()
-    return soonest(view, estimated.ask) if measured else 0.0
+def _refuse_late(view: View, ask: Ask, waited: float) -> None:
+    """Raises Refused for a request whose first token alone would come after its deadline, wherever it went.
 
-
-def _refuse_late(view: View, deadline: float | None, waited: float, soonest: Callable[[], float]) -> None:
-    """Raises Refused for a request whose first token alone would come after its deadline, wherever it went."""
+    Not if one that may compute it was never measured.
+    """
+    deadline = ask.slo.deadline
     if deadline is None:
         return
     left = deadline - waited
-    needed = soonest() if left > 0 else 0.0
-    if needed > left or left <= 0:
-        raise Refused(
-            "late",
-            f"the answer is worthless {deadline:g} s after the request, and the first token would come"
-            f" {waited + needed:.2f} s after it at the earliest: give it more time, or ask when less is waiting",
-            max(needed - left, 0.5),
-        )
+    needed = soonest(view, ask) if view.measured[view.prefills | view.inlines].all() else 0.0
+    if 0.0 < left >= needed:
+        return
+    reason = (
+        f"the answer is worthless {deadline:g} s after the request, and the first token would come"
+        f" {waited + needed:.2f} s after it at the earliest: give it more time"
+    )
+    # Who asks anew has all of its time again, and the queues are shorter by then; but no shorter than nothing.
+    if soonest(replace(view, queue_seconds=np.zeros(len(view.workers))), ask) > deadline:
+        raise Refused("late", reason, None)
+    raise Refused("late", f"{reason}, or ask when less is waiting", max(needed - deadline, SHORTEST_WAIT))
 
 
 def _reference(worker: WorkerInfo) -> WorkerRef:

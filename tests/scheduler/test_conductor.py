@@ -28,12 +28,18 @@ from pyengine.scheduler.events import (
     WorkerLost,
 )
 from pyengine.scheduler.messages import (
+    PROTOCOL,
     ClusterState,
+    Codec,
+    CostFit,
     GatewayAlive,
     GatewayHello,
     LoadSample,
+    ProtocolError,
     Route,
     RouteEnded,
+    ToConductor,
+    WorkerAlive,
     WorkerHello,
     WorkerLeaving,
 )
@@ -457,6 +463,42 @@ def test_many_counters_are_told_less_often(counters: int, seconds: float) -> Non
             times.append(world.now)
     # Seconds go by in quarters, and the conductor has counters of its own.
     assert {second - first for first, second in zip(times[1:], times[2:], strict=False)} <= {seconds, seconds + 0.25}
+
+
+@pytest.mark.parametrize(
+    "load", [{"queue_seconds": float("nan")}, {"queue_seconds": -1.0}, {"running": -1}, {"expected_tokens": 1 << 63}]
+)
+def test_heartbeats_with_a_load_that_nobody_can_have_are_no_frames(load: dict[str, float]) -> None:
+    codec = Codec(ToConductor)
+    good = WorkerAlive(
+        worker="w",
+        progress=0,
+        queued_requests=0,
+        queued_tokens=0,
+        running=0,
+        free_pages=0,
+        cost=CostFit((0.0,) * 5),
+        counters={},
+    )
+    assert codec.decode(codec.encode([good])) == [good]
+    frame = msgspec.msgpack.encode([PROTOCOL, {"type": "WorkerAlive", **msgspec.structs.asdict(good), **load}])
+    with pytest.raises(ProtocolError, match="negative or no number"):
+        codec.decode(frame)
+
+
+def test_links_of_nodes_that_are_gone_are_forgotten() -> None:
+    """Nodes come and go under new names; the last that is heard of one is a plan made when its daemon was gone."""
+    world = World(worker("stays", Role.BOTH, "node-0"))
+    world.store("node-0", chain(1, 2))
+    for number in range(1, 30):
+        info = worker(f"w{number}", Role.BOTH, f"node-{number}")
+        world.on(FromWorker(WorkerHello(info=info)))
+        world.on(DaemonHello(info.node, 0))
+        world.planned_alone(chain(1, 2))
+        world.on(DaemonGone(info.node))
+        world.planned_alone(chain(1, 2))
+        world.on(WorkerLost(info.worker))
+    assert set(world.conductor.links._slot) <= {"node-0"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
