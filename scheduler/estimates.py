@@ -26,17 +26,20 @@ NOBODY: Bools = np.zeros(0, dtype=bool)
 #: To wait for somebody else's prefill is worth it if it takes longer by this share of the computing that it spares: the
 #: first of a burst finds idle workers, and they are not to compute its prefix once each.
 SHARING = 0.1
+#: Seconds from the predicted end of a prefill until its last block can be fetched: grants, messages, copies.
+SETTLING = 0.01
 
 
 @dataclass(slots=True, eq=False)
 class Estimate:
     """The ask that a policy gets. awaited: [W] who has the longest prefix only once somebody has computed it; of length
-    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is.
+    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is. fetch_row: who computes it meanwhile.
     """
 
     ask: Ask
     awaited: Bools
     fetch_ready: float = 0.0
+    fetch_row: int = 0
 
 
 def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output_tokens: float, now: float) -> Estimate:
@@ -136,7 +139,9 @@ def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkC
         return estimate
     (rows,) = (overlap.coming == best).nonzero()
     row = int(rows[np.argmin(overlap.ready[rows])])
-    source, ready = view.nodes[view.node[row]], float(overlap.ready[row])
+    source = view.nodes[view.node[row]]
+    # Whoever looks a moment too early finds nothing of the last chunk, which may be all of it.
+    ready = now + (float(overlap.ready[row]) - now) * (1.0 + float(view.error[row])) + SETTLING
     size = (best - ask.prefix) * view.block_bytes
     wait = np.maximum(ready - now - view.queue_seconds, 0.0)
     move = links.queues(source, view.nodes, now) + LINK_DELAY
@@ -151,7 +156,7 @@ def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkC
     spared = float((computed - left)[view.prefills].max(initial=0.0))
     if shared > alone + SHARING * spared:
         return estimate
-    return Estimate(later, estimate.awaited, ready)
+    return Estimate(later, estimate.awaited, ready, row)
 
 
 def soonest(view: View, ask: Ask) -> float:

@@ -176,7 +176,7 @@ class Router:
                 sources.append(Source(node, here, int(overlap.coming[row]), Medium.DRAM, wait))
         elif choice.fetch and estimate.fetch_ready and estimate.ask.best > cached:
             cached = estimate.ask.best
-            source = view.workers[int(np.argmax(overlap.coming))].node
+            source = view.workers[estimate.fetch_row].node
             wait = max(estimate.fetch_ready - now, 0.0)
             sources.append(Source(source, max(overlap.best, here), cached, Medium.DRAM, wait))
         return cached, sources

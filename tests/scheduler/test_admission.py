@@ -114,7 +114,7 @@ def test_at_arrival_is_the_papers_early_rejection(case: Case) -> None:
     assume(not case.idle)
     slo, refusal = case.ask.slo, find_admission("at-arrival")(case)
     prefill_load = 0.0 if slo.ttft is None else (case.waited + case.ttft) / slo.ttft
-    decode_load = 0.0 if slo.tbt is None else case.tbt / slo.tbt
+    decode_load = 0.0 if slo.tbt is None else gap(case, NOW, None) / slo.tbt
     assert (refusal is not None) == (max(prefill_load, decode_load) > 1.0)
     if refusal is not None:
         assert refusal.kind == ("slo_ttft" if prefill_load > 1.0 else "slo_tbt")
@@ -129,7 +129,8 @@ def test_the_baseline_computes_prompts_for_nothing(case: Case) -> None:
     first = baseline(case)
     assert (first is not None) == (slo.ttft is not None and case.waited + case.ttft > slo.ttft)
     second = baseline.prefilled(case)
-    assert (second is not None) == (slo.tbt is not None and case.tbt > slo.tbt)
+    alone = not case.forecast.batch(case.view.workers[case.choice.decode].worker, NOW, NOW).sequences
+    assert (second is not None) == (slo.tbt is not None and gap(case, NOW, None) > slo.tbt and not alone)
     if find_admission("at-arrival")(case) is None:
         assert first is None
         assert second is None

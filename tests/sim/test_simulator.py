@@ -107,6 +107,18 @@ def test_chunks_of_a_prompt_run_on_the_stages_of_a_group_at_once(tmp_path: Path,
     assert records.outcome[0] == 0
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_an_answer_waits_for_each_token_to_pass_all_stages(tmp_path: Path, both: bool) -> None:
+    time = model(tmp_path)
+    spec = cluster(time, 0, 0, 1) if both else cluster(time)
+    workers = tuple(msgspec.structs.replace(each, stages=4) for each in spec.workers)
+    spec = msgspec.structs.replace(spec, workers=workers)
+    records = simulated([request(0.0, range(3), output=100)], spec).measure.report("").records
+    seconds = StepTime.load(time).seconds
+    assert records.tbt[0] >= seconds([], 1, 140)
+    assert records.tbt_mean[0] == pytest.approx(seconds([], 1, 103), rel=0.05)
+
+
 def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) -> None:
     spec = cluster(model(tmp_path), prefill=2)
     requests = [request(0.0, range(5)), request(1.0, range(5)), request(2.0, [*range(5), 9])]
@@ -115,6 +127,42 @@ def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) 
     assert report.records.cached.tolist() == [0, 80, 80]
     assert report.records.tiers["peer_dram"].tolist() == [0, 80, 0]
     assert report.records.tiers["device"].tolist() == [0, 0, 80]
+
+
+def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
+    """What was planned counts until a heartbeat shows it; then the conductor predicts the queue as it is."""
+    simulation = Simulation(
+        [request(0.1 + n * 1e-3, range(100 * n, 100 * n + 7), output=1) for n in range(5)],
+        cluster(model(tmp_path, token=1e-2), prefill=0, decode=0, both=1),
+        RunSpec(),
+    )
+    (worker,) = simulation.workers.values()
+    seen: list[tuple[float, float, int]] = []
+
+    def look() -> None:
+        known = simulation.conductor.cluster.workers[worker.name]
+        seen.append((known.busy_until - simulation.loop.now, worker.queue_seconds(), len(known.assigned)))
+
+    simulation.loop.at(1.02, look)  # heartbeats at 0.5 and 1.0 of this one's phase, half a beat later
+    simulation.run()
+    (predicted, actual, assigned) = seen[0]
+    assert assigned == 0
+    assert predicted == pytest.approx(actual, rel=0.3)
+
+
+def test_a_baseline_refuses_when_the_prompt_is_computed(tmp_path: Path) -> None:
+    """The decode worker keeps the promise with two sequences: the prompts of the others were for nothing."""
+    spec = cluster(model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035))
+    requests = [request(1.0 + 0.1 * n, range(10 * n, 10 * n + 3), output=100) for n in range(6)]
+    simulation = simulated(requests, spec, admission="baseline")
+    records = simulation.measure.report("").records
+    assert records.outcome.tolist() == [0, 0, 1, 1, 1, 1]
+    assert records.wasted.tolist() == [False, False, True, True, True, True]
+    assert not np.isnan(records.ttft[:2]).any() and np.isnan(records.ttft[2:]).all()
+    # At arrival the same is seen before anything is computed.
+    early = simulated(requests, spec, admission="at-arrival").measure.report("").records
+    assert early.outcome.tolist() == [0, 0, 1, 1, 1, 1]
+    assert not early.wasted.any()
 
 
 def test_what_left_dram_is_read_from_the_ssd(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from ...cluster import View
 from ...fairness import Shares
 from ...forecast import Forecast
+from ...work import decode_gap
 from ..base import Ask, Choice, ttft
 
 #: Shortest wait that is advised (seconds): the cluster's state is as old as a heartbeat.
@@ -76,6 +77,13 @@ class Case:
 
 
 Admission: TypeAlias = Callable[[Case], Refusal | None]
+
+
+def present_gap(case: Case) -> float:
+    """Seconds between tokens at the chosen decode worker, if this request joined those that it decodes now."""
+    view, row = case.view, case.choice.decode
+    batch = case.forecast.batch(view.workers[row].worker, case.now, case.now)
+    return decode_gap(view, row, batch.sequences + 1, batch.context + case.ask.prompt_tokens)
 
 
 def refuse_ttft(case: Case, predicted: float) -> Refusal | None:
