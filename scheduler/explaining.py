@@ -19,7 +19,7 @@ from .types import KEY_BYTES, Plan
 KEPT = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Decision:
     """All that a choice rests on, and the choice. filters: as in `Candidates`."""
 
@@ -33,7 +33,7 @@ class Decision:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Kept:
     """plan: None if the request was refused. explanation: of one that was refused before anything was decided."""
 

@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from .accuracy import Accuracy, Prediction
@@ -26,7 +27,7 @@ from .outlook import Judgement, Outlook
 from .overlap import Overlap, Overlaps
 from .policies import Choice, PolicyFailed, decide, find_policy
 from .policies.admission.base import SHORTEST_WAIT
-from .policies.base import Ask, ttft
+from .policies.base import Ask, ttft_of
 from .prefix_index import Index
 from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
 
@@ -34,7 +35,7 @@ from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cache
 MAX_ROUTES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Planned:
     """What a route has become, and what was known of its prompt then."""
 
@@ -43,8 +44,7 @@ class Planned:
     overlap: Overlap
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(msgspec.Struct, frozen=True):
     """A plan under way. waited: seconds that the request was old when it was made."""
 
     attempt: int
@@ -54,7 +54,7 @@ class _Open:
     prediction: Prediction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Considered:
     """All that a choice rests on, the choice, and whether it is admitted."""
 
@@ -146,7 +146,7 @@ class Router:
         except PolicyFailed as failed:
             raise Refused("policy", str(failed), None) from failed
         row = choice.prefill
-        seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[row])
+        seconds = ttft_of(view, ask, row, choice.fetch)
         gap = float(view.tbt[choice.decode])
         moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
         name = view.workers[row].worker
@@ -161,14 +161,15 @@ class Router:
         row = choice.prefill
         node = view.workers[row].node
         here = int(overlap.held[view.node[row]])
-        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if overlap.ssd.any() else []
+        on_ssd = considered.estimate.ask.ssd[row]
+        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if on_ssd else []
         if choice.fetch and overlap.best > here:
             runs += self._overlaps.fetched(overlap.keys, here, node.node, view.block_bytes, self.links, now)
         daemons = self._cluster.daemons
         sources = [Source(daemons[run.node].node, run.first, run.last, run.medium) for run in runs]
         cached = max([here, *(run.last for run in runs)])
         estimate = considered.estimate
-        if estimate.awaited.any() and estimate.awaited[row]:
+        if len(estimate.awaited) and estimate.awaited[row]:
             # Whom it waits for may stand in its own line, which is quicker to notice; but not if it has to wait idly.
             wait = float(overlap.ready[row]) - now
             if wait > view.queue_seconds[row]:
@@ -188,13 +189,15 @@ class Router:
         seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
+        decoding = Assigned(now, 0.0, 0, 1, context, -(-context // view.block_tokens))
         self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
         self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
-        self._cluster.assign(
-            plan.prefill.worker, key, Assigned(now, seconds, tokens, int(alone), context if alone else 0)
-        )
-        if not alone:
-            self._cluster.assign(plan.decode.worker, key, Assigned(now, 0.0, 0, 1, context))
+        if alone:
+            whole = msgspec.structs.replace(decoding, seconds=seconds, prompt_tokens=tokens)
+            self._cluster.assign(plan.prefill.worker, key, whole)
+        else:
+            self._cluster.assign(plan.prefill.worker, key, Assigned(now, seconds, tokens, 0))
+            self._cluster.assign(plan.decode.worker, key, decoding)
         at = 0
         for source in plan.sources:
             # Who only stands in for others, and the node's own SSD, send nothing.

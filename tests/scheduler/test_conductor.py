@@ -450,6 +450,21 @@ def events(seed: int) -> list[tuple[Event, float]]:
     return made
 
 
+@pytest.mark.parametrize(("counters", "seconds"), [(100, 1.0), (60_000, 3.0)])
+def test_many_counters_are_told_less_often(counters: int, seconds: float) -> None:
+    world = apart()
+    times = []
+    for _ in range(40):
+        world.now += 0.25
+        world.on(FromGateway("gateway", GatewayAlive(gateway="gateway")))
+        for name in world.workers:
+            world.alive(name, counters={f'{name}_{i}{{worker="{name}"}}': 1.0 for i in range(counters // 2)})
+        if states(list(world.on(Tick()))):
+            times.append(world.now)
+    # Seconds go by in quarters, and the conductor has counters of its own.
+    assert {second - first for first, second in zip(times[1:], times[2:], strict=False)} <= {seconds, seconds + 0.25}
+
+
 @pytest.mark.parametrize(
     "load", [{"queue_seconds": float("nan")}, {"queue_seconds": -1.0}, {"running": -1}, {"expected_tokens": 1 << 63}]
 )
