@@ -207,9 +207,9 @@ class Slo(msgspec.Struct, frozen=True):
     deadline: float | None = None
 
     def __post_init__(self) -> None:
-        for seconds in (self.ttft, self.tbt, self.deadline):
+        for name, seconds in (("ttft", self.ttft), ("tbt", self.tbt), ("deadline", self.deadline)):
             if seconds is not None and not seconds >= 0.0:
-                raise ValueError(f"an objective is negative or no number: {self}")
+                raise ValueError(f"the objective {name} must be 0 seconds or more, not {seconds:g}")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
