@@ -6,11 +6,15 @@
 Steps take what `StepTime` says. KV goes to the decode node layer by layer while a chunk is computed: it has arrived
 when all bytes have flowed, and not before the chunk's end plus one layer's transfer. KV of the pool is copied into
 pages beside the steps, one request after the other.
+
+Like the loop that serves, it looks at messages and at what its pool answers between two steps only: while it is busy,
+each question to the pool costs a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -45,7 +49,9 @@ class WorkerModel(Steps):
     ) -> None:
         #: The models of others know no pool beside their pages.
         self._pooled = spec.discipline == OURS
-        super().__init__(sim.loop, number, time, spec.stages, fast_forward=sim.run_spec.fast_forward)
+        super().__init__(
+            sim.loop, number, time, spec.stages, overhead=spec.step_overhead, fast_forward=sim.run_spec.fast_forward
+        )
         self.sim = sim
         self.info = info
         self.node = node
@@ -90,6 +96,9 @@ class WorkerModel(Steps):
 
     def accept(self, work: Work) -> None:
         """Takes one part of an attempt, or has it refused."""
+        self._between(self._accept, work)
+
+    def _accept(self, work: Work) -> None:
         if not self.alive or work.incarnation != self.info.incarnation:
             return  # the gateway hears of it by itself
         needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role.decodes}
@@ -125,7 +134,18 @@ class WorkerModel(Steps):
         if not self._pooled:
             self._brought(job, {})
             return
-        self.node.bring(work.keys[: limit * KEY_BYTES], work.sources, lambda tiers: self._brought(job, tiers))
+        if work.part == "both" and work.sources:
+            self._answer(self._bring, job)  # slots first
+        else:
+            self._bring(job)
+
+    def _bring(self, job: Job) -> None:
+        keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
+        self.node.bring(keys, job.work.sources, lambda tiers: self._answer(self._brought, job, tiers))
+
+    def _answer(self, call: Callable[..., None], *arguments: Any) -> None:
+        """The pool answers at once, and this worker sees it at once only if no step is under way by then."""
+        self.loop.at(self.loop.now, self._between, call, *arguments)
 
     def _refuse(self, work: Work, kind: str) -> None:
         self.loop.after(self.sim.delay, work.request.on_failed, work.attempt, self.name, kind)
@@ -188,15 +208,23 @@ class WorkerModel(Steps):
 
     def open(self, job: Job, here: int) -> None:
         """Prefill: the decode node has slots for all, and the first `here` blocks."""
+        self._between(self._opened, job, here)
+
+    def _opened(self, job: Job, here: int) -> None:
         if self._here(job):
-            self.touch()
-            job.opened = True
             job.lacking = job.sent = here * self.sim.block_tokens
+            if self._pooled:
+                self._answer(self._found, job)
+            else:
+                self._found(job)
+
+    def _found(self, job: Job) -> None:
+        if self._here(job):
+            job.opened = True
             self._seek(job)
 
     def _brought(self, job: Job, tiers: dict[int, int]) -> None:
         if self._here(job):
-            self.touch()
             job.brought = True
             for block, tier in tiers.items():
                 job.tiers[block] = tier
@@ -347,7 +375,7 @@ class WorkerModel(Steps):
         if handoff.node is self.node:
             return
         layer = size / self.sim.spec.layers / self.sim.spec.node.link_rate
-        job.there_at = layer
+        job.there_at = layer + self.sim.spec.handoff_delay
         flow = self.sim.send(self.node, handoff.node, size, lambda done: self._flowed(job, flow, done))
         job.flows.add(flow)
 

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pyengine.scheduler.sim.cluster import MESSAGE_DELAY, Simulation, simulate
+from pyengine.scheduler.sim.cluster import Simulation, simulate
 from pyengine.scheduler.sim.compute import StepTime
-from pyengine.scheduler.sim.spec import Failure, NodeSpec, RunSpec
+from pyengine.scheduler.sim.spec import MESSAGE_DELAY, Failure, NodeSpec, RunSpec
 from pyengine.scheduler.types import Role, Slo
 
 from .worlds import BLOCK, KV_BYTES, blocks, check, cluster, model, request, simulated
@@ -166,7 +166,7 @@ def test_a_role_switch_under_load_loses_no_request(tmp_path: Path) -> None:
 
 def test_a_deadline_drops_work_everywhere(tmp_path: Path) -> None:
     spec = cluster(model(tmp_path, token=1e-2), slo=Slo(deadline=2.0))
-    requests = [request(n * 0.1, [n, n + 1], output=20) for n in range(30)]
+    requests = [request(n * 0.1, [n, n + 1], output=80) for n in range(30)]
     report = simulated(requests, spec).measure.report("")
     assert set(report.records.outcome.tolist()) >= {0, 2}
     finished = report.records.finished[report.records.outcome == 0]
