@@ -27,24 +27,27 @@ from pyengine.scheduler.sim.cluster import simulate
 from pyengine.scheduler.sim.report import Records
 from pyengine.scheduler.types import Slo
 
-from .sim.worlds import BLOCK, cluster, model
+from .sim.worlds import BLOCK, KV_BYTES, cluster, model
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_constants_of_a_cluster_are_found(tmp_path: Path) -> None:
-    spec, trace = cluster(model(tmp_path)), singles(4, 1.0, 100, 9, BLOCK)
+    spec, trace = cluster(model(tmp_path)), singles(4, 1.0, (96, 64), 9, BLOCK)
 
     def simulated(constants: Constants) -> Records:
         return simulate(trace, constants.put(spec), RUN, description="").records
 
-    planted = Constants(step_overhead=7e-4, message_delay=1.7e-3, handoff_delay=4e-3)
-    found = msgspec.structs.asdict(fit(simulated(planted), simulated))
+    planted = Constants(step_overhead=7e-4, message_delay=1.7e-3, handoff_delay=4e-3, handoff_rate=2e7)
+    found = msgspec.structs.asdict(fit(simulated(planted), KV_BYTES, simulated))
     assert found == pytest.approx(msgspec.structs.asdict(planted), rel=1e-6)
+
+    def slower(constants: Constants) -> Records:
+        return simulated(msgspec.structs.replace(constants, step_overhead=constants.step_overhead + 1.0))
+
     # A cluster that is faster than its model says has none below nothing.
-    assert fit(simulated(Constants()), lambda these: simulated(msgspec.structs.replace(these, step_overhead=1.0))) == (
-        Constants()
-    )
+    none = fit(simulated(Constants()), KV_BYTES, slower)
+    assert (none.step_overhead, none.message_delay, none.handoff_delay) == (0.0, 0.0, 0.0)
 
 
 def test_parts_are_apart_and_the_same_each_time() -> None:
@@ -61,7 +64,7 @@ def test_parts_are_apart_and_the_same_each_time() -> None:
 
 def _found(name: str, factor: float, folder: Path) -> Found:
     """One turn, in which all that is judged was simulated to be `factor` times as long, or much."""
-    trace = singles(3, 1.0, 100, 9, BLOCK)
+    trace = singles(3, 1.0, (100,), 9, BLOCK)
     summary = summarize(simulate(trace, cluster(model(folder)), RUN, description=""), Slo(ttft=1.0, tbt=1.0))
     turn = Turn(
         seed=1,

@@ -31,6 +31,12 @@ def main() -> int:
     parser.add_argument("--only", choices=[setting.name for setting in SETTINGS], help="one of the clusters")
     parser.add_argument("--turns", type=int, help="traces, each through both (3; 1 if quick)")
     parser.add_argument("--quick", action="store_true", help="few workers, seconds, one turn")
+    parser.add_argument(
+        "--preferred",
+        action="store_true",
+        help="the live cluster and its client come before all else that runs here (niceness -20, if permitted); for a "
+        "machine that others use meanwhile",
+    )
     parser.add_argument("--out", type=Path, help="where the document goes (docs/fidelity.md if all is measured)")
     parser.add_argument("--json", type=Path, help="file for all that was found")
     arguments = parser.parse_args()
@@ -48,7 +54,7 @@ def main() -> int:
     if arguments.quick:
         settings = [quick(setting) for setting in settings]
     began, complete = time.monotonic(), False
-    with comparisons(settings) as compared:
+    with comparisons(settings, arguments.preferred) as compared:
         try:
             for comparison in compared:
                 comparison.prepare()
@@ -58,7 +64,7 @@ def main() -> int:
             complete = True
         except (Interrupted, KeyboardInterrupt):
             note("fidelity: stopped; what is over is reported")
-        except (ServerError, RuntimeError) as error:
+        except (ServerError, RuntimeError, PermissionError) as error:
             print(f"fidelity: {error}", file=sys.stderr)
             return 1
     found = [comparison.found for comparison in compared]
@@ -66,7 +72,7 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"complete": complete, "found": plain(found)}, indent=1))
     if out is not None:
-        out.write_text(document(settings, found, complete=complete))
+        out.write_text(document(settings, found, complete=complete, preferred=arguments.preferred))
     return 0 if complete else INTERRUPTED
 
 

@@ -61,8 +61,8 @@ class Setting:
 
     limits: by which share of the live value the simulated may differ, by figure. rates: requests per second among which
     the one with the most goodput is sought. low: share of that rate at which it is compared first. single: count, every
-    so many seconds, prompt and output tokens of the requests that are sent alone; no decode worker takes such prompts.
-    warm, seconds, rest: of a load; they do not count, count, and bring nothing. learns: costs are those which
+    so many seconds, tokens of prompts and of answers of the requests that are sent alone; no decode worker takes such
+    prompts. warm, seconds, rest: of a load; they do not count, count, and bring nothing. learns: costs are those which
     its workers have fitted while a trace of its own ran; otherwise they keep time by a model, times time_scale. pinned:
     each worker has a core of its own.
     """
@@ -79,10 +79,10 @@ class Setting:
     limits: Mapping[str, float]
     rates: tuple[float, ...]
     low: float = 0.5
-    single: tuple[int, float, int, int] = (24, 1.5, 1500, 9)
-    warm: float = 15.0
-    seconds: float = 60.0
-    rest: float = 12.0
+    single: tuple[int, float, tuple[int, ...], int] = (20, 1.5, (1500,), 9)
+    warm: float = 12.0
+    seconds: float = 45.0
+    rest: float = 8.0
     learns: bool = False
     pinned: bool = False
     time_scale: float = 1.0
@@ -153,10 +153,11 @@ REAL = Setting(
     kinds=(SMALL_CHAT,),
     slo=Slo(ttft=2.0, tbt=0.25),
     limits=dict.fromkeys(("ttft p50", "ttft p90", "tbt p50", "tbt p90"), 0.15),
-    rates=(0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0),
-    single=(12, 2.5, 400, 9),
-    warm=10.0,
-    seconds=50.0,
+    rates=(1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0),
+    single=(12, 1.6, (400, 160), 9),
+    warm=6.0,
+    seconds=36.0,
+    rest=6.0,
     learns=True,
     pinned=True,
 )
@@ -167,9 +168,9 @@ SETTINGS = (FAKE, REAL)
 def quick(setting: Setting) -> Setting:
     """The same with as little as shows that all works."""
     if setting.learns:
-        return replace(setting, warm=2.0, seconds=6.0, rest=3.0, single=(3, 2.5, 400, 9), rates=(0.5, 1.0))
+        return replace(setting, warm=2.0, seconds=6.0, rest=3.0, single=(4, 1.6, (400, 160), 9), rates=(0.5, 1.0))
     flags = tuple("4" if flag == "16" else flag for flag in setting.flags)
-    small = replace(setting, prefill=2, decode=2, flags=flags, single=(4, 0.7, 1500, 9), rates=(2.0, 4.0))
+    small = replace(setting, prefill=2, decode=2, flags=flags, single=(4, 0.7, (1500,), 9), rates=(2.0, 4.0))
     return replace(small, warm=1.0, seconds=3.0, rest=2.0, time_scale=0.5, slo=Slo(ttft=0.75, tbt=0.05))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-import msgspec
-
 from bench.fidelity.clusters import Setting
 from bench.fidelity.runs import Found, Turn
 from pyengine.scheduler.report.document import objectives
@@ -18,6 +16,10 @@ Written by `make fidelity`; not to be edited. The same generated trace goes to a
 started, over HTTP as `conductor replay` sends it, and through the simulator: same conductor, policy, batcher, pools,
 heartbeats and cost model. Each turn has a trace and a cluster of its own; a difference is (simulated - live) / live,
 the median over the turns. TBT is the mean of the longest tenth of a request's gaps.
+"""
+
+PREFERRED = """Others used the machine meanwhile, so the live clusters and their client came before all else on it
+(`--preferred`: niceness -20).
 """
 
 BESIDE = """## What the simulator does not model
@@ -40,8 +42,10 @@ BESIDE = """## What the simulator does not model
 _MORE = ("tbt_mean p50", "tbt_mean p90", "second_gap p50", "second_gap p90", "hit")
 
 
-def document(settings: Sequence[Setting], found: Sequence[Found], *, complete: bool) -> str:
+def document(settings: Sequence[Setting], found: Sequence[Found], *, complete: bool, preferred: bool = False) -> str:
     parts = [HEAD]
+    if preferred:
+        parts.append(PREFERRED)
     if not complete:
         parts.append("**PARTIAL**: it was stopped; what follows is of the turns that were over.\n")
     parts.append(_differs(settings, found))
@@ -76,9 +80,7 @@ def _differs(settings: Sequence[Setting], found: Sequence[Found]) -> str:
 def _setting(setting: Setting, found: Found) -> str:
     parts = [f"## {setting.about[0].upper()}{setting.about[1:]}\n"]
     if found.constants is not None:
-        values = msgspec.structs.asdict(found.constants).items()
-        constants = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in values)
-        parts.append(f"Measured by single requests on the idle cluster, for all turns: {constants}.\n")
+        parts.append(f"Measured by single requests on the idle cluster, for all turns: {found.constants.text}.\n")
     if found.curve:
         curve = ", ".join(f"{rate:g}: {cell(goodput)}" for rate, goodput in found.curve)
         parts.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -87,6 +88,27 @@ def pin(process: int, core: int) -> None:
     """All threads of a process, and those they start, to one core."""
     for thread in Path(f"/proc/{process}/task").iterdir():
         os.sched_setaffinity(int(thread.name), {core})
+
+
+def hurry(wanted: bool) -> None:
+    """This thread, and what it starts, comes before all else on this machine, or not. Raises PermissionError."""
+    policy, priority = (os.SCHED_RR, 1) if wanted else (os.SCHED_OTHER, 0)
+    os.sched_setscheduler(0, policy, os.sched_param(priority))
+
+
+def prefer(processes: Sequence[int], niceness: int) -> None:
+    """They share the processors with each other as ever, and leave others little with a niceness of -20.
+
+    Raises PermissionError.
+    """
+    for process in processes:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+        # Between sessions it is the group's that counts, where there are such groups.
+        group = Path(f"/proc/{process}/autogroup")
+        if group.exists():
+            group.write_text(str(niceness))
 
 
 def _probe(pipe: Connection) -> None:

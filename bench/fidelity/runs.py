@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import numpy as np
 from bench.common import line, note
 from bench.fidelity.clusters import Setting, cores
 from bench.fidelity.constants import Constants, fit
-from bench.fidelity.machine import Load, Watched, pin
+from bench.fidelity.machine import Load, Watched, hurry, pin, prefer
 from bench.fidelity.traces import Part, made, parts_of, singles
 from bench.server import Server
 from pyengine.scheduler.backends import Task, find_backend
@@ -64,11 +65,14 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 class Comparison:
-    """Of one setting. folder: for cost models and secrets. found: grows; what there is can be reported at any time."""
+    """Of one setting. folder: for cost models and secrets. preferred: live parts and their client come before all else
+    on this machine. found: grows; what there is can be reported at any time.
+    """
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
+    def __init__(self, setting: Setting, folder: Path, preferred: bool) -> None:
         self.setting = setting
         self.folder = folder
+        self.preferred = preferred
         self.found = Found(setting=setting.name)
         self._spec: ClusterSpec | None = None
         self._parts: list[Part] = []
@@ -96,11 +100,10 @@ class Comparison:
             if said.unmeasured:
                 raise RuntimeError(f"{', '.join(said.unmeasured)} measured no costs: let the trace be longer")
         plain = setting.spec(said, self.folder)
-        constants = fit(report.records, lambda these: _simulated(alone, these.put(plain)).records)
+        constants = fit(report.records, plain.kv_bytes, lambda these: _simulated(alone, these.put(plain)).records)
         self.found.constants = constants
         self._spec = constants.put(plain)
-        for name, seconds in msgspec.structs.asdict(constants).items():
-            line("fidelity", f"{setting.name} {name}", 1e3 * seconds, "ms")
+        note(f"{setting.name}: {constants.text}")
         self._seek()
 
     def _seek(self) -> None:
@@ -155,25 +158,32 @@ class Comparison:
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[Server]:
-        server = self.setting.server(self.folder)
+        setting = self.setting
+        server = setting.server(self.folder)
         began = time.monotonic()
-        server.start()
         try:
-            if self.setting.pinned:
+            if self.preferred:
+                hurry(True)
+            server.start()
+            if setting.pinned:
                 self._pin(server)
-            count = self.setting.prefill + self.setting.decode
             # Until then the conductor guesses, and no simulation does.
+            count = setting.prefill + setting.decode
             server.wait_until(lambda: _measured(server) == count, START, "told of its costs by all workers")
-            note(f"{self.setting.name}: the cluster serves after {time.monotonic() - began:.0f} s")
+            if self.preferred:
+                hurry(False)
+                prefer([os.getpid(), server.pid, *server.children().values()], -20)
+            note(f"{setting.name}: the cluster serves after {time.monotonic() - began:.0f} s")
             yield server
-            server.stop()
         finally:
-            server.destroy()
+            if self.preferred:
+                prefer([os.getpid()], 0)
+            server.stop()
 
     def _pin(self, server: Server) -> None:
         """Each worker has a core of its own, as far as there are cores; all else goes where it likes."""
         known, here = server.children(), cores()
-        workers = sorted(name for name in known if name.partition("-")[0] in ("prefill", "decode", "both"))
+        workers = sorted(filter(_works, known))
         for number, name in enumerate(workers):
             pin(known[name], here[number % len(here)])
 
@@ -190,6 +200,11 @@ class Comparison:
 
 def _simulated(trace: Trace, spec: ClusterSpec) -> Report:
     return find_backend("sim").run(Task(requests=trace, description=trace.description, cluster=spec, run=RUN))
+
+
+def _works(name: str) -> bool:
+    """Whether this part of a server is a worker."""
+    return name.partition("-")[0] in ("prefill", "decode", "both")
 
 
 def _measured(server: Server) -> int:
@@ -210,11 +225,11 @@ def _part(report: Report, part: Part) -> Report:
 
 
 @contextlib.contextmanager
-def comparisons(settings: list[Setting]) -> Iterator[list[Comparison]]:
+def comparisons(settings: list[Setting], preferred: bool) -> Iterator[list[Comparison]]:
     with tempfile.TemporaryDirectory(prefix="fidelity-") as scratch:
         made_here = []
         for setting in settings:
             folder = Path(scratch) / setting.name
             folder.mkdir()
-            made_here.append(Comparison(setting, folder))
+            made_here.append(Comparison(setting, folder, preferred))
         yield made_here

@@ -45,11 +45,12 @@ def made(parts: Sequence[Part], kinds: Sequence[Kind], seed: int, block_tokens: 
     return Trace(name, block_tokens, rows, (about, f"seed {seed}"))
 
 
-def singles(count: int, every: float, prompt_tokens: int, output_tokens: int, block_tokens: int) -> Trace:
-    """Alone each, `every` seconds apart, nothing shared."""
+def singles(count: int, every: float, prompts: Sequence[int], output_tokens: int, block_tokens: int) -> Trace:
+    """Alone each, `every` seconds apart, nothing shared; prompts as long as these, by turns."""
 
     def rows() -> Iterator[Request]:
         for number in range(count):
+            prompt_tokens = prompts[number % len(prompts)]
             blocks = tuple(_key(b"single %d %d" % (number, i)) for i in range(prompt_tokens // block_tokens))
             yield Request(number * every, prompt_tokens, output_tokens, blocks)
 

@@ -50,7 +50,8 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole. kv_bytes: of one token. fabric_rate: of all links together, None: no limit but theirs. message_delay:
     seconds for a message between two processes, its handling included. handoff_delay: seconds from the end of a
-    prompt's last chunk until all its KV is at the decode node, beside what the last layer's bytes take.
+    prompt's last chunk until all its KV is at the decode node, beside what the last layer's bytes take; handoff_rate:
+    bytes per second by which the last chunk's KV adds to that, None: it has gone layer by layer, beside the steps.
     """
 
     workers: tuple[WorkerSpec, ...]
@@ -61,6 +62,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     fabric_rate: float | None = None
     message_delay: float = MESSAGE_DELAY
     handoff_delay: float = 0.0
+    handoff_rate: float | None = None
     slo: Slo = Slo()
 
 

@@ -376,6 +376,8 @@ class WorkerModel(Steps):
             return
         layer = size / self.sim.spec.layers / self.sim.spec.node.link_rate
         job.there_at = layer + self.sim.spec.handoff_delay
+        if (rate := self.sim.spec.handoff_rate) is not None:
+            job.there_at += size / rate
         flow = self.sim.send(self.node, handoff.node, size, lambda done: self._flowed(job, flow, done))
         job.flows.add(flow)
 
