@@ -375,8 +375,8 @@ class Cluster:
         if worker is None or not worker.alive:
             return False
         worker.heard = worker.told = now
-        turned = message.progress != worker.progress
-        if turned or not (message.running or message.queued_requests):
+        turned = message.progress != worker.progress or not (message.running or message.queued_requests)
+        if turned:
             worker.moved = now
         worker.progress = message.progress
         worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens

@@ -82,7 +82,7 @@ def test_plans_add_their_prefill_until_a_heartbeat_shows_them() -> None:
     assert third.predicted_ttft == pytest.approx(0.7 + prefill(500) + prefill(16))
     # In the middle of a long step it takes in nothing.
     made.now += 1.1
-    made.alive("both-0", cost=FIT)
+    made.alive("both-0", cost=FIT, queued_requests=1)
     assert made.plan([], 16, request=4).predicted_ttft == pytest.approx(prefill(500) + 2 * prefill(16))
     # What it never tells of is forgotten after two heartbeats.
     made.now += 1.1
