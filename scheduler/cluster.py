@@ -6,6 +6,7 @@ columns. Columns are kept between requests; a heartbeat rewrites one row.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -462,7 +463,8 @@ class Cluster:
         if worker is None or not worker.alive:
             return False
         worker.heard = worker.told = now
-        if message.progress != worker.progress or not (message.running or message.queued_requests):
+        turned = message.progress != worker.progress or not (message.running or message.queued_requests)
+        if turned:
             worker.moved = now
         worker.progress = message.progress
         worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens
@@ -476,8 +478,8 @@ class Cluster:
         worker.changed()
         if worker.assigned:
             # Its own counts show now what it has taken in; and whatever was planned before the last heartbeat but one
-            # has reached it, or never will.
-            taken, shown = set(message.accepted), now - 2 * HEARTBEAT_EVERY
+            # has reached it, or never will: but in the middle of a long step it takes in nothing.
+            taken, shown = set(message.accepted), now - 2 * HEARTBEAT_EVERY if turned else -math.inf
             left = {key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown}
             if len(left) < len(worker.assigned):
                 worker.keep(left)

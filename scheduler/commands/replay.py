@@ -86,6 +86,8 @@ def replay(
         assert known is not None
         slo = _slo(known.slo, ttft, tbt)
         scheduled = run_spec(policy or (found and found.policy) or "kvcache-centric", admission, roles, seed)
+        # As this client asks, and as workers serve.
+        scheduled = msgspec.structs.replace(scheduled, exact_limits=True, write_through=True)
 
         def run(where: ClusterBackend, spec: ClusterSpec, what: str) -> Report:
             requests = trace.made(spec.block_tokens, seed)

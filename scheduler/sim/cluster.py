@@ -2,7 +2,8 @@
 
     clients ──Route──> Conductor.on(event, now) ──> actions ──> gateway, daemons, workers ──> events ──> ...
 
-Every message takes MESSAGE_DELAY. Heartbeats come as in a live cluster, each worker and daemon at its own moment.
+Every message takes `ClusterSpec.message_delay`. Heartbeats come as in a live cluster, each worker and daemon at its own
+moment.
 """
 
 from __future__ import annotations
@@ -65,8 +66,6 @@ from .spec import ClusterSpec, Failure, RunSpec
 from .trace import Request
 from .worker import WorkerModel
 
-#: Seconds for a message between processes of one data centre, its handling included.
-MESSAGE_DELAY = 5e-4
 #: Seconds between ticks, as the conductor's shell sends them.
 TICK_EVERY = 0.25
 #: Seconds without any request's progress after which a run is given up: somebody waits for what never comes.
@@ -95,7 +94,7 @@ class Simulation:
         self.spec, self.run_spec = spec, run
         self.progress = progress
         self.loop = Loop()
-        self.delay = MESSAGE_DELAY
+        self.delay = spec.message_delay
         self.replicated = self.sent = self.switches = 0
         self.block_tokens = spec.block_tokens
         self.block_bytes = spec.block_tokens * spec.kv_bytes
@@ -395,7 +394,9 @@ class Simulation:
         return self._tags
 
     def limit_of(self, request: Request) -> int:
-        """Tokens that the client allows: a power of two that tells nobody how many there will be."""
+        """Tokens that the client allows: by default a power of two that tells nobody how many there will be."""
+        if self.run_spec.exact_limits:
+            return request.output_tokens
         return LIMIT if request.output_tokens <= LIMIT else 1 << request.output_tokens.bit_length()
 
     def keys_of(self, model: RequestModel, length: int) -> bytes:

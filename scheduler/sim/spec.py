@@ -7,14 +7,17 @@ import msgspec
 from ..types import Role, Slo
 
 MAX_WORKERS = 100_000
+#: Seconds for a message between processes of one data centre, its handling included.
+MESSAGE_DELAY = 5e-4
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`count` workers alike, each on a node of its own.
 
     model: cost model, a name under `models/` or a path. stages: nodes that compute one prompt as a pipeline of layers
-    (1: none). pages: device pages, of block_tokens each. discipline: "ours" is the production Batcher as it serves; the
-    names of `baselines.py` are models of others.
+    (1: none). pages: device pages, of block_tokens each. step_overhead: seconds of a step beside its computation, which
+    the worker's loop spends; no cost model knows of them. discipline: "ours" is the production Batcher as it serves;
+    the names of `baselines.py` are models of others.
     """
 
     role: Role
@@ -25,6 +28,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_tokens_per_step: int = 8_192
     max_sequences: int = 256
     max_queue: int = 100_000
+    step_overhead: float = 0.0
     discipline: str = "ours"
 
 
@@ -44,7 +48,11 @@ class NodeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole. kv_bytes: of one token. fabric_rate: of all links together, None: no limit but theirs."""
+    """The whole. kv_bytes: of one token. fabric_rate: of all links together, None: no limit but theirs. message_delay:
+    seconds for a message between two processes, its handling included. handoff_delay: seconds from the end of a
+    prompt's last chunk until all its KV is at the decode node, beside what the last layer's bytes take; handoff_rate:
+    bytes per second by which the last chunk's KV adds to that, None: it has gone layer by layer, beside the steps.
+    """
 
     workers: tuple[WorkerSpec, ...]
     node: NodeSpec = NodeSpec()
@@ -52,6 +60,9 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     kv_bytes: int = 327_680
     layers: int = 80
     fabric_rate: float | None = None
+    message_delay: float = MESSAGE_DELAY
+    handoff_delay: float = 0.0
+    handoff_rate: float | None = None
     slo: Slo = Slo()
 
 
@@ -69,6 +80,8 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     fast_forward: decode steps between two changes of a batch are computed at once; the digest is the same without.
     write_through: blocks that fill while decoding go to the pool (traces do not name them, so they are never hit).
+    exact_limits: clients allow an answer as many tokens as it will have, as those of `conductor replay` do; otherwise
+    nobody is told.
     """
 
     policy: str = "kvcache-centric"
@@ -76,5 +89,6 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     seed: int = 0
     roles: bool = False
     fast_forward: bool = True
+    exact_limits: bool = False
     write_through: bool = False
     failures: tuple[Failure, ...] = ()

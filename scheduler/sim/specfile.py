@@ -23,7 +23,7 @@ CLUSTERS = Path(__file__).parent / "clusters"
 MAX_BYTES = 1 << 20
 
 #: Numbers that may be zero: nothing of it, or no delay.
-_MAY_BE_ZERO = {"count", "ssd_tokens", "link_delay"}
+_MAY_BE_ZERO = {"count", "ssd_tokens", "link_delay", "message_delay", "handoff_delay", "step_overhead"}
 
 
 class SpecError(ValueError):

@@ -11,7 +11,9 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,15 +43,19 @@ class Steps(ABC):
 
     stages: nodes that compute a chunk one after the other, each its share of the layers; the first is free for the next
     chunk as soon as it has passed its own on. An answer's next token waits for the one before to leave the last.
+    overhead: seconds of each step that nothing is computed in.
     """
 
     batcher: Batcher
 
-    def __init__(self, loop: Loop, number: int, time: StepTime, stages: int, *, fast_forward: bool) -> None:
+    def __init__(
+        self, loop: Loop, number: int, time: StepTime, stages: int, *, overhead: float, fast_forward: bool
+    ) -> None:
         self.loop = loop
         self.number = number
         self.time = time
         self.stages = stages
+        self.overhead = overhead
         self.alive = True
         self.ends = array("d")
         self.steps = 0
@@ -66,6 +72,7 @@ class Steps(ABC):
         self._turn += 1
         self._step: Step | None = None
         self._run: Run | None = None
+        self._unseen: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._stage_free = [0.0] * self.stages
 
     # -- what the worker does about them ---------------------------------------------------------------------------
@@ -161,12 +168,14 @@ class Steps(ABC):
         self.steps += 1
         self._turn += 1
         self._step = step
-        end = now + seconds
+        # In the order in which a run adds.
+        end = now + (seconds + self.overhead)
         if self.stages > 1:
             end = self._pass_on(seconds / self.stages, now)
             if any(p.sample and not self.jobs[p.id].sequence.first_only for p in step.slices):
                 # Its tokens are what the next step computes.
                 end = self._stage_free[-1]
+            end += self.overhead
         self.loop.step(end, self.number, self._turn, self._end_step)
 
     def _pass_on(self, seconds: float, now: float) -> float:
@@ -185,7 +194,24 @@ class Steps(ABC):
             self._run = None
         else:
             self._finish_step()
+        self._look()
         self._wake()
+
+    def _between(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Something has come for this worker, which it sees at once, or when the step under way is over."""
+        self.touch()
+        if self._step is None:
+            call(*arguments)
+        else:
+            self._unseen.append((call, arguments))
+
+    def _look(self) -> None:
+        """At all that has come during a step; nothing is begun before all of it is seen."""
+        unseen, self._unseen = self._unseen, []
+        self._planning = True
+        for call, arguments in unseen:
+            call(*arguments)
+        self._planning = False
 
     def _finish_step(self) -> None:
         step, self._step = self._step, None
@@ -232,7 +258,7 @@ class Steps(ABC):
         contexts = np.arange(context, context + count * len(jobs), len(jobs), dtype=np.float64)
         times = np.empty(count + 1)
         times[0] = now = self.loop.now
-        times[1:] = (base + per_sequence * len(jobs)) + per_token * contexts
+        times[1:] = ((base + per_sequence * len(jobs)) + per_token * contexts) + self.overhead
         times = np.add.accumulate(times)
         if times[-2] >= batcher.next_late:
             # A step that begins then is not planned before somebody has been dropped.

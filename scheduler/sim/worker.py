@@ -6,11 +6,15 @@
 Steps take what `StepTime` says. KV goes to the decode node layer by layer while a chunk is computed: it has arrived
 when all bytes have flowed, and not before the chunk's end plus one layer's transfer. KV of the pool is copied into
 pages beside the steps, one request after the other.
+
+Like the loop that serves, it looks at messages and at what its pool answers between two steps only: while it is busy,
+each question to the pool costs a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,7 +22,7 @@ from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
 from ..calibration import Probe, calibrate, probes
 from ..messages import LoadSample, WorkerAlive, WorkerToConductor
-from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
+from ..types import KEY_BYTES, Role, Source, WorkerInfo, cacheable_blocks
 from .baselines import find_discipline
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
@@ -45,7 +49,9 @@ class WorkerModel(Steps):
     ) -> None:
         #: The models of others know no pool beside their pages.
         self._pooled = spec.discipline == OURS
-        super().__init__(sim.loop, number, time, spec.stages, fast_forward=sim.run_spec.fast_forward)
+        super().__init__(
+            sim.loop, number, time, spec.stages, overhead=spec.step_overhead, fast_forward=sim.run_spec.fast_forward
+        )
         self.sim = sim
         self.info = info
         self.node = node
@@ -97,6 +103,9 @@ class WorkerModel(Steps):
 
     def accept(self, work: Work) -> None:
         """Takes one part of an attempt, or has it refused."""
+        self._between(self._accept, work)
+
+    def _accept(self, work: Work) -> None:
         if not self.alive or work.incarnation != self.info.incarnation:
             return  # the gateway hears of it by itself
         needs = {"prefill": self.role.prefills, "decode": self.role.decodes, "both": self.role.decodes}
@@ -126,19 +135,30 @@ class WorkerModel(Steps):
             return
         limit = min(cacheable_blocks(work.prompt_tokens, self.sim.block_tokens), len(work.keys) // KEY_BYTES)
         job.tiers = bytearray([DRAM]) * limit
-        if not self._pooled:
-            job.brought = job.opened = True
-            self._seek(job)
-            return
-        job.coming_at = self.loop.now + max((source.ready for source in work.sources), default=0.0)
+        if self._pooled:
+            job.coming_at = self.loop.now + max((source.ready for source in work.sources), default=0.0)
         if work.handoff is None:
             job.brought = job.opened = True
-            self._seek(job)
+            if self._pooled and work.sources:
+                self._answer(self._seek, job)  # slots first
+            else:
+                self._seek(job)
             return
         self.loop.after(self.sim.delay, work.handoff.open, job)
-        # What somebody computes just now cannot be had ahead.
-        there = tuple(source for source in work.sources if not source.ready)
-        self.node.bring(work.keys[: limit * KEY_BYTES], there, lambda tiers: self._brought(job, tiers))
+        if self._pooled:
+            # What somebody computes just now cannot be had ahead.
+            there = tuple(source for source in work.sources if not source.ready)
+            self._bring(job, there, self._brought)
+        else:
+            self._brought(job, {})
+
+    def _bring(self, job: Job, sources: tuple[Source, ...], then: Callable[[Job, dict[int, int]], None]) -> None:
+        keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
+        self.node.bring(keys, sources, lambda tiers: self._answer(then, job, tiers))
+
+    def _answer(self, call: Callable[..., None], *arguments: Any) -> None:
+        """The pool answers at once, and this worker sees it at once only if no step is under way by then."""
+        self.loop.at(self.loop.now, self._between, call, *arguments)
 
     def _refuse(self, work: Work, kind: str) -> None:
         self.loop.after(self.sim.delay, work.request.on_failed, work.attempt, self.name, kind)
@@ -151,6 +171,8 @@ class WorkerModel(Steps):
         """Ends an attempt here and releases all it holds. Idempotent."""
         job = self.jobs.get(id)
         if job is None:
+            # It may not have been looked at yet.
+            self._unseen = [each for each in self._unseen if each[0] != self._accept or each[1][0].id != id]
             return
         self.touch()
         del self.jobs[id]
@@ -203,15 +225,23 @@ class WorkerModel(Steps):
 
     def open(self, job: Job, here: int) -> None:
         """Prefill: the decode node has slots for all, and the first `here` blocks."""
+        self._between(self._opened, job, here)
+
+    def _opened(self, job: Job, here: int) -> None:
         if self._here(job):
-            self.touch()
-            job.opened = True
             job.lacking = job.sent = here * self.sim.block_tokens
+            if self._pooled:
+                self._answer(self._looked, job)
+            else:
+                self._looked(job)
+
+    def _looked(self, job: Job) -> None:
+        if self._here(job):
+            job.opened = True
             self._seek(job)
 
     def _brought(self, job: Job, tiers: dict[int, int]) -> None:
         if self._here(job):
-            self.touch()
             job.brought = True
             for block, tier in tiers.items():
                 job.tiers[block] = tier
@@ -219,16 +249,15 @@ class WorkerModel(Steps):
 
     def _seek(self, job: Job) -> None:
         """Has the rest of the prefix brought, but not before all of it is expected to be where it is to come from."""
-        if not (job.brought and job.opened):
+        if not (job.brought and job.opened and self._here(job)):
             return
+        sources = job.work.sources
         if self.loop.now < job.coming_at:
-            self.loop.at(job.coming_at, self._seek, job)
-        elif self._here(job):
-            keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
-            if self._pooled and (job.work.handoff is None or any(source.ready for source in job.work.sources)):
-                self.node.bring(keys, job.work.sources, lambda tiers: self._found(job, tiers))
-            else:
-                self._found(job, {})
+            self.loop.at(job.coming_at, self._between, self._seek, job)
+        elif self._pooled and (job.work.handoff is None or any(source.ready for source in sources)):
+            self._bring(job, sources, self._found)
+        else:
+            self._found(job, {})
 
     def _found(self, job: Job, tiers: dict[int, int]) -> None:
         """All that can be had is here: pins it, and lets the Batcher have it."""
@@ -387,7 +416,9 @@ class WorkerModel(Steps):
         if handoff.node is self.node:
             return
         layer = size / self.sim.spec.layers / self.sim.spec.node.link_rate
-        job.there_at = layer
+        job.there_at = layer + self.sim.spec.handoff_delay
+        if (rate := self.sim.spec.handoff_rate) is not None:
+            job.there_at += size / rate
         flow = self.sim.send(self.node, handoff.node, size, lambda done: self._flowed(job, flow, done))
         job.flows.add(flow)
 

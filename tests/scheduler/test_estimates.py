@@ -85,10 +85,14 @@ def test_plans_add_their_prefill_until_a_heartbeat_shows_them() -> None:
     made.alive("both-0", cost=FIT, queue_seconds=0.7, accepted=(1,))
     third = made.plan([], 16, request=3)
     assert third.predicted_ttft == pytest.approx(0.7 + prefill(500) + prefill(16))
-    # One that it never tells of is forgotten after two heartbeats.
+    # In the middle of a long step it takes in nothing.
     made.now += 1.1
-    made.alive("both-0", cost=FIT)
-    assert made.plan([], 16, request=4).predicted_ttft == pytest.approx(prefill(16))
+    made.alive("both-0", cost=FIT, queued_requests=1)
+    assert made.plan([], 16, request=4).predicted_ttft == pytest.approx(prefill(500) + 2 * prefill(16))
+    # What it never tells of is forgotten after two heartbeats.
+    made.now += 1.1
+    made.alive("both-0", cost=FIT, progress=1)
+    assert made.plan([], 16, request=5).predicted_ttft == pytest.approx(prefill(16))
 
 
 def test_loads_are_credited_by_tier() -> None:

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pyengine.scheduler.sim.cluster import MESSAGE_DELAY, Simulation, simulate
+from pyengine.scheduler.sim.cluster import Simulation, simulate
 from pyengine.scheduler.sim.compute import StepTime
-from pyengine.scheduler.sim.spec import Failure, NodeSpec, RunSpec
+from pyengine.scheduler.sim.spec import MESSAGE_DELAY, Failure, NodeSpec, RunSpec
 from pyengine.scheduler.types import Role, Slo
 
 from .worlds import BLOCK, KV_BYTES, blocks, check, cluster, model, request, simulated
@@ -130,7 +130,9 @@ def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) 
 
 
 def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
-    """What was planned counts until a heartbeat shows it; then the conductor predicts the queue as it is."""
+    """What was planned counts until a heartbeat shows it; then the conductor predicts the queue as it is. Four of five
+    prompts come in the middle of a step of 1.2 s, after which they are taken in; heartbeats come at 0.25, 0.75...
+    """
     simulation = Simulation(
         [request(0.1 + n * 1e-3, range(100 * n, 100 * n + 7), output=1) for n in range(5)],
         cluster(model(tmp_path, token=1e-2), prefill=0, decode=0, both=1),
@@ -143,10 +145,13 @@ def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
         known = simulation.conductor.cluster.workers[worker.name]
         seen.append((known.busy_until - simulation.loop.now, worker.queue_seconds(), len(known.assigned)))
 
-    simulation.loop.at(1.02, look)  # heartbeats at 0.5 and 1.0 of this one's phase, half a beat later
+    for when in (1.26, 1.78):
+        simulation.loop.at(when, look)
     simulation.run()
-    (predicted, actual, assigned) = seen[0]
-    assert assigned == 0
+    (first, _, assigned), (predicted, actual, left) = seen
+    assert assigned >= 4, "what is not taken in yet is forgotten"
+    assert left == 0
+    assert first > 3.0
     assert predicted == pytest.approx(actual, rel=0.3)
 
 
@@ -227,7 +232,7 @@ def test_a_role_switch_under_load_loses_no_request(tmp_path: Path) -> None:
 
 def test_a_deadline_drops_work_everywhere(tmp_path: Path) -> None:
     spec = cluster(model(tmp_path, token=1e-2), slo=Slo(deadline=2.0))
-    requests = [request(n * 0.1, [n, n + 1], output=20) for n in range(30)]
+    requests = [request(n * 0.1, [n, n + 1], output=80) for n in range(30)]
     report = simulated(requests, spec).measure.report("")
     assert set(report.records.outcome.tolist()) >= {0, 2}
     finished = report.records.finished[report.records.outcome == 0]

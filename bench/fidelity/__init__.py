@@ -1,0 +1,1 @@
+"""How far the simulator is from the live system: the same trace, the same code, side by side (`make fidelity`)."""
