@@ -140,7 +140,7 @@ def test_baselines_judge_of_decode_comes_when_the_prompt_is_computed() -> None:
     assert prefilled(1) is None, "its worker is gone, which its gateway will find"
     ours = apart(admission="predictive")
     ours.plan([], 100, slo=slo, request=1)
-    assert ours.conductor.outlook._known[("gateway", 1)].case is None, "views are not kept for nobody"
+    assert ours.conductor.outlook._known[("gateway", 1)].judgement is None, "views are not kept for nobody"
 
 
 def test_a_burst_of_one_tenant_leaves_room_for_another() -> None:
