@@ -35,8 +35,8 @@ def overload() -> Figure:
             "Overload",
             "8 prefill + 8 decode nodes, 23,000 requests at twice the speed, TTFT <= 30 s, TBT <= 100 ms. predictive is"
             " ours, predictive-system the paper's. In vain: prompts that were computed for requests that then were"
-            " refused or missed an objective (the hand-off not counted). Loads: of what the objectives allow, without the"
-            " first two minutes, in which the cluster fills.",
+            " refused or missed an objective (the hand-off not counted). Loads: of what the objectives allow, without"
+            " the first two minutes, in which the cluster fills.",
             remarks=[
                 "Of the paper's trace only the head was published, 1,000 requests: it runs 23 times, one round after"
                 " the other with nothing in common. The paper's model was another one (LLaMA2-70B), and so were its"
