@@ -164,13 +164,13 @@ class Outlook:
 
     # -- workers and time ------------------------------------------------------------------------------------------
 
-    def heartbeat(self, message: WorkerAlive, worker: Worker) -> None:
+    def heartbeat(self, message: WorkerAlive, worker: Worker, now: float) -> None:
         """worker: as the heartbeat has left it."""
         if worker.info.role.decodes:
             step, _, _, sequence, history = worker.cost.coefficients
             running = max(message.running, 1)
             gap = float(step + sequence * running + history * message.running_context)
-            self.forecast.heartbeat(message.worker, message.running, gap)
+            self.forecast.heartbeat(message.worker, message.running, gap, now)
 
     def lost(self, worker: str) -> None:
         self.forecast.lost(worker)

@@ -59,7 +59,7 @@ from .gateway import OPEN, RequestModel
 from .jobs import EOS, ROOT, own_key
 from .links import Links
 from .measure import Measure
-from .node import NodeModel
+from .node import NodeModel, Place
 from .report import Report
 from .spec import ClusterSpec, Failure, RunSpec
 from .trace import Request
@@ -189,6 +189,8 @@ class Simulation:
             self.conduct(DaemonHello(worker.node.node, 0))
             self.conduct(FromWorker(WorkerHello(info=worker.info)))
             self.tell_pages(worker, b"", first=True)
+            # Before clients come, workers have said what their steps cost.
+            self._say(worker)
             phase = HEARTBEAT_EVERY * (worker.number + 1) / (count + 1)
             self.loop.after(phase, self._beat, worker)
         self.conduct(Tick())
@@ -197,6 +199,10 @@ class Simulation:
 
     def _beat(self, worker: WorkerModel) -> None:
         """A worker's heart, and its daemon's."""
+        self._say(worker)
+        self.loop.after(HEARTBEAT_EVERY, self._beat, worker)
+
+    def _say(self, worker: WorkerModel) -> None:
         node = worker.node
         if node.up:
             for event in node.changes():
@@ -205,7 +211,6 @@ class Simulation:
         if worker.alive:
             for message in worker.heartbeat():
                 self.conduct(FromWorker(message))
-        self.loop.after(HEARTBEAT_EVERY, self._beat, worker)
 
     def _gateway_beat(self) -> None:
         self.conduct(FromGateway(GATEWAY, GatewayAlive(gateway=GATEWAY)))
@@ -291,7 +296,7 @@ class Simulation:
             node.report()
             self.loop.after(self.delay, self.conduct, Replicated(node.node, order.order, stored, missing))
 
-        node.bring(order.keys, source, brought)
+        node.bring(order.keys, source, brought, Place(order.position, order.parent if order.position else None))
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

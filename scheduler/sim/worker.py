@@ -16,7 +16,7 @@ import msgspec
 
 from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
-from ..cost import StepWork, context_of
+from ..calibration import Probe, calibrate, probes
 from ..messages import LoadSample, WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
 from .baselines import find_discipline
@@ -67,22 +67,27 @@ class WorkerModel(Steps):
         self.role = self.info.role
         #: Requests taken in since the last heartbeat.
         self._accepted: list[int] = []
+        self._rounds = 0
         self._pages_free = 0.0
         self._pages_due = 0.0
         self._telling = False
         self._calibrate()
 
     def _calibrate(self) -> None:
-        """As `pyengine/worker/calibrate.py` does at start-up: prompts, and batches that decode behind them."""
-        cost, most = self.batcher.cost, self._spec.max_tokens_per_step
-        points = [(1, 16), (1, 64), (4, 16), (8, 32), (1, 256), (2, most // 2), (1, most)]
-        for sequences, tokens in points:
-            if tokens >= 1 and sequences <= self._spec.max_sequences and sequences * tokens <= most:
-                seconds = self.time.seconds([(0, tokens)] * sequences, 0, 0)
-                cost.observe(StepWork(sequences * tokens, sequences * context_of(0, tokens), 0, 0), seconds)
-                for length in (tokens + 1, tokens + 2):
-                    context = sequences * length
-                    cost.observe(StepWork(0, 0, sequences, context), self.time.seconds((), sequences, context))
+        """As a worker does at start-up."""
+        spec = self._spec
+        most, pages = self.batcher.max_tokens, self.info.pages
+        steps = [
+            probe
+            for probe in probes(most, spec.max_sequences)
+            if probe.sequences * -(-probe.length // self.sim.block_tokens) <= pages
+        ]
+        calibrate(self.batcher.cost, steps, self._probed)
+
+    def _probed(self, probe: Probe) -> float:
+        if probe.start:
+            return self.time.seconds((), probe.sequences, probe.work.decode_context)
+        return self.time.seconds([(0, probe.count)] * probe.sequences, 0, 0)
 
     @property
     def name(self) -> str:
@@ -121,14 +126,19 @@ class WorkerModel(Steps):
             return
         limit = min(cacheable_blocks(work.prompt_tokens, self.sim.block_tokens), len(work.keys) // KEY_BYTES)
         job.tiers = bytearray([DRAM]) * limit
-        if work.handoff is None:
-            job.opened = True
-        else:
-            self.loop.after(self.sim.delay, work.handoff.open, job)
         if not self._pooled:
-            self._brought(job, {})
+            job.brought = job.opened = True
+            self._seek(job)
             return
-        self.node.bring(work.keys[: limit * KEY_BYTES], work.sources, lambda tiers: self._brought(job, tiers))
+        job.coming_at = self.loop.now + max((source.ready for source in work.sources), default=0.0)
+        if work.handoff is None:
+            job.brought = job.opened = True
+            self._seek(job)
+            return
+        self.loop.after(self.sim.delay, work.handoff.open, job)
+        # What somebody computes just now cannot be had ahead.
+        there = tuple(source for source in work.sources if not source.ready)
+        self.node.bring(work.keys[: limit * KEY_BYTES], there, lambda tiers: self._brought(job, tiers))
 
     def _refuse(self, work: Work, kind: str) -> None:
         self.loop.after(self.sim.delay, work.request.on_failed, work.attempt, self.name, kind)
@@ -171,9 +181,9 @@ class WorkerModel(Steps):
     def fail(self) -> None:
         """The process dies, and with it all its connections: nothing stays held for it."""
         self.touch()
+        self.alive = False
         for id in list(self.jobs):
             self.end(id)
-        self.alive = False
         self._forget()
 
     def revive(self, info: WorkerInfo) -> None:
@@ -208,14 +218,32 @@ class WorkerModel(Steps):
             self._seek(job)
 
     def _seek(self, job: Job) -> None:
-        """Pins what this node's DRAM has of the prefix, and lets the Batcher have it."""
+        """Has the rest of the prefix brought, but not before all of it is expected to be where it is to come from."""
         if not (job.brought and job.opened):
             return
+        if self.loop.now < job.coming_at:
+            self.loop.at(job.coming_at, self._seek, job)
+        elif self._here(job):
+            keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
+            if self._pooled and (job.work.handoff is None or any(source.ready for source in job.work.sources)):
+                self.node.bring(keys, job.work.sources, lambda tiers: self._found(job, tiers))
+            else:
+                self._found(job, {})
+
+    def _found(self, job: Job, tiers: dict[int, int]) -> None:
+        """All that can be had is here: pins it, and lets the Batcher have it."""
+        if not self._here(job):
+            return
+        self.touch()
+        for block, tier in tiers.items():
+            job.tiers[block] = tier
         self._pin(job)
         self._wake()
 
     def _pin(self, job: Job) -> None:
-        keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
+        sequence = job.sequence
+        limit = min(cacheable_blocks(len(sequence.tokens), self.sim.block_tokens), len(sequence.keys))
+        keys = b"".join(sequence.keys[:limit])
         here = self.node.leading(keys)[0] if self.node.up and self._pooled else 0
         if here:
             tag = self.sim.tag()
@@ -257,13 +285,12 @@ class WorkerModel(Steps):
     def _late(self, job: Job) -> None:
         self._fail(job, "late")
 
+    def _lost(self, job: Job) -> None:
+        self._fail(job, "need_prefill")
+
     def _resume(self, job: Job) -> None:
         """Preempted: looks again for what the pool still has."""
         self._release(job)
-        if job.work.part == "decode":
-            job.tiers = bytearray([DRAM]) * min(
-                cacheable_blocks(len(job.sequence.tokens), self.sim.block_tokens), len(job.work.keys) // KEY_BYTES
-            )
         self._pin(job)
 
     def _load(self, job: Job, first: int, blocks: int) -> None:
@@ -392,9 +419,15 @@ class WorkerModel(Steps):
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
+    @property
+    def progress(self) -> int:
+        """Steps, and rounds of the loop without one: it turns every second at least."""
+        return super().progress + self._rounds
+
     def heartbeat(self) -> list[WorkerToConductor]:
         """What it says of itself, twice a second."""
         batcher = self.batcher
+        self._rounds += self._step is None and self._run is None
         loads, self.node.loads = self.node.loads, []
         accepted, self._accepted = self._accepted, []
         return [

@@ -107,6 +107,18 @@ def test_chunks_of_a_prompt_run_on_the_stages_of_a_group_at_once(tmp_path: Path,
     assert records.outcome[0] == 0
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_an_answer_waits_for_each_token_to_pass_all_stages(tmp_path: Path, both: bool) -> None:
+    time = model(tmp_path)
+    spec = cluster(time, 0, 0, 1) if both else cluster(time)
+    workers = tuple(msgspec.structs.replace(each, stages=4) for each in spec.workers)
+    spec = msgspec.structs.replace(spec, workers=workers)
+    records = simulated([request(0.0, range(3), output=100)], spec).measure.report("").records
+    seconds = StepTime.load(time).seconds
+    assert records.tbt[0] >= seconds([], 1, 140)
+    assert records.tbt_mean[0] == pytest.approx(seconds([], 1, 103), rel=0.05)
+
+
 def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) -> None:
     spec = cluster(model(tmp_path), prefill=2)
     requests = [request(0.0, range(5)), request(1.0, range(5)), request(2.0, [*range(5), 9])]

@@ -60,7 +60,12 @@ def cases(draw: st.DrawFn) -> Case:
         node=node,
         pages=draw(st.sampled_from([12, 40])),
         max_sequences=draw(st.sampled_from([2, 16])),
-        slo=Slo(ttft=2.0, tbt=0.1, deadline=deadline),
+        slo=Slo(
+            ttft=draw(st.sampled_from([None, 0.3, 2.0])),
+            tbt=draw(st.sampled_from([None, 0.02, 0.1])),
+            deadline=deadline,
+        ),
+        stages=draw(st.sampled_from([1, 1, 3])),
         discipline="ours"
         if prefill or decode
         else draw(st.sampled_from(["ours", "ours", "vllm", "vllm-pc", "vllm-cp"])),
@@ -69,7 +74,8 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(1, 25))):
         arrival += draw(st.sampled_from([0.0, 0.01, 0.3]))
         path = [draw(st.integers(0, 2)) for _ in range(draw(st.integers(0, 9)))]
-        requests.append(request(arrival, path, draw(st.integers(1, BLOCK - 1)), draw(st.integers(1, 60))))
+        terms = {"tenant": draw(st.sampled_from(["", "a", "b"])), "priority": draw(st.sampled_from([0, 0, 1]))}
+        requests.append(request(arrival, path, draw(st.integers(1, BLOCK - 1)), draw(st.integers(1, 60)), **terms))
     names = [f"{role}{n:04}" for n, role in enumerate(["prefill"] * prefill + ["decode"] * decode + ["both"] * both)]
     failures = []
     for _ in range(draw(st.integers(0, 2))):
@@ -106,7 +112,7 @@ def test_the_digest_is_the_same_step_by_step_and_fast_forward(case: Case) -> Non
     for each in fast.requests:
         if each.outcome == 0:
             # An answer ends early where it fills all pages there are.
-            pages = case.spec.workers[0].pages * BLOCK + 1
+            pages = case.spec.workers[0].pages * case.spec.workers[0].stages * BLOCK + 1
             assert each.held == min(each.request.output_tokens, pages - each.request.prompt_tokens)
 
 

@@ -17,5 +17,8 @@ class Baseline:
         return None if case.free else refuse_ttft(case, case.waited + case.ttft)
 
     def prefilled(self, case: Case) -> Refusal | None:
-        """Whether a request whose prompt has just been computed is turned away after all."""
+        """Whether a request whose prompt has just been computed is turned away after all. Alone it harms nobody."""
+        worker = case.view.workers[case.choice.decode].worker
+        if not case.forecast.batch(worker, case.now, case.now).sequences:
+            return None
         return refuse_tbt(case, present_gap(case), case.ask.slo.tbt)
