@@ -30,7 +30,8 @@ Written by `make paper`; not to be edited. Conductor, policies, batcher, pools a
 serve; compute, links and clocks are modelled (`scheduler/sim`). Costs: LLaMA3-70B on eight A800, the prefill fit of
 the paper's own figures; decode twice, as calibrated to the gaps of its cluster runs and as single requests imply it.
 Traces: those that its authors published, raw arrivals (on a grid of 3 s); the tool&agent trace was not, and is a
-RECONSTRUCTION from what is known of it, of which the first half hour is run. One set of parameters for all figures,
+RECONSTRUCTION from what is known of it, of which the first half hour is run; of the technical report's trace there is
+the head. One set of parameters for all figures,
 none tuned for one: they stand in `bench/paper/cases.py`, with what our conductor has that the paper's has not.
 """
 

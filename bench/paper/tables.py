@@ -10,6 +10,8 @@ from bench.common import line, tidy
 
 #: Relative differences up to which a value counts as reproduced, and as near.
 REPRODUCED, NEAR = 0.10, 0.25
+#: Values of a table that are named in the summary: the first, as a table begins with what matters most.
+MOST = 8
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Table:
         lines.append("")
         if self.plot:
             lines += [f"![{self.title}](paper/{self.plot})", ""]
-        return "\n".join([*lines, *(f"{remark}\n" for remark in self.remarks)])
+        # What explains a difference stands in the summary.
+        return "\n".join(lines if self.differing() else [*lines, *(f"{remark}\n" for remark in self.remarks)])
 
 
 def show(value: float | None, unit: str) -> str:
@@ -97,8 +100,11 @@ def document(tables: Iterable[Table], head: str) -> str:
     for table in tables:
         worst = table.differing()
         if worst:
-            cases = ", ".join(f"{row.case} ({show(row.ratio, '')})" for row in worst)
-            lines.append(f"* **{table.title}**: {cases}. {' '.join(table.remarks)}".rstrip())
+            cases = ", ".join(f"{row.case} ({show(row.ratio, '')})" for row in worst[:MOST])
+            more = f"; {len(worst) - MOST} more" if len(worst) > MOST else ""
+            judged = sum(row.paper is not None for row in table.rows)
+            lines.append(f"* **{table.title}**, {len(worst)} of {judged} values (ours / paper): {cases}{more}.")
+            lines += [f"  * {remark}" for remark in table.remarks]
     compared = sum(count for verdict, count in counts.items() if verdict != "-")
     lines += [
         "",

@@ -62,12 +62,13 @@ def test_what_does_not_match_is_said_first() -> None:
     good.add("fine", 1.0, 1.0, "s")
     bad.add("off", 3.0, 1.0, "s")
     bad.add("near", 1.2, 1.0, "s")
+    bad.add("far", 0.1, 1.0, "s")
     bad.add("ours alone", 1.0, None, "s")
     text = document([good, bad], "# Head\n")
-    first = text.index("**What does not**: off (3)")
+    first = text.index("* **What does not**, 2 of 3 values (ours / paper): off (3), far (0.1).\n  * why")
     assert first < text.index("## What agrees")
     assert "**What agrees**" not in text
-    assert "Of 3 values 1 are reproduced (within 10%), 1 are near (within 25%), 1 differ." in text
+    assert "Of 4 values 1 are reproduced (within 10%), 1 are near (within 25%), 2 differ." in text
     assert "| off | 1 s | 3 s | 3 | differs |" in text
     assert "| ours alone | - | 1 s | - | - |" in text
     bad.forget_paper()
