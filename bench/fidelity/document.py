@@ -24,7 +24,7 @@ PREFERRED = """Others used the machine meanwhile, so the live clusters and their
 
 BESIDE = """## What the simulator does not model
 
-* **HTTP, tokenization, detokenization and Python's loops.** What they cost one request alone is in three constants
+* **HTTP, tokenization, detokenization and Python's loops.** What they cost one request alone is in four constants
   (below each cluster), measured on it while it was idle, once, and the same for all its turns and loads. What they cost
   more under load, as processes wait for a processor and one loop for the requests before it, is not: live tails are
   longer than simulated ones.
