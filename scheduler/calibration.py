@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from .cost import StepWork, context_of
+from .cost import StepCost, StepWork, context_of
 
 #: Steps that decode behind each batch of prompts.
 DECODES = 2
+#: Seconds it may take. On a slow machine it ends early and the first requests teach the rest.
+LIMIT = 2.0
+#: Of steps with fewer prompt tokens, the step itself is most.
+TELLING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +43,20 @@ def probes(max_tokens: int, max_sequences: int) -> Iterator[Probe]:
             yield Probe(sequences, 0, tokens, length)
             for start in range(tokens, length):
                 yield Probe(sequences, start, 1, length)
+
+
+def calibrate(
+    cost: StepCost, steps: Iterable[Probe], seconds_of: Callable[[Probe], float], limit: float = LIMIT
+) -> None:
+    """Lets `cost` observe these steps. seconds_of: computes one and says how long it took. limit: seconds in all; none
+    is begun that will probably not end in time, as far as those before it tell.
+    """
+    passed = worst = 0.0
+    for probe in steps:
+        if passed + worst * probe.work.prefill_tokens > limit:
+            break
+        seconds = seconds_of(probe)
+        passed += seconds
+        cost.observe(probe.work, seconds)
+        if probe.work.prefill_tokens >= TELLING:
+            worst = max(worst, seconds / probe.work.prefill_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View
+from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View, some
 from .messages import Route
 from .types import Role, WorkerInfo
 
@@ -27,7 +27,7 @@ class Refused(Exception):
         self.kind, self.reason, self.retry_after = kind, reason, retry_after
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Masks:
     """Rows that may take the prefill part (alone, or as role both) and the decode part of a hand-off."""
 
@@ -40,14 +40,14 @@ class Masks:
 
     def paired(self, both: Bools) -> Masks:
         """Without prefill workers that have no decode worker to hand off to."""
-        return self if self.decodes.any() else Masks(self.prefills & both, self.decodes)
+        return self if some(self.decodes) else Masks(self.prefills & both, self.decodes)
 
     @property
     def some(self) -> bool:
-        return bool(self.prefills.any())
+        return some(self.prefills)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Candidates:
     """view: its masks narrowed to those that fit the request. filters: who passed which of them, in their order, and
     what is to be said of the others.
@@ -84,7 +84,7 @@ def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candida
         others = np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool)
         wishes.insert(0, ("it has just failed this request", others))
     for reason, rows in wishes:
-        if not rows.all():
+        if some(~rows):
             narrower = masks.within(rows, both)
             if narrower.some:
                 masks = narrower

@@ -6,10 +6,12 @@ columns. Columns are kept between requests; a heartbeat rewrites one row.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +22,12 @@ from .types import Node, Role, WorkerInfo
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+
+
+def some(mask: Bools) -> bool:
+    """Whether any row is true. Several times as fast as `any`, and each decision asks it a dozen times."""
+    return bool(np.count_nonzero(mask))
+
 
 #: Workers and daemons remembered after their death, for their counters.
 MAX_DEAD = 1024
@@ -34,11 +42,11 @@ SPARE_SLOTS = 1
 SAME_FACTOR = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(msgspec.Struct, frozen=True):
     """What a plan adds to its worker until heartbeats show it.
 
-    seconds: of prefill. prompt_tokens: to be computed. context: tokens whose KV it will keep while it decodes.
+    seconds: of prefill. prompt_tokens: to be computed. context: tokens whose KV it will keep while it decodes, and
+    pages those will fill.
     """
 
     at: float
@@ -46,6 +54,23 @@ class Assigned:
     prompt_tokens: int
     sequences: int
     context: int = 0
+    pages: int = 0
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of all plans that a worker is charged with: to add them up anew took most of a decision."""
+
+    sequences: int = 0
+    prompt_tokens: int = 0
+    context: int = 0
+    pages: int = 0
+
+    def add(self, plan: Assigned, sign: int = 1) -> None:
+        self.sequences += sign * plan.sequences
+        self.prompt_tokens += sign * plan.prompt_tokens
+        self.context += sign * plan.context
+        self.pages += sign * plan.pages
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +100,9 @@ class Worker:
     correction: float = 1.0
     counters: dict[str, float] = field(default_factory=dict)
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
+    plans: Sums = field(default_factory=Sums)
     recent: Recent = field(default_factory=Recent)
+    _until: float | None = None
 
     @property
     def stuck(self) -> bool:
@@ -84,10 +111,42 @@ class Worker:
     @property
     def busy_until(self) -> float:
         """When all prompts accepted or planned so far are computed: one after the other, and never before they come."""
-        until = self.told + self.queue_seconds * self.correction
-        for plan in self.assigned.values():
-            until = max(until, plan.at) + plan.seconds
-        return until
+        if self._until is None:
+            until = self.told + self.queue_seconds * self.correction
+            for plan in self.assigned.values():
+                if plan.at > until:
+                    until = plan.at
+                until += plan.seconds
+            self._until = until
+        return self._until
+
+    def changed(self) -> None:
+        """Its queue was told anew: when it ends is to be worked out again."""
+        self._until = None
+
+    def assign(self, key: tuple[str, int], plan: Assigned) -> None:
+        """It is charged with one more plan, the latest."""
+        self.unassign(key)
+        self.assigned[key] = plan
+        self.plans.add(plan)
+        if self._until is not None:
+            self._until = max(self._until, plan.at) + plan.seconds
+
+    def unassign(self, key: tuple[str, int]) -> bool:
+        """It is not charged with this plan any more; False: it was not."""
+        plan = self.assigned.pop(key, None)
+        if plan is None:
+            return False
+        self.plans.add(plan, -1)
+        if plan.seconds:
+            self._until = None
+        return True
+
+    def keep(self, assigned: dict[tuple[str, int], Assigned]) -> None:
+        """It is charged with these plans only."""
+        self.assigned, self.plans, self._until = assigned, Sums(), None
+        for plan in assigned.values():
+            self.plans.add(plan)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,8 +170,8 @@ class Daemon:
         return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
 
 
-# Not frozen: that would make each take several times as long to build, and one is built for each request.
-@dataclass(slots=True, eq=False)
+# Neither frozen nor with slots: one is built for each request, of the columns of the one before (`Group.view`).
+@dataclass(eq=False)
 class View:
     """Columns over `workers` [W], all of one namespace and alive. Seconds, tokens and pages. Columns cannot be written
     to; only whoever makes a view narrows it, before anybody else sees it.
@@ -178,28 +237,34 @@ class View:
         context = rest * (tokens + cached + 1) / 2
         return steps * self.step_seconds + rest * self.token_seconds + context * self.context_seconds
 
+    def prefill_seconds_of(self, row: int, tokens: int, cached: int) -> float:
+        """The same of one worker: the same number, without ten columns."""
+        rest = tokens - cached
+        steps = -(-rest // self.max_tokens_per_step.item(row))
+        context = rest * (tokens + cached + 1) / 2
+        seconds: float = (
+            steps * self.step_seconds.item(row)
+            + rest * self.token_seconds.item(row)
+            + context * self.context_seconds.item(row)
+        )
+        return seconds
 
-#: Columns of each type, in the order in which `Group.update` writes them.
-INTS = (
-    "node",
+
+#: Columns that every plan changes, and those that only heartbeats do, in the order in which `Group` writes them.
+LOAD_INTS = (
     "running",
     "free_pages",
-    "pages",
-    "pool_slots",
-    "max_positions",
-    "max_tokens_per_step",
     "queued_requests",
     "queued_tokens",
     "running_context",
-    "max_sequences",
     "cached_blocks",
     "recent_prompt",
     "recent_computed",
     "recent_output",
 )
+LOAD_FLOATS = ("queue_seconds", "tbt")
+INTS = ("node", "pages", "pool_slots", "max_positions", "max_tokens_per_step", "max_sequences")
 FLOATS = (
-    "queue_seconds",
-    "tbt",
     "step_seconds",
     "token_seconds",
     "context_seconds",
@@ -210,6 +275,28 @@ FLOATS = (
     "correction",
 )
 BOOLS = ("both", "prefills", "decodes", "takes", "measured", "inlines")
+
+
+class _Table:
+    """Columns of one type. Those that were handed out stay as they were: all are copied before the next change."""
+
+    def __init__(self, names: tuple[str, ...], count: int, kind: type) -> None:
+        self._names = names
+        self._cells: npt.NDArray[Any] = np.zeros((len(names), count), dtype=kind)
+        self._shown: dict[str, npt.NDArray[Any]] | None = None
+
+    def cells(self) -> npt.NDArray[Any]:
+        """[column, row], to be written to."""
+        if self._shown is not None:
+            self._cells, self._shown = self._cells.copy(), None
+        return self._cells
+
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """[row] each, by name; they cannot be written to."""
+        if self._shown is None:
+            self._cells.flags.writeable = False
+            self._shown = dict(zip(self._names, self._cells, strict=True))
+        return self._shown
 
 
 class Group:
@@ -229,71 +316,40 @@ class Group:
             for info in self._infos
         )
         # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
-        self._ints: Ints = np.zeros((len(INTS), count), dtype=np.int64)
-        self._floats: F64 = np.zeros((len(FLOATS), count))
-        self._bools: Bools = np.zeros((len(BOOLS), count), dtype=bool)
-        self._shown = False
+        self._load_ints = _Table(LOAD_INTS, count, np.int64)
+        self._load_floats = _Table(LOAD_FLOATS, count, np.float64)
+        # Apart, as these stay the same from one plan to the next: a view takes them over as they are.
+        self._ints = _Table(INTS, count, np.int64)
+        self._floats = _Table(FLOATS, count, np.float64)
+        self._bools = _Table(BOOLS, count, np.bool_)
+        #: By row, what was last written to these three.
+        self._written: list[tuple[object, ...]] = [()] * count
+        #: What views take over as it is; None: it is to be gathered anew.
+        self._kept: dict[str, object] | None = None
         for worker in members:
             self.update(worker, daemons)
 
     def update(self, worker: Worker, daemons: dict[str, Daemon]) -> None:
         """Rewrites the worker's row."""
-        if self._shown:
-            # A view that was handed out stays as it was.
-            self._ints, self._floats, self._bools = self._ints.copy(), self._floats.copy(), self._bools.copy()
-            self._shown = False
-        info, cost, plans = worker.info, worker.cost, worker.assigned.values()
+        self.charge(worker, daemons)
+        info, cost = worker.info, worker.cost
         base, token, context, sequence, history = cost.coefficients
-        step = base
-        block_tokens = self._block_tokens
-        running, tokens = worker.running + worker.queued_requests, worker.queued_tokens
-        kept = worker.running_context + worker.expected_tokens
-        pages = -(-worker.expected_tokens // block_tokens)
-        for plan in plans:
-            running += plan.sequences
-            tokens += plan.prompt_tokens
-            kept += plan.context
-            pages += -(-plan.context // block_tokens)
-        gap = 0.0
-        if info.role.decodes:
-            # A decode step carries every sequence; beside prefill, each of its steps is that much longer.
-            gap = step + sequence * (running + 1) + history * kept
-            if info.role.prefills:
-                step += sequence * worker.running + history * worker.running_context
-        right = worker.correction
+        step, right = base, worker.correction
+        if info.role is Role.BOTH:
+            # Beside prefill, each decode step is part of it.
+            step += sequence * worker.running + history * worker.running_context
         daemon = daemons.get(info.node.node)
-        row = self.row[info.worker]
-        self._ints[:, row] = (
+        free = not worker.stuck
+        ints = (
             self._node_row[info.node.node],
-            running,
-            worker.free_pages - pages,
             info.pages,
             info.pool_slots,
             info.max_positions,
             info.max_tokens_per_step,
-            worker.queued_requests + len(worker.assigned),
-            tokens,
-            kept,
             info.max_sequences,
-            daemon.blocks if daemon is not None else 0,
-            worker.recent.prompt,
-            worker.recent.computed,
-            worker.recent.output,
         )
-        self._floats[:, row] = (
-            worker.busy_until,
-            gap,
-            step * right,
-            token * right,
-            context * right,
-            sequence,
-            history,
-            base,
-            cost.error,
-            right,
-        )
-        free = not worker.stuck
-        self._bools[:, row] = (
+        floats = (step * right, token * right, context * right, sequence, history, base, cost.error, right)
+        bools = (
             info.role is Role.BOTH,
             info.role.prefills and free,
             info.role.decodes and free,
@@ -301,25 +357,60 @@ class Group:
             cost.measured,
             False,
         )
+        row = self.row[info.worker]
+        if self._written[row] != (ints, floats, bools):
+            self._written[row], self._kept = (ints, floats, bools), None
+            self._ints.cells()[:, row] = ints
+            self._floats.cells()[:, row] = floats
+            self._bools.cells()[:, row] = bools
+
+    def charge(self, worker: Worker, daemons: dict[str, Daemon]) -> None:
+        """Rewrites of the worker's row what plans change."""
+        info, plans, recent = worker.info, worker.plans, worker.recent
+        running = worker.running + worker.queued_requests + plans.sequences
+        kept = worker.running_context + worker.expected_tokens + plans.context
+        gap = 0.0
+        if info.role is not Role.PREFILL:
+            # A decode step carries every sequence.
+            step, _, _, sequence, history = worker.cost.coefficients
+            gap = step + sequence * (running + 1) + history * kept
+        daemon = daemons.get(info.node.node)
+        row = self.row[info.worker]
+        # Cell by cell: numpy takes longer to make a row of a tuple than to write ten numbers.
+        ints, floats = self._load_ints.cells(), self._load_floats.cells()
+        ints[0, row] = running
+        ints[1, row] = worker.free_pages + -worker.expected_tokens // self._block_tokens - plans.pages
+        ints[2, row] = worker.queued_requests + len(worker.assigned)
+        ints[3, row] = worker.queued_tokens + plans.prompt_tokens
+        ints[4, row] = kept
+        ints[5, row] = daemon.blocks if daemon is not None else 0
+        ints[6, row] = recent.prompt
+        ints[7, row] = recent.computed
+        ints[8, row] = recent.output
+        floats[0, row] = worker.busy_until
+        floats[1, row] = gap
 
     def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
-        self._shown = True
-        for table in (self._ints, self._floats, self._bools):
-            table.flags.writeable = False
-        floats = dict(zip(FLOATS, self._floats, strict=True))
-        floats["queue_seconds"] = np.maximum(floats["queue_seconds"] - now, 0.0)
-        return View(
-            workers=self._infos,
-            nodes=self._nodes,
-            block_tokens=self._block_tokens,
-            block_bytes=self._block_bytes,
-            turn=turn,
-            fits_all=self._fits_all,
-            **dict(zip(INTS, self._ints, strict=True)),
-            **floats,
-            **dict(zip(BOOLS, self._bools, strict=True)),
-        )
+        if self._kept is None:
+            self._kept = {
+                "workers": self._infos,
+                "nodes": self._nodes,
+                "block_tokens": self._block_tokens,
+                "block_bytes": self._block_bytes,
+                "fits_all": self._fits_all,
+                **self._ints.columns(),
+                **self._floats.columns(),
+                **self._bools.columns(),
+            }
+        load = self._load_floats.columns()
+        # To hand 35 arguments to a constructor takes longer than all else here.
+        view = View.__new__(View)
+        view.__dict__.update(self._kept)
+        view.__dict__.update(self._load_ints.columns())
+        view.turn, view.tbt = turn, load["tbt"]
+        view.queue_seconds = np.maximum(load["queue_seconds"] - now, 0.0)
+        return view
 
 
 class Cluster:
@@ -351,7 +442,8 @@ class Cluster:
             if known.info.namespace == info.namespace:
                 worker.cost, worker.correction = known.cost, known.correction
             if known.info.incarnation == info.incarnation:
-                worker.assigned, worker.running = known.assigned, known.running
+                worker.running = known.running
+                worker.keep(known.assigned)
                 worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
                 worker.queue_seconds, worker.told = known.queue_seconds, known.told
                 worker.running_context, worker.expected_tokens = known.running_context, known.expected_tokens
@@ -381,13 +473,14 @@ class Cluster:
         if message.cost.measured or not worker.cost.measured:
             # A worker that has just been restarted knows less of its speed than its last life did.
             worker.cost = message.cost
+        worker.changed()
         if worker.assigned:
             # Its own counts show now what it has taken in; and whatever was planned before the last heartbeat but one
             # has reached it, or never will.
             taken, shown = set(message.accepted), now - 2 * HEARTBEAT_EVERY
-            worker.assigned = {
-                key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown
-            }
+            left = {key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown}
+            if len(left) < len(worker.assigned):
+                worker.keep(left)
         worker.recent.expire(now)
         self.touch(message.worker)
         return True
@@ -398,7 +491,7 @@ class Cluster:
         if worker is None or not worker.alive:
             return False
         worker.alive = False
-        worker.assigned.clear()
+        worker.keep({})
         self._groups.clear()
         return True
 
@@ -410,8 +503,8 @@ class Cluster:
         """A plan sends work there; heartbeats show it only later."""
         worker = self.workers.get(name)
         if worker is not None and worker.alive:
-            worker.assigned[key] = plan
-            self.touch(name)
+            worker.assign(key, plan)
+            self._charge(name, worker)
 
     def gave(self, name: str, now: float, prompt: int = 0, computed: int = 0, output: int = 0) -> None:
         """A plan gives the worker a prompt, of which so much is to compute, or an answer to decode: for `Recent`."""
@@ -421,8 +514,13 @@ class Cluster:
 
     def unassign(self, name: str, key: tuple[str, int]) -> None:
         worker = self.workers.get(name)
-        if worker is not None and worker.assigned.pop(key, None) is not None:
-            self.touch(name)
+        if worker is not None and worker.unassign(key):
+            self._charge(name, worker)
+
+    def _charge(self, name: str, worker: Worker) -> None:
+        group = self._groups.get((worker.info.model, self._namespace[name]))
+        if group is not None and worker.alive:
+            group.charge(worker, self.daemons)
 
     def daemon(self, node: Node) -> None:
         """The node's daemon has dialled in. Its counters of before stand until its next heartbeat."""
@@ -453,6 +551,7 @@ class Cluster:
         worker = self.workers.get(name)
         if worker is not None and abs(worker.correction - factor) > SAME_FACTOR:
             worker.correction = factor
+            worker.changed()
             self.touch(name)
 
     def touch(self, name: str) -> None:
@@ -478,12 +577,16 @@ class Cluster:
 
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""
-        total: Counter[str] = Counter()
-        for worker in self.workers.values():
-            total.update(worker.counters)
-        for daemon in self.daemons.values():
-            total.update(daemon.counters)
-        return dict(total)
+        total: dict[str, float] = {}
+        reports: list[Mapping[str, float]] = [worker.counters for worker in self.workers.values()]
+        reports += [daemon.counters for daemon in self.daemons.values()]
+        for counters in reports:
+            # Most name who reports them.
+            if total.keys().isdisjoint(counters):
+                total.update(counters)
+            else:
+                total.update({name: total.get(name, 0) + value for name, value in counters.items()})
+        return total
 
     def _limit(self) -> None:
         dead = [name for name, worker in self.workers.items() if not worker.alive]
@@ -494,7 +597,12 @@ class Cluster:
             del self.daemons[name]
 
     def check(self) -> None:
-        """Raises AssertionError if a group holds a dead worker or misses a live one."""
+        """Raises AssertionError if a group holds a dead worker or misses a live one, or what it says is not so."""
+        for worker in self.workers.values():
+            sums = Sums()
+            for plan in worker.assigned.values():
+                sums.add(plan)
+            assert worker.plans == sums, "a worker is charged with more or less than its plans"
         assert set(self.workers) == set(self._namespace), "a worker has no namespace"
         for model, namespace in self._groups:
             view = self.view(model, namespace, 0, 0.0)
@@ -502,3 +610,9 @@ class Cluster:
             names = [info.worker for info in view.workers]
             alive = [info.worker for info in self.live() if info.model == model]
             assert names == [name for name in alive if self._namespace[name] == namespace], "a group is out of date"
+            anew = Group([self.workers[name] for name in names], self.daemons).view(0, 0.0)
+            # Of its daemon's blocks a row is told with the worker's next heartbeat or plan.
+            for column in (*LOAD_INTS, "tbt", *INTS, *FLOATS, "both", "takes", "measured"):
+                if column == "cached_blocks":
+                    continue
+                assert np.array_equal(getattr(view, column), getattr(anew, column)), f"{column} is out of date"

@@ -14,45 +14,44 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .cluster import Bools, Ints, View
+from .cluster import Bools, Ints, View, some
 from .cost import F64
 from .link_cost import LINK_DELAY, LinkCost
 from .messages import Route
 from .overlap import Overlap
 from .policies.base import Ask, ttft
 
+#: Of those who wait for somebody else's prefill, if nobody does.
+NOBODY: Bools = np.zeros(0, dtype=bool)
 #: To wait for somebody else's prefill is worth it if it takes longer by this share of the computing that it spares: the
 #: first of a burst finds idle workers, and they are not to compute its prefix once each.
 SHARING = 0.1
+#: Seconds from the predicted end of a prefill until its last block can be fetched: grants, messages, copies.
+SETTLING = 0.01
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Estimate:
     """The ask that a policy gets. awaited: [W] who has the longest prefix only once somebody has computed it; of length
-    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is.
+    0: nobody. fetch_ready: when what is to be fetched is there; 0: it is. fetch_row: who computes it meanwhile.
     """
 
     ask: Ask
     awaited: Bools
     fetch_ready: float = 0.0
+    fetch_row: int = 0
 
 
 def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output_tokens: float, now: float) -> Estimate:
     """See the module. output_tokens: predicted length of the answer."""
-    node, size = view.node, view.block_bytes
-    held = overlap.held[node]
-    prefix = np.maximum(held, overlap.device)
-    ssd = overlap.ssd[node]
-    load = transfer = np.zeros(len(prefix))
+    ssd = overlap.ssd[view.node]
+    load = transfer = np.zeros(len(ssd))
     if overlap.best:
-        beyond = np.maximum(held - overlap.device, 0)
-        load = beyond * size * links.device_seconds(view.nodes)[node]
-        if overlap.ssd.any():
-            load += np.minimum(ssd, beyond) * size / links.ssd_rates(view.nodes)[node]
-        transfer = _transfer(view, overlap, overlap.best - prefix, links, now)
+        load = _load(view, overlap, ssd, links)
+        transfer = _transfer(view, overlap, overlap.best - overlap.has, links, now)
     ask = Ask(
         route.prompt_tokens,
-        prefix,
+        overlap.has,
         overlap.best,
         load,
         transfer,
@@ -65,18 +64,36 @@ def estimate(view: View, route: Route, overlap: Overlap, links: LinkCost, output
         priority=route.priority,
     )
     if not overlap.some_coming:
-        return Estimate(ask, np.zeros(0, dtype=bool))
-    return _fetch_coming(view, overlap, _await_coming(view, overlap, ask, now), links, now)
+        return Estimate(ask, NOBODY)
+    awaited = _await_coming(view, overlap, ask, now)
+    return _fetch_coming(view, overlap, Estimate(ask, awaited), links, now)
+
+
+def _load(view: View, overlap: Overlap, ssd: Ints, links: LinkCost) -> F64:
+    """[W] to bring what the worker's node holds into its pages. ssd: [W] blocks of that which only the SSD has."""
+    seconds: F64 = np.zeros(len(ssd))
+    reads = np.count_nonzero(ssd) > 0
+    if not (reads or links.copies_measured):
+        return seconds
+    beyond = np.maximum(overlap.held[view.node] - overlap.device, 0)
+    if links.copies_measured:
+        seconds = beyond * view.block_bytes * links.device_seconds(view.nodes)[view.node]
+    if reads:
+        seconds += np.minimum(ssd, beyond) * view.block_bytes / links.ssd_rates(view.nodes)[view.node]
+    return seconds
 
 
 def _transfer(view: View, overlap: Overlap, blocks: Ints, links: LinkCost, now: float) -> F64:
     """[W] to fetch so many blocks, from whoever holds most of the prefix."""
     source, node = overlap.source, view.node
     size = blocks * view.block_bytes
-    # Which of its blocks are on SSD is not asked: those that are fetched, at worst.
-    read = np.minimum(blocks, overlap.source_ssd) * (view.block_bytes / links.rate(source, source))
     wait = links.queues(source, view.nodes, now)[node]
-    return np.where(size > 0, wait + LINK_DELAY + size / links.rates(source, view.nodes)[node] + read, 0.0)
+    seconds = wait + LINK_DELAY + size / links.rates(source, view.nodes)[node]
+    if overlap.source_ssd:
+        # Which of its blocks are on SSD is not asked: those that are fetched, at worst.
+        read = view.block_bytes / links.rate(source, source)
+        seconds = seconds + np.minimum(blocks, overlap.source_ssd) * read
+    return np.where(size > 0, seconds, 0.0)
 
 
 def _handoff(view: View, prompt_tokens: int, overlap: Overlap, links: LinkCost, now: float) -> Callable[[int], F64]:
@@ -93,35 +110,38 @@ def _handoff(view: View, prompt_tokens: int, overlap: Overlap, links: LinkCost, 
     return seconds
 
 
-def _await_coming(view: View, overlap: Overlap, ask: Ask, now: float) -> Estimate:
-    """Who computes a longer prefix just now need not compute it twice, if waiting for it is shorter."""
+def _await_coming(view: View, overlap: Overlap, ask: Ask, now: float) -> Bools:
+    """Who computes a longer prefix just now need not compute it twice, if waiting for it is shorter: then the ask says
+    so. [W] who waits; of length 0: nobody.
+    """
+    tokens = ask.prompt_tokens
     wait = np.maximum(overlap.ready - now - view.queue_seconds, 0.0)
-    now_seconds = ask.load_seconds + view.prefill_seconds(ask.prompt_tokens, ask.prefix * view.block_tokens)
+    computed = view.prefill_seconds(tokens, ask.prefix * view.block_tokens)
     coming = np.maximum(overlap.coming, ask.prefix)
-    then_seconds = wait + view.prefill_seconds(ask.prompt_tokens, coming * view.block_tokens)
-    spared = view.prefill_seconds(ask.prompt_tokens, ask.prefix * view.block_tokens) - (then_seconds - wait)
-    awaited = (overlap.coming > ask.prefix) & (then_seconds < now_seconds + SHARING * spared)
-    if not awaited.any():
-        return Estimate(ask, awaited)
-    ask = replace(
-        ask,
-        prefix=np.where(awaited, coming, ask.prefix),
-        load_seconds=np.where(awaited, wait, ask.load_seconds),
-        # What is still fetched, is fetched beyond that.
-        transfer_seconds=np.where(awaited & (coming >= ask.best), 0.0, ask.transfer_seconds),
-    )
-    return Estimate(ask, awaited)
+    then_seconds = wait + view.prefill_seconds(tokens, coming * view.block_tokens)
+    spared = computed - (then_seconds - wait)
+    shorter = then_seconds < ask.load_seconds + computed + SHARING * spared
+    awaited: Bools = (overlap.coming > ask.prefix) & shorter
+    if not some(awaited):
+        return NOBODY
+    # What is still fetched, is fetched beyond that.
+    ask.transfer_seconds = np.where(awaited & (coming >= ask.best), 0.0, ask.transfer_seconds)
+    ask.load_seconds = np.where(awaited, wait, ask.load_seconds)
+    ask.prefix = np.where(awaited, coming, ask.prefix)
+    return awaited
 
 
 def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkCost, now: float) -> Estimate:
     """Others can fetch what is computed just now, once it is there: if the first token comes hardly later by that."""
     ask = estimate.ask
-    best = int(overlap.coming.max())
+    best = int(overlap.coming[overlap.coming.argmax()])
     if best <= ask.best:
         return estimate
-    (rows,) = np.nonzero(overlap.coming == best)
+    (rows,) = (overlap.coming == best).nonzero()
     row = int(rows[np.argmin(overlap.ready[rows])])
-    source, ready = view.nodes[view.node[row]], float(overlap.ready[row])
+    source = view.nodes[view.node[row]]
+    # Whoever looks a moment too early finds nothing of the last chunk, which may be all of it.
+    ready = now + (float(overlap.ready[row]) - now) * (1.0 + float(view.error[row])) + SETTLING
     size = (best - ask.prefix) * view.block_bytes
     wait = np.maximum(ready - now - view.queue_seconds, 0.0)
     move = links.queues(source, view.nodes, now) + LINK_DELAY
@@ -136,7 +156,7 @@ def _fetch_coming(view: View, overlap: Overlap, estimate: Estimate, links: LinkC
     spared = float((computed - left)[view.prefills].max(initial=0.0))
     if shared > alone + SHARING * spared:
         return estimate
-    return Estimate(later, estimate.awaited, ready)
+    return Estimate(later, estimate.awaited, ready, row)
 
 
 def soonest(view: View, ask: Ask) -> float:

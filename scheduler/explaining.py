@@ -19,7 +19,7 @@ from .types import KEY_BYTES, Plan
 KEPT = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Decision:
     """All that a choice rests on, and the choice. filters: as in `Candidates`."""
 
@@ -33,11 +33,15 @@ class Decision:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Kept:
+    """plan: None if the request was refused. explanation: of one that was refused before anything was decided."""
+
     gateway: str
+    request: int
     decision: Decision | None
-    plan: Plan | None
+    plan: Plan | None = None
+    refused: str = ""
     explanation: Explanation | None = None
 
 
@@ -48,13 +52,12 @@ class Decisions:
         self._kept: deque[_Kept] = deque(maxlen=KEPT)
 
     def planned(self, gateway: str, decision: Decision, plan: Plan) -> None:
-        self._kept.append(_Kept(gateway, decision, plan))
+        self._kept.append(_Kept(gateway, decision.route.request, decision, plan))
 
     def refused(self, gateway: str, route: Route, reason: str, at: float, decision: Decision | None) -> None:
         """decision: what had been decided before it was refused, if it came to that."""
-        if decision is not None:
-            said = explain(gateway, decision, None, reason)
-        else:
+        said = None
+        if decision is None:
             said = Explanation(
                 gateway=gateway,
                 request=route.request,
@@ -66,16 +69,15 @@ class Decisions:
                 best=0,
                 refused=reason,
             )
-        self._kept.append(_Kept(gateway, None, None, said))
+        self._kept.append(_Kept(gateway, route.request, decision, None, reason, said))
 
     def find(self, request: int | None) -> Explanation | None:
         """The latest one about this request, or the latest of all."""
         for kept in reversed(self._kept):
-            if kept.explanation is not None:
-                if request is None or kept.explanation.request == request:
+            if request is None or kept.request == request:
+                if kept.decision is None:
                     return kept.explanation
-            elif kept.decision is not None and (request is None or kept.decision.route.request == request):
-                return explain(kept.gateway, kept.decision, kept.plan)
+                return explain(kept.gateway, kept.decision, kept.plan, kept.refused)
         return None
 
 

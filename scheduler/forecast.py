@@ -5,10 +5,11 @@
 
 Nobody tells the conductor of single tokens, and of requests only when they end. Between, heartbeats correct: if fewer
 sequences run than should, those that were to join last are late (but who was once counted runs); if more, the next ones
-were early. An answer that goes
-on beyond its predicted length gets a new one, of those that long (`lengths.py`).
+were early. An answer that goes on beyond its predicted length gets a new one, of those that long (`lengths.py`).
 
-Columns over requests, kept dense (who ends is replaced by the last), so a question is a few passes over arrays.
+Columns over requests, kept dense (who ends is replaced by the last), so a question is a few passes over arrays. A
+worker's requests are brought up to date when somebody asks about that worker: one heartbeat costs a few additions, and
+a question costs no more for the workers that it is not about.
 """
 
 from __future__ import annotations
@@ -65,6 +66,27 @@ class Batch:
     tbt: float
 
 
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The same at several times [T]."""
+
+    sequences: Ints
+    context: F64
+    tbt: F64
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """The latest heartbeat that is not worked in yet. tokens: that each sequence got from when the worker's requests
+    were up to date until it came.
+    """
+
+    at: float
+    running: int
+    gap: float
+    tokens: float
+
+
 class Forecast:
     """See the module. Times are the conductor's."""
 
@@ -78,11 +100,14 @@ class Forecast:
         }
         self._workers = _Names()
         self._tenants = _Names()
+        # By number of the worker: its gap, who runs there without a plan, and up to when its requests are counted.
         self._gap: F64 = np.full(FIRST_ROWS, UNKNOWN_GAP)
         self._strangers: Ints = np.zeros(FIRST_ROWS, dtype=np.int64)
+        self._settled: F64 = np.zeros(FIRST_ROWS)
         self._gaps: dict[str, float] = {}
-        self._heard: dict[str, int] = {}
-        self._settled = float("-inf")
+        self._heard: dict[int, _Heard] = {}
+        #: Rows by decode worker, as long as nobody comes or goes.
+        self._rows: dict[int, Ints] = {}
         self.unforeseen = 0
 
     def __len__(self) -> int:
@@ -99,9 +124,10 @@ class Forecast:
             self._columns = {name: np.concatenate([c, np.zeros_like(c)]) for name, c in self._columns.items()}
         self._keys.append(key)
         self._row[key] = row
-        decode = self._number(entry.decode)
+        self._rows.clear()
+        decode = self._number(entry.decode, now)
         values: dict[str, float] = {
-            "prefill": self._number(entry.prefill),
+            "prefill": self._number(entry.prefill, now),
             "decode": decode,
             "joins": max(entry.joins, now),
             "prompt": entry.prompt,
@@ -124,8 +150,11 @@ class Forecast:
         row = self._row.pop(key, None)
         if row is None:
             return
+        self._rows.clear()
         for names, column in ((self._workers, "prefill"), (self._workers, "decode"), (self._tenants, "tenant")):
-            names.drop(int(self._columns[column][row]))
+            number = int(self._columns[column][row])
+            if names.drop(number) and names is self._workers:
+                self._heard.pop(number, None)
         last = self._keys.pop()
         if last != key:
             self._keys[row] = last
@@ -133,60 +162,55 @@ class Forecast:
             for values in self._columns.values():
                 values[row] = values[len(self._keys)]
 
-    def heartbeat(self, worker: str, running: int, gap: float) -> None:
+    def heartbeat(self, worker: str, running: int, gap: float, now: float) -> None:
         """The worker runs so many sequences, and should give each a token per `gap` seconds."""
-        self._gaps[worker] = gap if gap > 0.0 else UNKNOWN_GAP
-        if self._workers.known(worker):
-            self._heard[worker] = running
+        gap = self._gaps[worker] = gap if gap > 0.0 else UNKNOWN_GAP
+        number = self._workers.known(worker)
+        if number:
+            before = self._heard.get(number)
+            if before is None:
+                tokens = (now - float(self._settled[number])) / float(self._gap[number])
+            else:
+                tokens = before.tokens + (now - before.at) / before.gap
+            self._heard[number] = _Heard(now, running, gap, tokens)
 
     def lost(self, worker: str) -> None:
         """It is gone; its requests end when their gateways have noticed."""
-        self._heard.pop(worker, None)
+        self._heard.pop(self._workers.known(worker), None)
         self._gaps.pop(worker, None)
 
     def batch(self, worker: str, at: float, now: float, above: int | None = None) -> Batch:
         """What this worker should decode at the time `at`. above: of those that join later only of this priority or a
         higher one.
         """
-        number = self._workers.known(worker)
-        if not number:
-            return Batch(0, 0.0, float("inf"))
-        self._settle(now)
-        there = (self._of("decode") == number) & (self._of("joins") <= at) & (self._of("leaves") > at)
-        if above is not None:
-            there &= (self._of("joins") <= now) | (self._of("priority") >= above)
-        rows = np.flatnonzero(there)
-        strangers = int(self._strangers[number])
-        if not len(rows):
-            return Batch(strangers, 0.0, float("inf"))
-        context = float(self._context(rows, at).sum())
-        return Batch(
-            len(rows) + strangers,
-            context * (1.0 + strangers / len(rows)),
-            float(self._of("tbt")[rows].min()),
-        )
+        course = self.course(worker, np.array([at]), now, above)
+        return Batch(int(course.sequences[0]), float(course.context[0]), float(course.tbt[0]))
 
-    def batches(self, workers: tuple[str, ...], at: float, now: float) -> tuple[Ints, F64]:
-        """[W] sequences, and tokens of context, of all these workers at the time `at`."""
-        self._settle(now)
-        there = np.flatnonzero((self._of("joins") <= at) & (self._of("leaves") > at))
-        decode = self._of("decode")[there]
-        count = len(self._gap)
-        sequences = np.bincount(decode, minlength=count)
-        context = np.bincount(decode, self._context(there, at), minlength=count)
-        numbers = np.array([self._workers.known(worker) for worker in workers], dtype=np.int64)
-        known = numbers > 0
+    def course(self, worker: str, at: F64, now: float, above: int | None = None) -> Course:
+        """The same at each of these times [T], which are not before `now`."""
+        number, rows = self._settle(worker, now)
+        strangers = int(self._strangers[number]) if number else 0
+        joins, gap = self._of("joins")[rows], self._gap[number]
+        there = (joins <= at[:, None]) & (self._of("leaves")[rows] > at[:, None])
+        if above is not None:
+            there &= (joins <= now) | (self._of("priority")[rows] >= above)
+        # Tokens of a sequence at time t: those it has, and one per gap since it joined, or since they were counted.
+        have = self._of("prompt")[rows] + self._of("done")[rows]
+        more = (at[:, None] - np.maximum(joins, self._settled[number])) / gap
+        context = np.where(there, have + more, 0.0).sum(axis=1)
+        mine = there.sum(axis=1)
         # A sequence nobody planned here is as long as the others of its worker.
-        strangers = np.where(known, self._strangers[numbers], 0)
-        mine = np.where(known, sequences[numbers], 0)
-        scale = 1.0 + strangers / np.maximum(mine, 1)
-        return mine + strangers, np.where(known, context[numbers] * scale, 0.0)
+        return Course(
+            mine + strangers,
+            context * (1.0 + strangers / np.maximum(mine, 1)),
+            np.where(there, self._of("tbt")[rows], np.inf).min(axis=1, initial=np.inf),
+        )
 
     def lasting(self, at: float, seconds: float | None, now: float) -> tuple[int, float]:
         """Sequences and tokens of context of all workers at the time `at`, if every decode lasted `seconds`; None: as
         long as all together do on average.
         """
-        self._settle(now)
+        self._settle_all(now)
         joins = self._of("joins")
         if not len(joins):
             return 0, 0.0
@@ -197,75 +221,102 @@ class Forecast:
 
     def joins(self, worker: str, after: float, before: float, now: float) -> F64:
         """[N] when others should join this worker's batch between two times; ascending."""
-        self._settle(now)
-        joins = self._of("joins")
-        mine = (self._of("decode") == self._workers.known(worker)) & (joins > after) & (joins < before)
-        return np.sort(joins[mine])
+        _, rows = self._settle(worker, now)
+        joins = self._of("joins")[rows]
+        return np.sort(joins[(joins > after) & (joins < before)])
 
     def leaves(self, worker: str, at: float, now: float) -> tuple[F64, F64]:
         """[N] when those that this worker decodes at the time `at` should leave, ascending, and their contexts then."""
-        self._settle(now)
-        there = (self._of("decode") == self._workers.known(worker)) & (self._of("joins") <= at)
-        rows = np.flatnonzero(there & (self._of("leaves") > at))
-        order = np.argsort(self._of("leaves")[rows], kind="stable")
-        rows = rows[order]
+        _, rows = self._settle(worker, now)
+        rows = rows[(self._of("joins")[rows] <= at) & (self._of("leaves")[rows] > at)]
+        rows = rows[np.argsort(self._of("leaves")[rows], kind="stable")]
         return self._of("leaves")[rows], self._context(rows, at)
 
     def pending(self, worker: str, now: float) -> tuple[F64, Ints, list[str]]:
-        """[N] of the prompts this worker has still to compute: seconds, priorities, tenants."""
-        self._settle(now)
+        """[N] of the prompts this worker has still to compute: seconds, priorities, tenants. As far as was known when
+        anybody last asked about the workers that will decode them.
+        """
         rows = np.flatnonzero((self._of("prefill") == self._workers.known(worker)) & (self._of("joins") > now))
-        tenants = [self._tenants.name(int(number)) for number in self._of("tenant")[rows]]
-        return self._of("prefill_seconds")[rows], self._of("priority")[rows].astype(np.int64), tenants
+        tenants = [self._tenants.name(number) for number in self._of("tenant")[rows].tolist()]
+        return self._of("prefill_seconds")[rows], self._of("priority")[rows], tenants
 
     # -- time ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> None:
-        """Brings all entries up to `now`: tokens since, what heartbeats have said, lengths that were exceeded."""
-        if now > self._settled:
-            since = np.maximum(self._of("joins"), self._settled)
-            gap = self._gap[self._of("decode")]
-            self._of("done")[:] += np.maximum(now - since, 0.0) / gap
-            self._settled = now
-        elif not self._heard:
-            return
-        heard, self._heard = self._heard, {}
-        for worker, running in heard.items():
-            number = self._workers.known(worker)
-            if number:
-                self._gap[number] = self._gaps[worker]
-                self._reconcile(number, running, now)
-        self._relength(now)
+    def _settle(self, worker: str, now: float) -> tuple[int, Ints]:
+        """The worker's number, and the rows of what it decodes, brought up to `now`."""
+        number = self._workers.known(worker)
+        rows = self._rows.get(number)
+        if rows is None:
+            rows = self._rows[number] = np.flatnonzero(self._of("decode") == number)
+        if number and (number in self._heard or now > self._settled[number]):
+            self._bring(number, rows, now)
+        return number, rows
 
-    def _reconcile(self, number: int, running: int, now: float) -> None:
-        rows = np.flatnonzero(self._of("decode") == number)
+    def _settle_all(self, now: float) -> None:
+        for number in list(self._heard):
+            self._settle(self._workers.name(number), now)
+        settled = self._settled[self._of("decode")]
+        rows = np.flatnonzero(now > settled)
+        if len(rows):
+            gap = self._gap[self._of("decode")[rows]]
+            self._of("done")[rows] += np.maximum(now - np.maximum(self._of("joins")[rows], settled[rows]), 0.0) / gap
+            self._settled[:] = np.maximum(self._settled, now)
+            self._relength(rows, now)
+
+    def _bring(self, number: int, rows: Ints, now: float) -> None:
+        """Brings a worker's rows up to `now`: tokens since, what a heartbeat has said, lengths that were exceeded."""
+        heard = self._heard.pop(number, None)
+        if heard is not None:
+            since = float(self._settled[number])
+            if heard.at > since:
+                self._advance(rows, since, heard.at, heard.tokens / (heard.at - since))
+            self._gap[number] = heard.gap
+            self._reconcile(number, rows, heard)
+            self._settled[number] = max(since, heard.at)
+        since = float(self._settled[number])
+        if now > since:
+            self._advance(rows, since, now, 1.0 / float(self._gap[number]))
+            self._settled[number] = now
+        self._relength(rows, now)
+
+    def _advance(self, rows: Ints, since: float, now: float, rate: float) -> None:
+        """Whoever has joined gets `rate` tokens a second."""
+        self._of("done")[rows] += np.maximum(now - np.maximum(self._of("joins")[rows], since), 0.0) * rate
+
+    def _reconcile(self, number: int, rows: Ints, heard: _Heard) -> None:
+        running = heard.running
         self._strangers[number] = max(running - len(rows), 0)
         joins, seen = self._of("joins"), self._of("seen")
+        there = int(np.count_nonzero(joins[rows] <= heard.at))
+        if running == there and seen[rows].sum() == there:
+            return  # as foreseen, and nobody is new
         # Who was among those that ran before is first, then who should have joined first.
         rows = rows[np.lexsort((joins[rows], 1 - seen[rows]))]
-        there = int((joins[rows] <= now).sum())
         late = rows[running:there]
         late = late[seen[late] == 0]
-        joins[late] = now + HEARTBEAT_EVERY
+        joins[late] = heard.at + HEARTBEAT_EVERY
         self._of("done")[late] = 0.0
-        joins[rows[there:running]] = now
+        joins[rows[there:running]] = heard.at
         seen[rows[:running]] = 1
 
-    def _relength(self, now: float) -> None:
-        done = self._of("done")
-        over = np.flatnonzero(done + 1.0 > self._of("length"))
+    def _relength(self, rows: Ints, now: float) -> None:
+        """These rows are up to date: new lengths for whoever is beyond its own, and when each should leave."""
+        columns, gap = self._columns, self._gap[self._columns["decode"][rows]]
+        done, length = columns["done"][rows], columns["length"][rows]
+        over = np.flatnonzero(done + 1.0 > length)
         if len(over):
-            table, most = self._of("table")[over].astype(np.int64), self._of("most")[over].astype(np.int64)
-            np.minimum(done, self._of("most"), out=done)
-            self._of("length")[over] = self._lengths.expected(table, done[over], most)
-        begun = np.maximum(self._of("joins"), now)
-        left = np.maximum(self._of("length") - done, 0.0)
-        self._of("leaves")[:] = begun + left * self._gap[self._of("decode")]
+            at = rows[over]
+            most = columns["most"][at]
+            done[over] = columns["done"][at] = np.minimum(done[over], most)
+            length[over] = columns["length"][at] = self._lengths.expected(columns["table"][at], done[over], most)
+        begun = np.maximum(columns["joins"][rows], now)
+        columns["leaves"][rows] = begun + np.maximum(length - done, 0.0) * gap
 
     def _context(self, rows: Ints, at: float) -> F64:
         """[N] tokens of context of these entries at the time `at`, which is not before they have joined."""
-        since = np.maximum(self._of("joins")[rows], self._settled)
-        more = np.maximum(at - since, 0.0) / self._gap[self._of("decode")[rows]]
+        decode = self._of("decode")[rows]
+        since = np.maximum(self._of("joins")[rows], self._settled[decode])
+        more = np.maximum(at - since, 0.0) / self._gap[decode]
         context: F64 = self._of("prompt")[rows] + self._of("done")[rows] + more
         return context
 
@@ -274,15 +325,17 @@ class Forecast:
     def _of(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name][: len(self._keys)]
 
-    def _number(self, worker: str) -> int:
+    def _number(self, worker: str, now: float) -> int:
         new = not self._workers.known(worker)
         number = self._workers.number(worker)
         if number >= len(self._gap):
             self._gap = np.concatenate([self._gap, np.full(len(self._gap), UNKNOWN_GAP)])
             self._strangers = np.concatenate([self._strangers, np.zeros_like(self._strangers)])
+            self._settled = np.concatenate([self._settled, np.zeros_like(self._settled)])
         if new:
             self._gap[number] = self._gaps.get(worker, UNKNOWN_GAP)
             self._strangers[number] = 0
+            self._settled[number] = now
         return number
 
     def check(self) -> None:
@@ -293,6 +346,7 @@ class Forecast:
         self._tenants.check(np.bincount(self._of("tenant").astype(np.int64), minlength=1))
         assert (self._of("length") <= self._of("most") + 1e-9).all(), "an answer is longer than it may be"
         assert (self._of("leaves") >= self._of("joins")).all(), "a sequence leaves before it has joined"
+        assert all(self._workers.name(number) in self._gaps for number in self._heard), "a heartbeat of nobody is kept"
 
 
 class _Names:
@@ -324,11 +378,14 @@ class _Names:
     def name(self, number: int) -> str:
         return self._names[number]
 
-    def drop(self, number: int) -> None:
+    def drop(self, number: int) -> bool:
+        """One use less; True: it was the last."""
         self._uses[number] -= 1
-        if not self._uses[number]:
-            del self._numbers[self._names[number]]
-            self._free.append(number)
+        if self._uses[number]:
+            return False
+        del self._numbers[self._names[number]]
+        self._free.append(number)
+        return True
 
     def check(self, uses: Ints) -> None:
         for number, count in enumerate(self._uses):

@@ -10,9 +10,9 @@ are kept, and its last. An expectation that proves wrong costs a miss and a reco
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 from .types import KEY_BYTES
 
@@ -25,21 +25,23 @@ GRACE = 2.0
 SHORTEST = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """Leading blocks that a worker and its node will have, and when the last of them is there (conductor's clock)."""
-
-    blocks: int
-    ready: float
+#: Leading blocks that a worker and its node will have, and when the last of them is there (conductor's clock).
+Coming: TypeAlias = tuple[int, float]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Promise:
-    """One request's blocks. places: the kept keys, with the number of blocks up to each. workers: when each has all."""
+    """One request's blocks. keys: those that are kept. workers: when each has all of them."""
 
-    places: list[tuple[bytes, int]]
+    request: tuple[str, int]
+    keys: list[bytes]
     workers: dict[str, float]
     until: float
+
+
+#: Who expects a block: by worker, when it is there, of each request that brings it. Most are expected of one request
+#: only, the end of its own prompt: then it is that promise, which costs no more dictionaries.
+_Expected: TypeAlias = "_Promise | dict[str, dict[tuple[str, int], float]]"
 
 
 class Inflight:
@@ -47,8 +49,7 @@ class Inflight:
 
     def __init__(self) -> None:
         self._promises: dict[tuple[str, int], _Promise] = {}
-        #: By key and worker: when it is there, of each request that brings it.
-        self._expected: dict[bytes, dict[str, dict[tuple[str, int], float]]] = {}
+        self._expected: dict[bytes, _Expected] = {}
         self._ends: list[tuple[float, tuple[str, int]]] = []
 
     def __len__(self) -> int:
@@ -64,14 +65,21 @@ class Inflight:
     ) -> None:
         """The request was planned. keys: of the prompt's full blocks; workers: when each will have all of them."""
         self.end(request)
-        places = [(_key(keys, n), n) for n in marks(len(keys) // KEY_BYTES, block_tokens)]
-        if not places:
+        kept = [_key(keys, n) for n in marks(len(keys) // KEY_BYTES, block_tokens)]
+        if not kept:
             return
         until = now + max(GRACE * (max(workers.values()) - now), SHORTEST)
-        self._promises[request] = _Promise(places, workers, until)
+        promise = self._promises[request] = _Promise(request, kept, workers, until)
         heapq.heappush(self._ends, (until, request))
-        for key, _ in places:
-            expected = self._expected.setdefault(key, {})
+        for key in kept:
+            expected = self._expected.get(key)
+            if expected is None:
+                self._expected[key] = promise
+                continue
+            if isinstance(expected, _Promise):
+                first = expected.request
+                expected = {worker: {first: ready} for worker, ready in expected.workers.items()}
+                self._expected[key] = expected
             for worker, ready in workers.items():
                 expected.setdefault(worker, {})[request] = ready
         self.expire(now)
@@ -83,8 +91,11 @@ class Inflight:
         promise = self._promises.pop(request, None)
         if promise is None:
             return
-        for key, _ in promise.places:
+        for key in promise.keys:
             expected = self._expected[key]
+            if isinstance(expected, _Promise):
+                del self._expected[key]
+                continue
             for worker in promise.workers:
                 requests = expected[worker]
                 del requests[request]
@@ -114,33 +125,50 @@ class Inflight:
         if not self._promises:
             return {}
         coming: dict[str, Coming] = {}
-        shared = _shared(keys, blocks, block_tokens, self._expected)
+        shared = self._shared(keys, blocks, block_tokens)
         # Whoever expects a longer part expects the shortest.
-        everybody = len(self._expected[_key(keys, shared[-1])]) if shared else 0
-        for n in shared:
+        everybody = len(_by_worker(shared[0][1])) if shared else 0
+        for n, expected in reversed(shared):
             if len(coming) == everybody:
                 break
-            for worker, requests in self._expected[_key(keys, n)].items():
+            if isinstance(expected, _Promise):
+                for worker, ready in expected.workers.items():
+                    if worker not in coming:
+                        coming[worker] = (n, ready if ready > now else now)
+                continue
+            for worker, requests in expected.items():
                 if worker not in coming:
-                    coming[worker] = Coming(n, max(min(requests.values()), now))
+                    ready = min(requests.values())
+                    coming[worker] = (n, ready if ready > now else now)
         return coming
+
+    def _shared(self, keys: bytes, blocks: int, block_tokens: int) -> list[tuple[int, _Expected]]:
+        """Marks of this prompt that are expected somewhere, ascending."""
+        found: list[tuple[int, _Expected]] = []
+        for n in marks(blocks, block_tokens):
+            expected = self._expected.get(_key(keys, n))
+            if expected is None:
+                break  # and so none behind it is, but for one that ends there
+            found.append((n, expected))
+        return found
 
     def check(self) -> None:
         """Raises AssertionError if the two directions disagree."""
         told = {
             (key, worker, request): ready
-            for key, workers in self._expected.items()
-            for worker, requests in workers.items()
+            for key, expected in self._expected.items()
+            for worker, requests in _by_worker(expected).items()
             for request, ready in requests.items()
         }
         known = {
             (key, worker, request): ready
             for request, promise in self._promises.items()
-            for key, _ in promise.places
+            for key in promise.keys
             for worker, ready in promise.workers.items()
         }
         assert told == known, "an expectation has no request, or a request's is forgotten"
-        assert all(workers and all(workers.values()) for workers in self._expected.values()), "an empty entry is kept"
+        everything = [_by_worker(expected) for expected in self._expected.values()]
+        assert all(workers and all(workers.values()) for workers in everything), "an empty entry is kept"
         assert len(self._promises) <= MAX_REQUESTS, "too many requests are remembered"
 
 
@@ -159,11 +187,7 @@ def _key(keys: bytes, n: int) -> bytes:
     return keys[(n - 1) * KEY_BYTES : n * KEY_BYTES]
 
 
-def _shared(keys: bytes, blocks: int, block_tokens: int, known: Container[bytes]) -> list[int]:
-    """Marks of this prompt whose keys are known, the longest first."""
-    found: list[int] = []
-    for n in marks(blocks, block_tokens):
-        if _key(keys, n) not in known:
-            break  # and so none behind it is, but for one that ends there
-        found.append(n)
-    return found[::-1]
+def _by_worker(expected: _Expected) -> dict[str, dict[tuple[str, int], float]]:
+    if isinstance(expected, _Promise):
+        return {worker: {expected.request: ready} for worker, ready in expected.workers.items()}
+    return expected

@@ -34,7 +34,8 @@ class LinkCost:
     def __init__(self) -> None:
         self._slot: dict[str, int] = {}
         self._free: list[int] = []
-        self._groups: dict[tuple[str, ...], Ints] = {}
+        #: By identity of the names: to hash a thousand of them takes longer than all else here.
+        self._groups: dict[int, tuple[tuple[str, ...], Ints]] = {}
         #: Rates by sender, columns over receivers; NaN: not measured.
         self._rates: dict[int, F64] = {}
         self._sending: F64 = np.zeros(0)
@@ -44,7 +45,8 @@ class LinkCost:
         self._usual_ssd: float | None = None
         #: Bytes per second between a node's DRAM and the pages of its workers; NaN: not measured.
         self._device: F64 = np.zeros(0)
-        self._copies_measured = False
+        #: Whether any of these was measured.
+        self.copies_measured = False
 
     def rate(self, source: str, to: str) -> float:
         """Bytes per second."""
@@ -71,7 +73,7 @@ class LinkCost:
 
     def device_seconds(self, nodes: tuple[str, ...]) -> F64:
         """[N] seconds for each byte that is copied from DRAM into pages; 0 where that was never measured."""
-        if not self._copies_measured:
+        if not self.copies_measured:
             return np.zeros(len(nodes))
         places = self._places(nodes)
         return np.nan_to_num(1.0 / self._device[places])
@@ -120,7 +122,7 @@ class LinkCost:
         if size < TELLING or not 0 < seconds < math.inf:
             return
         slot, rate = self._place(node), size / seconds
-        self._copies_measured = True
+        self.copies_measured = True
         old = float(self._device[slot])
         self._device[slot] = rate if math.isnan(old) else (1 - FRESH) * old + FRESH * rate
 
@@ -142,12 +144,13 @@ class LinkCost:
         return prior if usual is None else math.exp(usual)
 
     def _places(self, nodes: tuple[str, ...]) -> Ints:
-        places = self._groups.get(nodes)
-        if places is None:
+        known = self._groups.get(id(nodes))
+        if known is None or known[0] is not nodes:
             if len(self._groups) >= MAX_GROUPS:
                 self._groups.clear()
-            places = self._groups[nodes] = np.array([self._place(node) for node in nodes], dtype=np.int64)
-        return places
+            places = np.array([self._place(node) for node in nodes], dtype=np.int64)
+            known = self._groups[id(nodes)] = (nodes, places)
+        return known[1]
 
     def _place(self, node: str) -> int:
         slot = self._slot.get(node)

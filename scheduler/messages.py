@@ -21,6 +21,9 @@ PROTOCOL = 1
 HEARTBEAT_EVERY = 0.5
 DEAD_AFTER = 3.0
 
+#: No worker has so many tokens of anything; sums over all of them are still exact.
+MOST = 1 << 40
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: the class name is the msgpack tag."""
@@ -47,6 +50,8 @@ class Route(Message, frozen=True):
 
     priority: higher goes first; 0 is everybody's. waited: seconds since the client's request arrived, of what slo
     counts. admitted: an earlier attempt was planned, so this one is not refused for its objectives.
+
+    Raises ValueError, so that no frame with them is taken, for lengths and times that no request has.
     """
 
     request: int
@@ -63,13 +68,19 @@ class Route(Message, frozen=True):
     waited: float = 0.0
     admitted: bool = False
 
+    def __post_init__(self) -> None:
+        lengths = 0 <= self.prompt_tokens <= MOST and 0 <= self.max_tokens <= MOST
+        if not lengths or not 0.0 <= self.waited < math.inf or abs(self.priority) > MOST:
+            numbers = (self.prompt_tokens, self.max_tokens, self.waited, self.priority)
+            raise ValueError(f"a request's numbers are negative or none: {numbers}")
+
 
 class RouteEnded(Message, frozen=True):
     """The attempt is over (done, failed or aborted): its load is to be forgotten.
 
     ttft: seconds from the client's request to the attempt's first token; tbt: mean of the longest tenth of the gaps
     between its tokens; negative: there were none. generated: tokens of this attempt. finished: the answer is whole;
-    else it would have been longer.
+    else it would have been longer. Raises ValueError for what cannot have come.
     """
 
     request: int
@@ -78,6 +89,10 @@ class RouteEnded(Message, frozen=True):
     generated: int = 0
     tbt: float = -1.0
     finished: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ttft) and math.isfinite(self.tbt) and 0 <= self.generated <= MOST):
+            raise ValueError(f"what came of a request is no number: {self.ttft}, {self.tbt}, {self.generated}")
 
 
 class Clear(Message, frozen=True):
@@ -209,6 +224,8 @@ class WorkerAlive(Message, frozen=True):
     until they are, as the worker predicts. running_context: tokens in the pages of what runs; expected_tokens: that
     those accepted will bring there that have no pages yet. accepted: requests taken in since the last heartbeat: what
     was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample name.
+
+    Raises ValueError, so that no frame with them is taken, for a load that nobody can have.
     """
 
     worker: str
@@ -224,6 +241,18 @@ class WorkerAlive(Message, frozen=True):
     running_context: int = 0
     expected_tokens: int = 0
     accepted: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = (
+            self.queued_requests,
+            self.queued_tokens,
+            self.running,
+            self.free_pages,
+            self.running_context,
+            self.expected_tokens,
+        )
+        if not 0.0 <= self.queue_seconds < math.inf or min(counts) < 0 or max(counts) > MOST:
+            raise ValueError(f"a load is negative or no number: {counts}, {self.queue_seconds}")
 
 
 class PagesChanged(Message, frozen=True):

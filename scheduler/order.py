@@ -1,12 +1,19 @@
-"""Who computes its prompt next, among those that wait: one line, in a total order at any given time.
+"""Who computes its prompt next, among those that wait: one line.
 
 1. Those that ran before and were preempted, as they arrived: they hold a client's attention already.
-2. Those that have waited for longer than their patience, as they arrived.
-3. By priority; then the tenant that was served least; then by slack: whoever must begin first to have its first token
-   in time. Those that cannot any more go behind those that can.
+2. Of the others by priority; then the tenant that was served least; then whoever can still be in time, the shortest
+   prompt first; then those without an objective, and last those that cannot be in time any more, as they arrived.
+3. Those that have waited for longer than their patience, as they arrived: they get a share of OVERDUE of the tokens
+   that are computed, whoever else waits, and all of it when nobody else can still be in time.
 
-Nobody starves: from `arrived + patience` on, only the preempted and those that arrived earlier go before it. With equal
-objectives, one tenant and one priority this is first come, first served.
+Why the shortest: a promise is kept or broken, and a short prompt in front delays a long one by little, a long one all
+short ones by much. Whose slack is least goes first is best where all can be kept; under load it lets the long ones,
+which have the least, take the time of many (2.6 times as many promises kept on the paper's conversation at 1.3 times
+its speed with 5 prefill nodes). Why a share: who is overdue has lost already. If all that are had the right of way, one
+burst would make everybody behind it late, and these the next.
+
+Nobody starves: from `arrived + patience` on, one token in 1 / OVERDUE is computed for those that came before it and are
+overdue, or for it. With one tenant and one priority, and no objectives, this is first come, first served.
 
 Fairness is start-time fair queueing (Goyal, Vin, Cheng 1996) over the tokens that are to be computed: a tenant that was
 away starts at the virtual time of those that were not, so that nobody saves up rights and nobody pays for using what
@@ -22,8 +29,10 @@ from typing import NamedTuple
 
 #: Seconds somebody without an objective may be overtaken. Long beside any prompt, short beside a client's patience.
 PATIENCE = 30.0
-#: With an objective: so many times that. Who misses it is behind those who do not for as long again, then goes first.
+#: With an objective: so many times that. Who misses it is behind those who do not for as long again.
 PATIENCE_TTFTS = 2.0
+#: Share of the tokens that are computed for those whose patience is over, while others can still be in time.
+OVERDUE = 0.1
 #: Tenants remembered in one busy period of a priority; of more, those that are behind nobody are forgotten first.
 TENANTS = 1024
 
@@ -31,8 +40,9 @@ TENANTS = 1024
 class Place(NamedTuple):
     """One that waits. number: of arrival, unique.
 
-    latest: begun by then, its first token is in time; -inf: its client has had that and waits for the second.
-    patience: seconds from `arrived` after which no later one goes before it. resumed: it ran before.
+    latest: begun by then, its first token is in time; inf: nothing was promised; -inf: its client has had that and
+    waits for the second. seconds: that its prompt takes. patience: seconds from `arrived` after which it is overdue.
+    resumed: it ran before.
     """
 
     number: int
@@ -42,19 +52,29 @@ class Place(NamedTuple):
     priority: int = 0
     tenant: int = 0
     resumed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def length(self) -> float:
+        """By which those that can be in time are sorted; who was promised nothing is behind all that were."""
+        return math.inf if self.latest == math.inf else -math.inf if self.latest == -math.inf else self.seconds
+
+    def timely(self, now: float) -> bool:
+        return self.latest >= now or self.latest == -math.inf
+
+    def overdue(self, now: float) -> bool:
+        return now >= self.arrived + self.patience
 
 
-def rank(place: Place, now: float) -> tuple[float, ...]:
-    """Sorts as this file's order does, but for fairness between tenants."""
+def rank(place: Place, now: float, turn: bool = True) -> tuple[float, ...]:
+    """Sorts as this file's order does, but for fairness between tenants. turn: who is overdue has its turn now."""
     if place.resumed:
         return (0, place.number)
-    if now >= place.arrived + place.patience:
-        return (1, place.number)
-    return (2, -place.priority, not _timely(place.latest, now), place.latest, place.number)
-
-
-def _timely(latest: float, now: float) -> bool:
-    return latest >= now or latest == -math.inf
+    if place.overdue(now):
+        return (1 if turn else 3, place.number)
+    if place.timely(now):
+        return (2, -place.priority, 0, place.length, place.number)
+    return (2, -place.priority, 1, place.number)
 
 
 class Line:
@@ -67,7 +87,9 @@ class Line:
         # Heaps of (key…, ticket); an entry whose ticket is not in `_places` any more is dropped when it is met.
         self._resumed: list[tuple[int, int]] = []
         self._aging: list[tuple[float, int]] = []
-        self._old: list[tuple[int, int]] = []
+        self._overdue: list[tuple[int, int]] = []
+        # Tokens that are computed of others before somebody overdue has its turn again.
+        self._owed = 0.0
         self._classes: dict[int, _Priority] = {}
 
     def __len__(self) -> int:
@@ -105,6 +127,13 @@ class Line:
         if not place.resumed:
             self._classes[place.priority].serve(place.tenant, tokens)
 
+    def computed(self, place: Place, tokens: int, now: float) -> None:
+        """A step computes so many tokens of one that has left the line: who is overdue has used up its turn."""
+        if place.overdue(now):
+            self._owed = tokens * (1 / OVERDUE - 1)
+        else:
+            self._owed = max(self._owed - tokens, 0.0)
+
     def head(self, now: float) -> Place | None:
         """Who is next, if anybody waits. Time does not go back."""
         if not self._places:
@@ -115,11 +144,16 @@ class Line:
         while self._aging and (self._aging[0][0] <= now or self._aging[0][1] not in self._places):
             _, ticket = heappop(self._aging)
             if ticket in self._places:
-                heappush(self._old, (self._places[ticket].number, ticket))
-        place = self._top(self._old)
-        if place is not None:
-            return place
-        return self._classes[max(self._classes)].head(now, self._places)
+                heappush(self._overdue, (self._places[ticket].number, ticket))
+        overdue = self._top(self._overdue)
+        if overdue is not None and not self._owed:
+            return overdue
+        place = self._classes[max(self._classes)].head(now, self._places)
+        return place if overdue is None or place.timely(now) else overdue
+
+    def rank(self, place: Place, now: float) -> tuple[float, ...]:
+        """Sorts those that have begun, and the head, as the line would."""
+        return rank(place, now, not self._owed)
 
     def _top(self, heap: list[tuple[int, int]]) -> Place | None:
         while heap:
@@ -140,24 +174,35 @@ class Line:
 
 
 class _Tenant:
-    """Heaps of (latest, number, ticket): those that can still be in time, and those that cannot."""
+    """Heaps of (key, number, ticket): by length those that can be in time, by `latest` all whose time will come, and
+    those for whom it is too late. An entry is dropped when it is met and its ticket waits no more, or elsewhere.
+    """
 
     def __init__(self) -> None:
         self.waiting = 0
-        self.timely: list[tuple[float, int, int]] = []
-        self.late: list[tuple[float, int, int]] = []
+        self._timely: list[tuple[float, int, int]] = []
+        self._latest: list[tuple[float, int, int]] = []
+        self._late: list[tuple[float, int, int]] = []
+
+    def push(self, place: Place, ticket: int) -> None:
+        self.waiting += 1
+        heappush(self._timely, (place.length, place.number, ticket))
+        if math.isfinite(place.latest):
+            heappush(self._latest, (place.latest, place.number, ticket))
 
     def head(self, now: float, places: dict[int, Place]) -> Place:
-        while self.timely:
-            latest, _, ticket = self.timely[0]
-            if ticket in places and _timely(latest, now):
-                return places[ticket]
-            entry = heappop(self.timely)
+        while self._latest and self._latest[0][0] < now:
+            _, number, ticket = heappop(self._latest)
             if ticket in places:
-                heappush(self.late, entry)
-        while self.late[0][2] not in places:
-            heappop(self.late)
-        return places[self.late[0][2]]
+                heappush(self._late, (0.0, number, ticket))
+        while self._timely:
+            ticket = self._timely[0][2]
+            if ticket in places and places[ticket].timely(now):
+                return places[ticket]
+            heappop(self._timely)
+        while self._late[0][2] not in places:
+            heappop(self._late)
+        return places[self._late[0][2]]
 
 
 class _Priority:
@@ -179,8 +224,7 @@ class _Priority:
             served = self._served[place.tenant] = max(self._served.get(place.tenant, 0), self._virtual)
             heappush(self._turns, (served, next(self._count), place.tenant))
             self._limit()
-        heappush(tenant.timely, (place.latest, place.number, ticket))
-        tenant.waiting += 1
+        tenant.push(place, ticket)
         self.waiting += 1
 
     def leave(self, name: int) -> None:

@@ -40,7 +40,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What `ended` compares with. said: predicted tokens."""
+    """What `ended` compares with. said: predicted tokens. judgement: for admissions that look twice."""
 
     attempt: int
     tenant: str
@@ -48,7 +48,7 @@ class _Known:
     most: int
     said: float
     work: Work
-    case: Case | None
+    judgement: Judgement | None
 
 
 class Outlook:
@@ -121,9 +121,9 @@ class Outlook:
         if judgement.refusal is not None:
             return
         self.forecast.add(key, entry, now)
-        case = judgement.case if hasattr(self._admission, "prefilled") else None
+        kept = judgement if hasattr(self._admission, "prefilled") else None
         said = judgement.case.ask.output_tokens
-        self._known[key] = _Known(route.attempt, entry.tenant, entry.prompt, entry.most, said, work, case)
+        self._known[key] = _Known(route.attempt, entry.tenant, entry.prompt, entry.most, said, work, kept)
 
     def ended(self, key: Key, message: RouteEnded | None) -> None:
         """It is over; message: what its gateway told of it, None: nothing."""
@@ -147,26 +147,30 @@ class Outlook:
     def prefilled(self, key: Key, view: View, now: float) -> Refusal | None:
         """For models of others that judge decode when a prompt has been computed; ours judge once."""
         known = self._known.get(key)
-        if known is None or known.case is None:
+        judgement = known.judgement if known is not None else None
+        if judgement is None:
             return None
-        name = known.case.view.workers[known.case.choice.decode].worker
-        rows = [row for row, info in enumerate(view.workers) if info.worker == name]
+        case, entry = judgement.case, judgement.entry
+        rows = [row for row, info in enumerate(view.workers) if info.worker == entry.decode]
         if not rows:
             return None
-        choice = replace(known.case.choice, decode=rows[0], prefill=rows[0])
-        case = replace(known.case, now=now, view=view, choice=choice, ttft=0.0, tbt=float(view.tbt[rows[0]]))
+        choice = replace(case.choice, decode=rows[0], prefill=rows[0])
+        # It is not to be counted among those that it would join.
+        self.forecast.end(key)
+        case = replace(case, now=now, view=view, choice=choice, ttft=0.0, tbt=float(view.tbt[rows[0]]))
         refusal: Refusal | None = self._admission.prefilled(case)  # type: ignore[attr-defined]
+        self.forecast.add(key, replace(entry, joins=now), now)
         return refusal
 
     # -- workers and time ------------------------------------------------------------------------------------------
 
-    def heartbeat(self, message: WorkerAlive, worker: Worker) -> None:
+    def heartbeat(self, message: WorkerAlive, worker: Worker, now: float) -> None:
         """worker: as the heartbeat has left it."""
         if worker.info.role.decodes:
             step, _, _, sequence, history = worker.cost.coefficients
             running = max(message.running, 1)
             gap = float(step + sequence * running + history * message.running_context)
-            self.forecast.heartbeat(message.worker, message.running, gap)
+            self.forecast.heartbeat(message.worker, message.running, gap, now)
 
     def lost(self, worker: str) -> None:
         self.forecast.lost(worker)

@@ -22,16 +22,19 @@ from .types import KEY_BYTES, Medium
 
 #: Views whose slots are remembered.
 MAX_VIEWS = 64
+#: Columns of what is coming, if nothing is.
+NOBODY: tuple[Ints, F64] = (np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as little that is made for each request: to build a frozen one takes several times as long.
+@dataclass(slots=True, eq=False)
 class Overlap:
     """keys: of the blocks that may be reused. Columns in leading blocks of these.
 
     best: what somebody holds. source: the node that holds most of it, and `source_ssd` so many on its SSD only; "" if
     nobody holds anything. held, ssd: [N] over the view's nodes, any medium, and what of it only the SSD has. device:
-    [W] in the worker's own pages. coming, ready: [W] what the worker will have, and at which time; no more than it has:
-    none.
+    [W] in the worker's own pages. has: [W] there, or at its node. coming, ready: [W] what the worker will have, and at
+    which time; no more than it has: none. Both of length 0: nobody will have more.
     """
 
     keys: bytes
@@ -41,6 +44,7 @@ class Overlap:
     held: Ints
     ssd: Ints
     device: Ints
+    has: Ints
     coming: Ints
     ready: F64
 
@@ -66,27 +70,30 @@ class Overlaps:
         source, source_ssd = "", 0
         if match.best:
             # Which node it is does not depend on slots: they tell who came first.
-            most = np.flatnonzero(match.held == match.held.max())
-            most = most[match.ssd[most] == match.ssd[most].min()]
-            source = max(self._index.name(slot) for slot in most.tolist())
-            source_ssd = int(match.ssd[most[0]])
+            (most,) = (match.held == match.held[match.held.argmax()]).nonzero()
+            on_ssd = match.ssd[most]
+            source_ssd = int(on_ssd[on_ssd.argmin()])
+            source = max([self._index.name(slot) for slot in most[on_ssd == source_ssd].tolist()])
         names = self._worker_slots.of(view.workers, lambda: [info.worker for info in view.workers])
         device = self._pages.match(keys).held[names]
-        coming, ready = self._coming(view, keys, np.maximum(held[view.node], device), now)
-        return Overlap(keys, match.best, source, source_ssd, held, ssd, device, coming, ready)
+        has = np.maximum(held[view.node], device)
+        coming, ready = self._coming(view, keys, has, now)
+        return Overlap(keys, match.best, source, source_ssd, held, ssd, device, has, coming, ready)
 
     def _coming(self, view: View, keys: bytes, has: Ints, now: float) -> tuple[Ints, F64]:
         """[W] each, or of length 0 if nobody will have more than he has."""
         found = self._inflight.find(keys, len(keys) // KEY_BYTES, view.block_tokens, now)
-        coming, ready, some = np.zeros(len(has), dtype=np.int64), np.full(len(has), now), False
+        coming, ready = NOBODY
         if found:
             rows = self._rows_of(view)
-            for worker, expected in found.items():
+            for worker, (blocks, at) in found.items():
                 row = rows.get(worker)
                 # Of a worker whose daemon is gone, or is another one now, nothing will be cached.
-                if row is not None and expected.blocks > has[row] and view.takes[row]:
-                    coming[row], ready[row], some = expected.blocks, expected.ready, True
-        return (coming, ready) if some else (coming[:0], ready[:0])
+                if row is not None and blocks > has.item(row) and view.takes[row]:
+                    if coming is NOBODY[0]:
+                        coming, ready = np.zeros(len(has), dtype=np.int64), np.full(len(has), now)
+                    coming[row], ready[row] = blocks, at
+        return coming, ready
 
     def _rows_of(self, view: View) -> dict[str, int]:
         known = self._rows.get(id(view.workers))

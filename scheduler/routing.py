@@ -6,11 +6,12 @@ blocks it will leave, which requests right behind it may share.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from .accuracy import Accuracy, Prediction
@@ -25,7 +26,8 @@ from .messages import Route, RouteEnded
 from .outlook import Judgement, Outlook
 from .overlap import Overlap, Overlaps
 from .policies import Choice, PolicyFailed, decide, find_policy
-from .policies.base import ttft
+from .policies.admission.base import SHORTEST_WAIT
+from .policies.base import Ask, ttft_of
 from .prefix_index import Index
 from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cacheable_blocks
 
@@ -33,7 +35,7 @@ from .types import KEY_BYTES, Medium, Plan, Source, WorkerInfo, WorkerRef, cache
 MAX_ROUTES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Planned:
     """What a route has become, and what was known of its prompt then."""
 
@@ -42,8 +44,7 @@ class Planned:
     overlap: Overlap
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(msgspec.Struct, frozen=True):
     """A plan under way. waited: seconds that the request was old when it was made."""
 
     attempt: int
@@ -53,7 +54,7 @@ class _Open:
     prediction: Prediction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Considered:
     """All that a choice rests on, the choice, and whether it is admitted."""
 
@@ -93,7 +94,7 @@ class Router:
     def plan(self, gateway: str, route: Route, now: float) -> Planned:
         """Decides, and takes the plan's load into account. Raises Refused."""
         try:
-            considered = self._consider(route, self._random, now)
+            considered = self._consider(route, self.outlook, self._random, now)
         except Refused as refused:
             self.decisions.refused(gateway, route, refused.reason, now, None)
             raise
@@ -124,33 +125,33 @@ class Router:
 
     def explain(self, gateway: str, route: Route, now: float) -> Explanation:
         """What would be decided, and why; nothing is. Raises Refused if nobody could serve it at all."""
-        drawn = random.Random()
-        drawn.setstate(self._random.getstate())
-        considered = self._consider(route, drawn, now)
+        # Whoever asks brings what is foreseen up to date, and draws: here both are copies.
+        drawn, outlook = copy.deepcopy((self._random, self.outlook))
+        considered = self._consider(route, outlook, drawn, now)
         refusal = considered.judgement.refusal
         return explain(gateway, considered.decision, None, refusal.reason if refusal is not None else "")
 
-    def _consider(self, route: Route, drawn: random.Random, now: float) -> _Considered:
+    def _consider(self, route: Route, outlook: Outlook, drawn: random.Random, now: float) -> _Considered:
         shortlist = candidates(self._cluster, route, self.plans, now)
         view = shortlist.view
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
         overlap = self._overlaps.find(view, route.keys[: blocks * KEY_BYTES], now)
-        estimated = estimate(view, route, overlap, self.links, self.outlook.length(route), now)
+        estimated = estimate(view, route, overlap, self.links, outlook.length(route), now)
         ask = estimated.ask
         if ask.slo.tbt is not None:
             view.inlines = inlines(view, ask)
-        _refuse_late(view, ask.slo.deadline, route.waited, lambda: _soonest(view, estimated))
+        _refuse_late(view, ask, route.waited)
         try:
             choice = decide(self.policy_name, self.policy, view, ask, drawn)
         except PolicyFailed as failed:
             raise Refused("policy", str(failed), None) from failed
         row = choice.prefill
-        seconds = float(ttft(view, ask, np.full(len(view.workers), choice.fetch))[row])
+        seconds = ttft_of(view, ask, row, choice.fetch)
         gap = float(view.tbt[choice.decode])
         moved = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if choice.fetch else 0.0)
         name = view.workers[row].worker
         prediction = Prediction(name, moved, seconds - moved, float(view.correction[row]), gap)
-        judgement = self.outlook.judge(route, view, ask, choice, seconds, gap, now)
+        judgement = outlook.judge(route, view, ask, choice, seconds, gap, now)
         decision = Decision(route, view, shortlist.filters, overlap, ask, choice, self.policy_name, now)
         return _Considered(decision, view, overlap, estimated, choice, prediction, judgement)
 
@@ -160,21 +161,22 @@ class Router:
         row = choice.prefill
         node = view.workers[row].node
         here = int(overlap.held[view.node[row]])
-        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if overlap.ssd.any() else []
+        on_ssd = considered.estimate.ask.ssd[row]
+        runs = self._overlaps.only_on_ssd(overlap.keys[: here * KEY_BYTES], node.node) if on_ssd else []
         if choice.fetch and overlap.best > here:
             runs += self._overlaps.fetched(overlap.keys, here, node.node, view.block_bytes, self.links, now)
         daemons = self._cluster.daemons
         sources = [Source(daemons[run.node].node, run.first, run.last, run.medium) for run in runs]
         cached = max([here, *(run.last for run in runs)])
         estimate = considered.estimate
-        if estimate.awaited.any() and estimate.awaited[row]:
+        if len(estimate.awaited) and estimate.awaited[row]:
             # Whom it waits for may stand in its own line, which is quicker to notice; but not if it has to wait idly.
             wait = float(overlap.ready[row]) - now
             if wait > view.queue_seconds[row]:
                 sources.append(Source(node, here, int(overlap.coming[row]), Medium.DRAM, wait))
         elif choice.fetch and estimate.fetch_ready and estimate.ask.best > cached:
             cached = estimate.ask.best
-            source = view.workers[int(np.argmax(overlap.coming))].node
+            source = view.workers[estimate.fetch_row].node
             wait = max(estimate.fetch_ready - now, 0.0)
             sources.append(Source(source, max(overlap.best, here), cached, Medium.DRAM, wait))
         return cached, sources
@@ -187,13 +189,15 @@ class Router:
         seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
+        decoding = Assigned(now, 0.0, 0, 1, context, -(-context // view.block_tokens))
         self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
         self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
-        self._cluster.assign(
-            plan.prefill.worker, key, Assigned(now, seconds, tokens, int(alone), context if alone else 0)
-        )
-        if not alone:
-            self._cluster.assign(plan.decode.worker, key, Assigned(now, 0.0, 0, 1, context))
+        if alone:
+            whole = msgspec.structs.replace(decoding, seconds=seconds, prompt_tokens=tokens)
+            self._cluster.assign(plan.prefill.worker, key, whole)
+        else:
+            self._cluster.assign(plan.prefill.worker, key, Assigned(now, seconds, tokens, 0))
+            self._cluster.assign(plan.decode.worker, key, decoding)
         at = 0
         for source in plan.sources:
             # Who only stands in for others, and the node's own SSD, send nothing.
@@ -260,25 +264,26 @@ class Router:
                 assert name in (known.prefill, known.decode), "a worker is charged for another's request"
 
 
-def _soonest(view: View, estimated: Estimate) -> float:
-    """Seconds to the first token at the worker that has it first; 0 if one that may do it was never measured."""
-    measured = view.measured[view.prefills | view.inlines].all()
-    return soonest(view, estimated.ask) if measured else 0.0
+def _refuse_late(view: View, ask: Ask, waited: float) -> None:
+    """Raises Refused for a request whose first token alone would come after its deadline, wherever it went.
 
-
-def _refuse_late(view: View, deadline: float | None, waited: float, soonest: Callable[[], float]) -> None:
-    """Raises Refused for a request whose first token alone would come after its deadline, wherever it went."""
+    Not if one that may compute it was never measured.
+    """
+    deadline = ask.slo.deadline
     if deadline is None:
         return
     left = deadline - waited
-    needed = soonest() if left > 0 else 0.0
-    if needed > left or left <= 0:
-        raise Refused(
-            "late",
-            f"the answer is worthless {deadline:g} s after the request, and the first token would come"
-            f" {waited + needed:.2f} s after it at the earliest: give it more time, or ask when less is waiting",
-            max(needed - left, 0.5),
-        )
+    needed = soonest(view, ask) if view.measured[view.prefills | view.inlines].all() else 0.0
+    if 0.0 < left >= needed:
+        return
+    reason = (
+        f"the answer is worthless {deadline:g} s after the request, and the first token would come"
+        f" {waited + needed:.2f} s after it at the earliest: give it more time"
+    )
+    # Who asks anew has all of its time again, and the queues are shorter by then; but no shorter than nothing.
+    if soonest(replace(view, queue_seconds=np.zeros(len(view.workers))), ask) > deadline:
+        raise Refused("late", reason, None)
+    raise Refused("late", f"{reason}, or ask when less is waiting", max(needed - deadline, SHORTEST_WAIT))
 
 
 def _reference(worker: WorkerInfo) -> WorkerRef:

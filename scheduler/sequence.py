@@ -63,8 +63,8 @@ class Sequence:
     recomputed: int = 0
     state: State = State.HELD
     # The Batcher's own: number of arrival, what a pool can supply; whether it was preempted, ran, had its prompt
-    # complete; the length and the tokens that end it; its prompt tokens still to compute and their summed context;
-    # the urgency of those who wait for its blocks.
+    # complete; the length and the tokens that end it; its prompt tokens still to compute and their summed context; what
+    # it counts in `Batcher.expected_tokens`; the urgency of those who wait for its blocks.
     arrival: int = 0
     available: int = 0
     preempted: bool = False
@@ -74,8 +74,10 @@ class Sequence:
     stops: frozenset[int] = frozenset()
     owed: int = 0
     owed_context: int = 0
+    expected: int = 0
     lent_priority: int | None = None
     lent_latest: float = math.inf
+    lent_seconds: float = math.inf
 
     @property
     def generated(self) -> int:

@@ -17,24 +17,20 @@ class Urgency:
         self._max_tokens = max_tokens
 
     def place(self, sequence: Sequence) -> Place:
-        """By what it was promised, less the time that computing the rest of its prompt alone is predicted to take.
+        """By what it was promised, and the time that computing the rest of its prompt alone is predicted to take.
 
         It is as urgent as the most urgent of those that wait for its blocks.
         """
-        if sequence.handed_off:
-            latest = -math.inf
-        elif sequence.ttft < math.inf:
-            have = max(sequence.computed, sequence.available)
-            seconds = self._seconds(have, len(sequence.tokens)) if self._cost.measured else 0.0
-            latest = sequence.arrived + sequence.ttft - seconds
-        else:
-            latest = sequence.arrived + PATIENCE
+        have = max(sequence.computed, sequence.available)
+        seconds = self._seconds(have, len(sequence.tokens)) if self._cost.measured else 0.0
+        latest = -math.inf if sequence.handed_off else sequence.arrived + sequence.ttft - seconds
         patience = PATIENCE if sequence.ttft == math.inf else max(PATIENCE, PATIENCE_TTFTS * sequence.ttft)
         priority = sequence.priority
         if sequence.lent_priority is not None:
             priority, latest = max(priority, sequence.lent_priority), min(latest, sequence.lent_latest)
+            seconds = min(seconds, sequence.lent_seconds)
         return Place(
-            sequence.arrival, sequence.arrived, latest, patience, priority, sequence.tenant, sequence.preempted
+            sequence.arrival, sequence.arrived, latest, patience, priority, sequence.tenant, sequence.preempted, seconds
         )
 
     def last_chance(self, sequence: Sequence) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .blocks import BlockPool
-from .order import Line, rank
+from .order import Line
 from .sequence import Sequence
 from .types import cacheable_blocks
 from .underway import Underway
@@ -55,6 +55,7 @@ class Waiting:
             if not self._underway or (owner := self._park(sequence)) is None:
                 return sequence
             owner.lent_latest = min(owner.lent_latest, place.latest)
+            owner.lent_seconds = min(owner.lent_seconds, place.seconds)
             if owner.lent_priority is None or owner.lent_priority < place.priority:
                 owner.lent_priority = place.priority
             self._leave_line(sequence)
@@ -62,17 +63,23 @@ class Waiting:
 
     def before(self, one: Sequence, other: Sequence, now: float) -> bool:
         """Whether the first is more urgent, tenants apart."""
-        place = self._urgency.place
-        return rank(place(one), now) < rank(place(other), now)
+        return self._rank(one, now) < self._rank(other, now)
 
     def by_urgency(self, sequences: list[Sequence], now: float) -> list[Sequence]:
-        return sorted(sequences, key=lambda sequence: rank(self._urgency.place(sequence), now))
+        return sorted(sequences, key=lambda sequence: self._rank(sequence, now))
+
+    def _rank(self, sequence: Sequence, now: float) -> tuple[float, ...]:
+        return self._line.rank(self._urgency.place(sequence), now)
 
     def admitted(self, sequence: Sequence, have: int) -> None:
         """The head leaves, with KV of its first `have` tokens at hand: the rest of its prompt is underway."""
         self._line.served(self._urgency.place(sequence), len(sequence.tokens) - have)
         self._leave_line(sequence)
         self._underway.begin(sequence, have // self._pool.block_tokens)
+
+    def computed(self, sequence: Sequence, tokens: int, now: float) -> None:
+        """A step computes so many tokens of its prompt."""
+        self._line.computed(self._urgency.place(sequence), tokens, now)
 
     def filled(self, sequence: Sequence, key: bytes) -> None:
         """A running sequence has filled this block: it can be reused."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .cluster import View
+from .cost import F64
 
 #: Gap between tokens (seconds) that is aimed at for who was promised none: five times as fast as people read.
 EASY_GAP = 0.05
@@ -28,9 +30,13 @@ class Work:
         return self.prefill + self.decode
 
 
-def decode_gap(view: View, row: int, sequences: float, context: float) -> float:
+Number = TypeVar("Number", float, F64)
+
+
+def decode_gap(view: View, row: int, sequences: Number, context: Number) -> Number:
     """Seconds of a step of this worker that decodes so many sequences with `context` tokens together, and no prompt."""
-    return float(view.base_seconds[row] + view.sequence_seconds[row] * sequences + view.history_seconds[row] * context)
+    base, sequence, history = view.base_seconds[row], view.sequence_seconds[row], view.history_seconds[row]
+    return float(base) + float(sequence) * sequences + float(history) * context
 
 
 def most_sequences(view: View, row: int, context: float, gap: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.common import line, tidy
 
@@ -52,22 +52,19 @@ class Table:
     def add(self, case: str, ours: float, paper: float | None, unit: str) -> None:
         self.rows.append(Row(case, ours, paper, unit))
 
+    def forget_paper(self) -> None:
+        """Ours are of another trace than the paper's."""
+        self.rows = [replace(row, paper=None) for row in self.rows]
+
     def differing(self) -> list[Row]:
         return [row for row in self.rows if row.verdict == "differs"]
 
     def print(self) -> None:
         """As JSON lines."""
         for row in self.rows:
-            line(
-                "paper",
-                f"{self.name} {row.case}",
-                row.ours,
-                row.unit,
-                against="paper",
-                ratio=row.ratio,
-                paper=row.paper,
-                verdict=row.verdict,
-            )
+            compared: dict[str, str | float] = {} if row.paper is None else {"paper": row.paper, "verdict": row.verdict}
+            against = None if row.paper is None else "paper"
+            line("paper", f"{self.name} {row.case}", row.ours, row.unit, against=against, ratio=row.ratio, **compared)
 
     def markdown(self) -> str:
         lines = [f"## {self.title}", "", self.says, ""]

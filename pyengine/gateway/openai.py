@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pyengine.gateway.request import ErrorKind, RequestError
+from pyengine.gateway.request import ADMISSION_KINDS, ErrorKind, RequestError
 from pyengine.scheduler.types import SamplingParams
 
 #: Tokens a completion gets when the client names no number (the API's own default).
@@ -82,8 +82,6 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-#: What the codes of a 429 say about a request that admission refused: which objective, or that others come first.
-_REFUSED = ("slo_ttft", "slo_tbt", "slo_deadline", "share")
 _STATUS = {
     ErrorKind.BUSY: (429, "rate_limit_exceeded"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable"),
@@ -95,7 +93,8 @@ _STATUS = {
 
 def api_error(error: RequestError) -> ApiError:
     status, code = _STATUS[error.kind]
-    code = error.detail if error.detail in _REFUSED else code
+    # Of a 429 the code says which objective would be missed, or that others come first.
+    code = error.detail if error.detail in ADMISSION_KINDS else code
     return ApiError(status, error.reason, code=code, retry_after=error.retry_after)
 
 

@@ -30,6 +30,8 @@ BACK_OFF = (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)
 #: Seconds a decode worker's failure waits for the first token: that token may have ended the request and its hand-off,
 #: and the two messages come over two links. Many heartbeats of the loop, and little beside a retry's prefill.
 FIRST_TOKEN_GRACE = 0.2
+#: What admission refuses for (`Rejection.kind`): its answer stands, also for who has waited for workers before.
+ADMISSION_KINDS = ("slo_ttft", "slo_tbt", "slo_deadline", "share")
 #: Pause before a rejected route is asked again while workers are missing.
 REJECTED_PAUSE = 0.2
 
@@ -223,10 +225,11 @@ class Request:
         self.wake_at = min(self._deadline, now + self._patience)
         return [ToConductor(self._route)]
 
-    def ask_again(self) -> list[Action]:
-        """The conductor is there (again): it may never have seen the question."""
+    def ask_again(self, now: float) -> list[Action]:
+        """The conductor is there (again): it may never have seen the question. The client has waited meanwhile."""
         if self.state is not State.ROUTING or self._route is None:
             return []
+        self._route = msgspec.structs.replace(self._route, waited=max(now - self.arrived, 0.0))
         return [ToConductor(self._route)]
 
     def on_planned(self, plan: Plan, now: float) -> list[Action]:
@@ -271,7 +274,12 @@ class Request:
         if self.state is not State.ROUTING or refusal.attempt != self.attempt:
             return []
         if refusal.kind == "late":
+            if self._admitted:
+                # It was taken in as one that would be in time, and what it lost since is not the client's doing.
+                return self._give_up(RequestError(ErrorKind.TIMEOUT, refusal.reason))
             return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, "slo_deadline"))
+        if refusal.kind in ADMISSION_KINDS:
+            return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, refusal.kind))
         if refusal.kind == "policy":
             return self._give_up(RequestError(ErrorKind.BUG, refusal.reason))
         if servable and refusal.retry_after is None:

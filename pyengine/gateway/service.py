@@ -325,8 +325,9 @@ class Service:
     def _on_conductor_change(self, up: bool) -> None:
         log.info("conductor %s", "is there" if up else "is away")
         if up:
+            now = time.monotonic()
             for generation in list(self._generations.values()):
-                self._act(generation, generation.request.ask_again())
+                self._act(generation, generation.request.ask_again(now))
 
     def _on_cluster(self, state: ClusterState) -> None:
         self.cluster = state

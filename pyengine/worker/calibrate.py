@@ -12,14 +12,13 @@ import time
 import numpy as np
 
 from pyengine.backend import Backend, Slice
-from pyengine.scheduler.calibration import Probe, probes
+from pyengine.scheduler import calibration
+from pyengine.scheduler.calibration import LIMIT, Probe, probes
 from pyengine.scheduler.cost import StepCost
 from pyengine.scheduler.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-#: Seconds it may take. On a slow machine it ends early and the first requests teach the rest.
-LIMIT = 2.0
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -29,24 +28,12 @@ def calibrate(
     """Measures a few steps and lets `cost` observe them. What fails is logged: the worker can do without.
 
     Nobody may hold pages meanwhile. limit: seconds, after a first step that is not measured, as it pays for much that
-    no later one does (weights are read, buffers made); the first request would have paid. No step is begun that will
-    probably not end in time, as far as those before it tell.
+    no later one does (weights are read, buffers made); the first request would have paid.
     """
     try:
         _compute(backend, Probe(1, 0, 1, 1))
-        until = time.monotonic() + limit
-        worst = 0.0
-        for probe in probes(max_tokens, max_sequences):
-            if not _fits(backend, probe, pages):
-                continue
-            if time.monotonic() + worst * probe.work.prefill_tokens > until:
-                break
-            began = time.perf_counter()
-            _compute(backend, probe)
-            seconds = time.perf_counter() - began
-            cost.observe(probe.work, seconds)
-            if probe.work.prefill_tokens >= 64:  # of fewer, the step itself is most
-                worst = max(worst, seconds / probe.work.prefill_tokens)
+        fitting = [probe for probe in probes(max_tokens, max_sequences) if _fits(backend, probe, pages)]
+        calibration.calibrate(cost, fitting, lambda probe: _seconds(backend, probe), limit)
     except Exception:
         logger.exception("the cost model could not be calibrated: the first requests will teach it")
 
@@ -57,6 +44,12 @@ def _pages_each(backend: Backend, probe: Probe) -> int:
 
 def _fits(backend: Backend, probe: Probe, pages: int) -> bool:
     return probe.sequences * _pages_each(backend, probe) <= pages and probe.length <= backend.max_positions
+
+
+def _seconds(backend: Backend, probe: Probe) -> float:
+    began = time.perf_counter()
+    _compute(backend, probe)
+    return time.perf_counter() - began
 
 
 def _compute(backend: Backend, probe: Probe) -> None:

@@ -56,7 +56,7 @@ def compare(
     policies: str = "kvcache-centric,least-loaded,random",
     admission: str = "none",
     rates: str = "1",
-    seeds: int = 6,
+    seeds: int = 8,
     raw: Flag = False,
     jobs: int | None = None,
     backend: Annotated[str, Parameter(name="--backend")] = "sim",
@@ -79,7 +79,7 @@ def compare(
     rates
         How much faster than the trace requests come, with commas between.
     seeds
-        Runs of each policy at each rate, under seeds 0, 1, ...; fewer than 6 can show nothing.
+        Runs of each policy at each rate, under seeds 0, 1, ...; fewer than 6 can show nothing, 6 little.
     raw
         Arrivals as the trace has them: without, seeds jitter them.
     jobs

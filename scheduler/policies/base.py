@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cluster import Bools, Ints, View
+from ..cluster import Bools, Ints, View, some
 from ..cost import F64
 from ..types import Slo
 
@@ -22,7 +22,8 @@ def _nothing(prefill: int) -> F64:
     return np.zeros(1)
 
 
-@dataclass(frozen=True, slots=True)
+# Neither is frozen: to build a frozen one takes several times as long, and both are built for each request.
+@dataclass(slots=True, eq=False)
 class Ask:
     """One request against a view. Columns [W] over its workers.
 
@@ -47,7 +48,7 @@ class Ask:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """Rows of the view. fetch: the prefill node is to fetch the blocks it lacks from whoever holds them.
 
@@ -80,9 +81,11 @@ def lowest(scores: F64 | Ints, mask: Bools, rng: random.Random) -> int:
 
     NaN, as of an endless time that counts for nobody, is worse than any number.
     """
-    rows = np.flatnonzero(mask)
+    (rows,) = mask.nonzero()
     within = scores[rows]
-    best = rows[within == np.fmin.reduce(within)]
+    # Of a NaN, `argmin` takes it for the lowest: then the slower way.
+    least = within[within.argmin()]
+    best = rows[within == (least if least == least else np.fmin.reduce(within))]
     if len(best) == 1:
         return int(best[0])
     return int(rng.choice(best if len(best) else rows))
@@ -101,9 +104,18 @@ def ttft(view: View, ask: Ask, fetch: Bools) -> F64:
     return ask.load_seconds + transfer + view.queue_seconds + compute
 
 
+def ttft_of(view: View, ask: Ask, row: int, fetch: bool) -> float:
+    """The same of one worker."""
+    prefix = int(ask.prefix[row])
+    cached = (max(ask.best, prefix) if fetch else prefix) * view.block_tokens
+    waited = float(ask.load_seconds[row]) + (float(ask.transfer_seconds[row]) if fetch else 0.0)
+    return waited + float(view.queue_seconds[row]) + view.prefill_seconds_of(row, ask.prompt_tokens, cached)
+
+
 def decode_load(view: View, ask: Ask) -> F64:
     """[W] predicted gap between tokens; workers without pages for the prompt come after all others: it would wait."""
-    return view.tbt + np.where(lacks_pages(view, ask), view.tbt.max(initial=0.0) + 1.0, 0.0)
+    lacks = lacks_pages(view, ask)
+    return view.tbt + np.where(lacks, view.tbt.max() + 1.0, 0.0) if some(lacks) else view.tbt
 
 
 def lacks_pages(view: View, ask: Ask) -> Bools:

@@ -80,16 +80,24 @@ def provenance(facts: Mapping[str, object]) -> str:
     """One fact a line. What is nested stands in the JSON as a whole; here, a cluster by its workers, else what fits."""
     if not facts:
         return ""
-    lines = {name: _workers(value) if name == "cluster" else _short(plain(value)) for name, value in facts.items()}
+    shown = {"cluster": _workers, "cost models": _models}
+    lines = {name: shown.get(name, _short)(plain(value)) for name, value in facts.items()}
     # How it was scheduled is said by names of its own: policy, admission, seed.
     lines.pop("run", None)
     width = max(len(name) for name in lines)
     return "\n".join(f"{name.ljust(width)}  {line}" for name, line in lines.items())
 
 
-def _workers(cluster: object) -> str:
+def _models(found: Any) -> str:
+    """By name, and what each is of."""
+    if not isinstance(found, dict):
+        return _short(found)
+    about = {name: model.get("about", "") if isinstance(model, dict) else model for name, model in found.items()}
+    return "; ".join(f"{name} ({what})" for name, what in about.items())
+
+
+def _workers(found: Any) -> str:
     """The shape of a cluster: "8 prefill + 8 decode of llama3-70b-a800"."""
-    found = plain(cluster)
     if not isinstance(found, dict) or "workers" not in found:
         return _short(found)
     groups = [f"{worker['count']} {worker['role']}" for worker in found["workers"]]

@@ -43,6 +43,7 @@ from ..messages import (
     WorkerHello,
 )
 from ..native_index import NativeIndex
+from ..policies import find_admission
 from ..types import (
     KEY_BYTES,
     KvGroup,
@@ -59,7 +60,7 @@ from .gateway import OPEN, RequestModel
 from .jobs import EOS, ROOT, own_key
 from .links import Links
 from .measure import Measure
-from .node import NodeModel
+from .node import NodeModel, Place
 from .report import Report
 from .spec import ClusterSpec, Failure, RunSpec
 from .trace import Request
@@ -108,6 +109,7 @@ class Simulation:
             seed=run.seed,
             index=NativeIndex(),
         )
+        self._looks_twice = hasattr(find_admission(run.admission), "prefilled")
         self.nodes: dict[str, NodeModel] = {}
         self.workers: dict[str, WorkerModel] = {}
         self.requests = [RequestModel(self, number, request) for number, request in enumerate(requests)]
@@ -186,6 +188,8 @@ class Simulation:
             self.conduct(DaemonHello(worker.node.node, 0))
             self.conduct(FromWorker(WorkerHello(info=worker.info)))
             self.tell_pages(worker, b"", first=True)
+            # Before clients come, workers have said what their steps cost.
+            self._say(worker)
             phase = HEARTBEAT_EVERY * (worker.number + 1) / (count + 1)
             self.loop.after(phase, self._beat, worker)
         self.conduct(Tick())
@@ -194,6 +198,10 @@ class Simulation:
 
     def _beat(self, worker: WorkerModel) -> None:
         """A worker's heart, and its daemon's."""
+        self._say(worker)
+        self.loop.after(HEARTBEAT_EVERY, self._beat, worker)
+
+    def _say(self, worker: WorkerModel) -> None:
         node = worker.node
         if node.up:
             for event in node.changes():
@@ -202,7 +210,6 @@ class Simulation:
         if worker.alive:
             for message in worker.heartbeat():
                 self.conduct(FromWorker(message))
-        self.loop.after(HEARTBEAT_EVERY, self._beat, worker)
 
     def _gateway_beat(self) -> None:
         self.conduct(FromGateway(GATEWAY, GatewayAlive(gateway=GATEWAY)))
@@ -247,6 +254,14 @@ class Simulation:
                 case _:
                     pass  # TellMoved, OrderMembers, OrderClear: nobody drains, shares objects or clears here
 
+    def turned_away(self, request: int) -> bool:
+        """Whether a request is refused after all, now that its prompt is computed: only models of others look twice."""
+        if not self._looks_twice:
+            return False
+        now, conductor = self.loop.now, self.conductor
+        view = conductor.cluster.view(self.model, self.namespace_digest, conductor.router.plans, now)
+        return view is not None and conductor.outlook.prefilled((GATEWAY, request), view, now) is not None
+
     def ask(self, route: Route) -> None:
         self.loop.after(self.delay, self.conduct, FromGateway(GATEWAY, route))
 
@@ -280,7 +295,7 @@ class Simulation:
             node.report()
             self.loop.after(self.delay, self.conduct, Replicated(node.node, order.order, stored, missing))
 
-        node.bring(order.keys, source, brought)
+        node.bring(order.keys, source, brought, Place(order.position, order.parent if order.position else None))
 
     # -- transfers -------------------------------------------------------------------------------------------------
 

@@ -90,8 +90,9 @@ class Handoff:
 
     def complete(self) -> None:
         """The last byte and the note behind it have come."""
-        if self._decode is not None:
-            worker, job, _ = self._decode
+        decode, self._decode, self._prefill = self._decode, None, None
+        if decode is not None:
+            worker, job, _ = decode
             worker.complete(job)
 
 
@@ -112,6 +113,9 @@ class RequestModel:
         self.outcome = OPEN
         self.held = 0
         self._base = 0
+        # Of the attempt under way: spans before it, and when its first token came.
+        self._spans_before = 0
+        self._first_here = math.nan
         self.prefill = self.decode = ""
         self.prefill_seconds = 0.0
         self.finished = math.nan
@@ -137,6 +141,8 @@ class RequestModel:
         self.attempt += 1
         self.state = State.ROUTING
         self._base = self.held
+        self._spans_before = len(self._spans)
+        self._first_here = math.nan
         length = self.request.prompt_tokens + self.held
         self.keys = sim.keys_of(self, length)
         sim.ask(
@@ -203,16 +209,20 @@ class RequestModel:
         now = self.sim.loop.now
         if self.state is not State.ROUTING or refusal.attempt != self.attempt:
             return
-        if self.sim.servable and (refusal.retry_after is None or self._failing_since is None):
-            self._over(REJECTED if not self.held else DROPPED)
+        final = refusal.kind in ("late", "policy")
+        if final or (self.sim.servable and (refusal.retry_after is None or self._failing_since is None)):
+            self._refused()
             return
         if self._failing_since is None:
             self._failing_since = now
         if now - self._failing_since >= PATIENCE:
-            self._over(REJECTED if not self.held else DROPPED)
+            self._refused()
             return
         self.state = State.BACKING_OFF
         self.sim.loop.after(REJECTED_PAUSE, self.start)
+
+    def _refused(self) -> None:
+        self._over(DROPPED if self.admitted else REJECTED)
 
     # -- what workers say ------------------------------------------------------------------------------------------
 
@@ -231,6 +241,7 @@ class RequestModel:
         if self.state is State.RUNNING and attempt == self.attempt:
             if math.isnan(self.first_token):
                 self.first_token = self.sim.loop.now
+            self._first_here = self.sim.loop.now
             self.failures = 0
             self._failing_since = None
             self._excluded = ()
@@ -260,6 +271,11 @@ class RequestModel:
         else:
             both = {self.plan.prefill.worker, self.plan.decode.worker}
             self._retry({"retry": both, "wrong_role": {worker}}.get(kind, set()), worker)
+
+    def on_turned_away(self, attempt: int) -> None:
+        """Its prompt was computed for nothing: nobody is to decode it."""
+        if self.state is State.RUNNING and attempt == self.attempt:
+            self._over(REJECTED if not self.held else DROPPED)
 
     def on_lost(self, worker: str, attempt: int) -> None:
         """The link to a worker of its plan is gone."""
@@ -306,16 +322,15 @@ class RequestModel:
             for name in workers:
                 if name != gone and not (decode_only and name == plan.prefill.worker):
                     sim.loop.after(sim.delay, sim.workers[name].end, (self.number, self.attempt))
-        ttft, tbt = -1.0, -1.0
-        if self._spans:
-            ttft, tbt = self.first_token - self.request.arrival, tail(self.gaps())
+        gaps = self._gaps(self._spans_before)
+        first = self._first_here - self.request.arrival
         sim.tell(
             RouteEnded(
                 request=self.number,
                 attempt=self.attempt,
-                ttft=-1.0 if math.isnan(ttft) else ttft,
+                ttft=-1.0 if math.isnan(first) else first,
                 generated=self.held - self._base,
-                tbt=tbt,
+                tbt=tail(gaps) if len(gaps) else -1.0,
                 finished=done,
             )
         )
@@ -329,16 +344,23 @@ class RequestModel:
                 self.plan = None
             self._release(gone, decode_only=abort, done=True)
         elif self.state in (State.ROUTING, State.RUNNING):
+            self._collect()
             self._release(gone)
         self.state = State.OVER
         self.outcome = outcome
+        self.keys = b""
+        self._live.clear()
         self.sim.over(self)
 
     # -- what clients saw ------------------------------------------------------------------------------------------
 
     def gaps(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Seconds between its tokens, the first at its place."""
-        came = [times(worker.ends, spans) for worker, spans in self._spans if spans]
+        return self._gaps(0)
+
+    def _gaps(self, first: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Of the spans from number `first` on."""
+        came = [times(worker.ends, spans) for worker, spans in self._spans[first:] if spans]
         return np.diff(np.concatenate(came)) if came else np.empty(0)
 
 

@@ -35,8 +35,9 @@ class Job:
     """One part of one attempt here.
 
     tag: of what it holds in this node's pool, for which a load waits; kept: of what it has stored there while that is
-    pushed. sent, lacking: tokens of the prompt on their way to the decode node, and those from which on it lacks them.
-    flows: transfers under way; there_at: not earlier is all of it there. tiers: by block, where it was found.
+    pushed. coming_at: when all that the plan's sources offer is expected to be there. sent, lacking: tokens of the
+    prompt on their way to the decode node, and those from which on it lacks them. flows: transfers under way; there_at:
+    not earlier is all of it there. tiers: by block, where it was found.
     """
 
     work: Work
@@ -45,6 +46,7 @@ class Job:
     kept: list[int] = field(default_factory=list)
     brought: bool = False
     opened: bool = False
+    coming_at: float = 0.0
     sent: int = 0
     lacking: int = 0
     flows: set[int] = field(default_factory=set)

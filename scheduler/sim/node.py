@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TIERS = ("device", "dram", "ssd", "peer_dram", "peer_ssd")
 DEVICE, DRAM, SSD, PEER_DRAM, PEER_SSD = range(5)
 #: Measured loads kept for a heartbeat.
-LOADS = 64
+LOADS = 256
 #: What pools say of a block.
 _IN_DRAM, _ON_SSD = bytes([1]), bytes([2])
 
@@ -40,6 +40,16 @@ class Grant(NamedTuple):
     keys: bytes
     private: int
     then: Callable[[int], None]
+
+
+class Place(NamedTuple):
+    """Of a block in its prefix: its index, and the key before it, if one is."""
+
+    position: int = 0
+    parent: bytes | None = None
+
+
+HEAD = Place()
 
 
 class NodeModel:
@@ -115,7 +125,10 @@ class NodeModel:
     def heartbeat(self) -> DaemonHeartbeat:
         """To be said after `changes`, as a daemon's queue does."""
         count, digest = self.pool.model.digest()
-        return DaemonHeartbeat(self.node, self.sequence, count, digest, {})
+        free = self.pool.free
+        slots = f'pyengine_pool_blocks{{node="{self.name}",tier="dram",state='
+        counters = {f'{slots}"free"}}': free, f'{slots}"cached"}}': self.dram - free}
+        return DaemonHeartbeat(self.node, self.sequence, count, digest, counters)
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -154,10 +167,10 @@ class NodeModel:
         ssd = found.find(_ON_SSD)
         return (len(found) if ssd < 0 else ssd), len(found)
 
-    def take(self, tag: int, keys: bytes, private: int) -> bool:
-        """Pins and reserves, all or nothing. False: there is no room now, or never."""
+    def take(self, tag: int, keys: bytes, private: int, place: Place = HEAD) -> bool:
+        """Pins and reserves, all or nothing. place: of the first. False: there is no room now, or never."""
         try:
-            return self.pool.take(tag, keys, private)
+            return self.pool.take(tag, keys, private, position=place.position, parent=place.parent)
         except GiveUpError:
             return False
 
@@ -175,12 +188,19 @@ class NodeModel:
 
     # -- bringing --------------------------------------------------------------------------------------------------
 
-    def bring(self, keys: bytes, sources: tuple[Source, ...], then: Callable[[dict[int, int]], None]) -> None:
-        """Has what this node's SSD and the sources have of the prefix `keys` brought into DRAM, if there is room.
+    def bring(
+        self,
+        keys: bytes,
+        sources: tuple[Source, ...],
+        then: Callable[[dict[int, int]], None],
+        place: Place = HEAD,
+    ) -> None:
+        """Has what this node's SSD and the sources have of these blocks, which follow each other, brought into DRAM, if
+        there is room.
 
-        then: called when no more comes, with the tier in which each block that came was found.
+        then: called when no more comes, with the tier in which each block that came was found. place: of the first.
         """
-        Bringing(self, keys, sources, then).go()
+        Bringing(self, keys, sources, then, place).go()
 
     def read_ssd(self, blocks: int, then: Callable[[bool], None]) -> None:
         """Reads of a node's SSD are one after the other. then: told whether the node still lives."""
@@ -213,9 +233,15 @@ class Bringing:
     """One prefix on its way into a node's DRAM: part after part, each from the first who is said to have it."""
 
     def __init__(
-        self, node: NodeModel, keys: bytes, sources: tuple[Source, ...], then: Callable[[dict[int, int]], None]
+        self,
+        node: NodeModel,
+        keys: bytes,
+        sources: tuple[Source, ...],
+        then: Callable[[dict[int, int]], None],
+        place: Place,
     ) -> None:
         self.node = node
+        self.place = place
         self.keys = keys
         self.sources = [source for source in sources if source.node.node != node.name]
         self.then = then
@@ -266,7 +292,7 @@ class Bringing:
         keys = self.keys[first * KEY_BYTES : (first + count) * KEY_BYTES]
         if source is None:
             tag = sim.tag()
-            if not node.take(tag, self.keys[: (first + count) * KEY_BYTES], 0):
+            if not node.take(tag, self.keys[: (first + count) * KEY_BYTES], 0, self.place):
                 return False
             self._under_way(keys)
             node.read_ssd(count, lambda _: self._came(tag, keys, first, count, SSD, began, node.name))
@@ -279,11 +305,11 @@ class Bringing:
         count = min(dram or _run(peer, keys, reach) if reach else 0, count)
         keys = keys[: count * KEY_BYTES]
         tag, theirs = sim.tag(), sim.tag()
-        if not count or not peer.take(theirs, self.keys[: (first + count) * KEY_BYTES], 0):
+        if not count or not peer.take(theirs, self.keys[: (first + count) * KEY_BYTES], 0, self.place):
             # It has it no more, or no room to read it.
             self.sources.remove(source)
             return True
-        if not node.take(tag, self.keys[: (first + count) * KEY_BYTES], 0):
+        if not node.take(tag, self.keys[: (first + count) * KEY_BYTES], 0, self.place):
             peer.end(theirs)
             return False
         self._under_way(keys)
@@ -346,4 +372,4 @@ def _run(node: NodeModel, keys: bytes, reach: int) -> int:
     return reach if dram < 0 else dram
 
 
-__all__ = ["DEVICE", "DRAM", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel"]
+__all__ = ["DEVICE", "DRAM", "LOADS", "PEER_DRAM", "PEER_SSD", "SSD", "TIERS", "NodeModel", "Place"]

@@ -43,6 +43,7 @@ class NodePool:
             self.model = PoolModel(spec.evict, *sizes, costs=(own.token, own.pair, float(block_tokens)), changes=True)
         except GiveUpError as error:
             raise ValueError(f"dram_tokens {spec.dram_tokens}, ssd_tokens {spec.ssd_tokens}: {error}") from None
+        self._dram = sizes[0]
         # Bound once: a simulation calls them a million times.
         self.find = self.model.find
         self.take = self.model.take
@@ -66,6 +67,11 @@ class NodePool:
     def available(self) -> int:
         """DRAM slots that a new tag could have: empty ones, and blocks that nobody uses."""
         return max(self.model.available - 1, 0)
+
+    @property
+    def free(self) -> int:
+        """DRAM slots in which nothing is, those that are reserved for what is to come among them."""
+        return self._dram - self.model.counts()["in_dram"]
 
     @property
     def evictions(self) -> int:

@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
+from pyengine._native import EVICTION_POLICIES
+
 from ..types import Role, Slo
+from .baselines import DISCIPLINES
 from .compute import ModelError, StepTime
 from .spec import MAX_WORKERS, ClusterSpec, NodeSpec, WorkerSpec
 
@@ -84,6 +87,11 @@ def check_cluster(spec: ClusterSpec) -> None:
             StepTime.load(worker.model)
         except ModelError as error:
             raise SpecError(f"workers[{i}].model: {error}") from None
+        if worker.discipline not in DISCIPLINES:
+            known = nearest(worker.discipline, DISCIPLINES)
+            raise SpecError(f"workers[{i}].discipline: there is no {worker.discipline!r}: {known}")
+    if spec.node.evict not in EVICTION_POLICIES:
+        raise SpecError(f"node.evict: there is no {spec.node.evict!r}: {nearest(spec.node.evict, EVICTION_POLICIES)}")
     count = sum(worker.count for worker in spec.workers)
     if count > MAX_WORKERS:
         raise SpecError(f"{count:,} workers are more than can be simulated: at most {MAX_WORKERS:,}")

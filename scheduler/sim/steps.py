@@ -7,6 +7,7 @@ floats are added in the same order.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from array import array
@@ -17,13 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..batcher import Batcher, Outcome, SequenceId, Step
+from ..batcher import Batcher, Outcome, Sequence, SequenceId, Step
 from .compute import StepTime
 from .engine import Loop
 from .jobs import Job, token
 
 #: Steps computed at once, at most.
 LONGEST_RUN = 1 << 12
+#: As `pyengine/worker/core.py` has it: what a decode worker computes again of a hand-off, in steps.
+RECOMPUTE_STEPS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,8 @@ class Steps(ABC):
     """ends: when steps ended, in order. steps: begun so far. jobs: all that are in the Batcher, and others.
 
     stages: nodes that compute a chunk one after the other, each its share of the layers; the first is free for the next
-    chunk as soon as it has passed its own on. overhead: seconds of each step that nothing is computed in.
+    chunk as soon as it has passed its own on. An answer's next token waits for the one before to leave the last.
+    overhead: seconds of each step that nothing is computed in.
     """
 
     batcher: Batcher
@@ -59,6 +63,8 @@ class Steps(ABC):
         self._fast_forward = fast_forward
         self._turn = 0
         self._planning = False
+        #: When it is next looked who is late; inf: nothing is asked for.
+        self._late_due = math.inf
         self._forget()
 
     def _forget(self) -> None:
@@ -82,6 +88,10 @@ class Steps(ABC):
     @abstractmethod
     def _late(self, job: Job) -> None:
         """It cannot be over by its deadline any more."""
+
+    @abstractmethod
+    def _lost(self, job: Job) -> None:
+        """Its KV came from elsewhere, and is lost: too much to compute again here."""
 
     @abstractmethod
     def _resume(self, job: Job) -> None:
@@ -109,19 +119,37 @@ class Steps(ABC):
         now = self.loop.now
         for id in self.batcher.late(now):
             self._late(self.jobs[id])
-        if self._fast_forward and self._begin_run():
+        if self._fast_forward and self.stages == 1 and self._begin_run():
             return
         step = self.batcher.plan(now)
         for id in step.preempted:
             self._resume(self.jobs[id])
         for load in step.loads:
             self._load(self.jobs[load.id], load.first_block, load.blocks)
-        if step.slices:
-            self._begin(step, now)
-        elif step.preempted:
+        within = self._within_recompute_limit(step)
+        if within.slices:
+            self._begin(within, now)
+        elif step.preempted or step.slices:
             self.loop.at(now, self._wake)
-        elif self.batcher.next_late < math.inf:
-            self.loop.at(self.batcher.next_late, self._wake)
+        elif self.batcher.next_late < self._late_due:
+            self._late_due = self.batcher.next_late
+            self.loop.at(self._late_due, self._look_for_late, self._late_due)
+
+    def _look_for_late(self, due: float) -> None:
+        if due == self._late_due:
+            self._late_due = math.inf
+            self._wake()
+
+    def _within_recompute_limit(self, step: Step) -> Step:
+        """As workers do: a hand-off that lost little is mended here, one that lost all goes back for a new plan."""
+        jobs = [self.jobs[planned.id] for planned in step.slices if not planned.decodes]
+        most = RECOMPUTE_STEPS * self.batcher.max_tokens
+        lost = [job for job in jobs if job.sequence.handed_off and _missing(job.sequence) > most]
+        if not lost:
+            return step
+        for job in lost:
+            self._lost(job)
+        return dataclasses.replace(step, slices=[planned for planned in step.slices if planned.id in self.jobs])
 
     def _begin(self, step: Step, now: float) -> None:
         work = self.batcher.work(step)
@@ -144,6 +172,9 @@ class Steps(ABC):
         end = now + (seconds + self.overhead)
         if self.stages > 1:
             end = self._pass_on(seconds / self.stages, now) + self.overhead
+            if any(p.sample and not self.jobs[p.id].sequence.first_only for p in step.slices):
+                # Its tokens are what the next step computes.
+                end = self._stage_free[-1] + self.overhead
         self.loop.step(end, self.number, self._turn, self._end_step)
 
     def _pass_on(self, seconds: float, now: float) -> float:
@@ -291,6 +322,11 @@ class Steps(ABC):
         """Seconds of a step with all that decodes here, by the cost model; 0 without."""
         sequences = sum(job.sequence.generated > job.work.generated for job in self.jobs.values())
         return self.time.seconds((), sequences, self.running_context() + sequences)
+
+
+def _missing(sequence: Sequence) -> int:
+    """Tokens whose KV has existed before, and is to be computed again."""
+    return sequence.high_water - sequence.computed
 
 
 def _got(job: Job, first: int, last: int) -> None:

@@ -20,13 +20,13 @@ import msgspec
 
 from ..batcher import Busy, Outcome, SequenceId, TooLarge
 from ..blocks import BlockPool
-from ..cost import StepWork, context_of
-from ..messages import WorkerAlive, WorkerToConductor
+from ..calibration import Probe, calibrate, probes
+from ..messages import LoadSample, WorkerAlive, WorkerToConductor
 from ..types import KEY_BYTES, Role, WorkerInfo, cacheable_blocks
 from .baselines import find_discipline
 from .compute import StepTime
 from .jobs import EOS, Job, key_of, sequence_of, token
-from .node import DEVICE, DRAM, NodeModel
+from .node import DEVICE, DRAM, LOADS, NodeModel
 from .spec import WorkerSpec
 from .steps import Steps
 
@@ -71,22 +71,29 @@ class WorkerModel(Steps):
         )
         self.info = msgspec.structs.replace(self.info, max_tokens_per_step=self.batcher.max_tokens)
         self.role = self.info.role
+        #: Requests taken in since the last heartbeat.
+        self._accepted: list[int] = []
+        self._rounds = 0
         self._pages_free = 0.0
         self._pages_due = 0.0
         self._telling = False
         self._calibrate()
 
     def _calibrate(self) -> None:
-        """As `pyengine/worker/calibrate.py` does at start-up: prompts, and batches that decode behind them."""
-        cost, most = self.batcher.cost, self._spec.max_tokens_per_step
-        points = [(1, 16), (1, 64), (4, 16), (8, 32), (1, 256), (2, most // 2), (1, most)]
-        for sequences, tokens in points:
-            if tokens >= 1 and sequences <= self._spec.max_sequences and sequences * tokens <= most:
-                seconds = self.time.seconds([(0, tokens)] * sequences, 0, 0)
-                cost.observe(StepWork(sequences * tokens, sequences * context_of(0, tokens), 0, 0), seconds)
-                for length in (tokens + 1, tokens + 2):
-                    context = sequences * length
-                    cost.observe(StepWork(0, 0, sequences, context), self.time.seconds((), sequences, context))
+        """As a worker does at start-up."""
+        spec = self._spec
+        most, pages = self.batcher.max_tokens, self.info.pages
+        steps = [
+            probe
+            for probe in probes(most, spec.max_sequences)
+            if probe.sequences * -(-probe.length // self.sim.block_tokens) <= pages
+        ]
+        calibrate(self.batcher.cost, steps, self._probed)
+
+    def _probed(self, probe: Probe) -> float:
+        if probe.start:
+            return self.time.seconds((), probe.sequences, probe.work.decode_context)
+        return self.time.seconds([(0, probe.count)] * probe.sequences, 0, 0)
 
     @property
     def name(self) -> str:
@@ -116,6 +123,7 @@ class WorkerModel(Steps):
             self._refuse(work, "too_large")
             return
         job = self.jobs[work.id] = Job(work, sequence)
+        self._accepted.append(work.request.number)
         work.request.begun(self, job)
         if work.part == "decode":
             job.tag = self.sim.tag()
@@ -127,25 +135,19 @@ class WorkerModel(Steps):
             return
         limit = min(cacheable_blocks(work.prompt_tokens, self.sim.block_tokens), len(work.keys) // KEY_BYTES)
         job.tiers = bytearray([DRAM]) * limit
-        if work.handoff is None:
-            job.opened = True
-        else:
-            self.loop.after(self.sim.delay, work.handoff.open, job)
         if not self._pooled:
-            self._brought(job, {})
+            job.brought = job.opened = True
+            self._seek(job)
             return
-        if work.part == "both" and work.sources:
-            self._answer(self._bring, job)  # slots first
-        else:
-            self._bring(job)
-
-    def _bring(self, job: Job) -> None:
-        keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
-        self.node.bring(keys, job.work.sources, lambda tiers: self._answer(self._brought, job, tiers))
-
-    def _answer(self, call: Callable[..., None], *arguments: Any) -> None:
-        """The pool answers at once, and this worker sees it at once only if no step is under way by then."""
-        self.loop.at(self.loop.now, self._between, call, *arguments)
+        job.coming_at = self.loop.now + max((source.ready for source in work.sources), default=0.0)
+        if work.handoff is None:
+            job.brought = job.opened = True
+            self._seek(job)
+            return
+        self.loop.after(self.sim.delay, work.handoff.open, job)
+        # What somebody computes just now cannot be had ahead.
+        there = tuple(source for source in work.sources if not source.ready)
+        self.node.bring(work.keys[: limit * KEY_BYTES], there, lambda tiers: self._brought(job, tiers))
 
     def _refuse(self, work: Work, kind: str) -> None:
         self.loop.after(self.sim.delay, work.request.on_failed, work.attempt, self.name, kind)
@@ -162,6 +164,8 @@ class WorkerModel(Steps):
         self.touch()
         del self.jobs[id]
         self.batcher.remove(id)
+        # Whoever still knows the job wants none of its tokens: a long prompt's take a megabyte.
+        job.sequence.tokens = []
         for flow in list(job.flows):
             self.sim.stop_sending(flow)
         job.flows.clear()
@@ -186,9 +190,9 @@ class WorkerModel(Steps):
     def fail(self) -> None:
         """The process dies, and with it all its connections: nothing stays held for it."""
         self.touch()
+        self.alive = False
         for id in list(self.jobs):
             self.end(id)
-        self.alive = False
         self._forget()
 
     def revive(self, info: WorkerInfo) -> None:
@@ -212,15 +216,8 @@ class WorkerModel(Steps):
 
     def _opened(self, job: Job, here: int) -> None:
         if self._here(job):
-            job.lacking = job.sent = here * self.sim.block_tokens
-            if self._pooled:
-                self._answer(self._found, job)
-            else:
-                self._found(job)
-
-    def _found(self, job: Job) -> None:
-        if self._here(job):
             job.opened = True
+            job.lacking = job.sent = here * self.sim.block_tokens
             self._seek(job)
 
     def _brought(self, job: Job, tiers: dict[int, int]) -> None:
@@ -231,14 +228,42 @@ class WorkerModel(Steps):
             self._seek(job)
 
     def _seek(self, job: Job) -> None:
-        """Pins what this node's DRAM has of the prefix, and lets the Batcher have it."""
-        if not (job.brought and job.opened):
+        """Has the rest of the prefix brought, but not before all of it is expected to be where it is to come from."""
+        if not (job.brought and job.opened and self._here(job)):
             return
+        if self.loop.now < job.coming_at:
+            self.loop.at(job.coming_at, self._between, self._seek, job)
+        elif not self._pooled:
+            self._found(job, {})
+        elif any(source.ready or job.work.handoff is None for source in job.work.sources):
+            self._answer(self._bring, job)  # slots first
+        elif job.work.handoff is None:
+            self._bring(job)
+        else:
+            self._answer(self._found, job, {})
+
+    def _bring(self, job: Job) -> None:
+        keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
+        self.node.bring(keys, job.work.sources, lambda tiers: self._answer(self._found, job, tiers))
+
+    def _answer(self, call: Callable[..., None], *arguments: Any) -> None:
+        """The pool answers at once, and this worker sees it at once only if no step is under way by then."""
+        self.loop.at(self.loop.now, self._between, call, *arguments)
+
+    def _found(self, job: Job, tiers: dict[int, int]) -> None:
+        """All that can be had is here: pins it, and lets the Batcher have it."""
+        if not self._here(job):
+            return
+        self.touch()
+        for block, tier in tiers.items():
+            job.tiers[block] = tier
         self._pin(job)
         self._wake()
 
     def _pin(self, job: Job) -> None:
-        keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
+        sequence = job.sequence
+        limit = min(cacheable_blocks(len(sequence.tokens), self.sim.block_tokens), len(sequence.keys))
+        keys = b"".join(sequence.keys[:limit])
         here = self.node.leading(keys)[0] if self.node.up and self._pooled else 0
         if here:
             tag = self.sim.tag()
@@ -264,6 +289,9 @@ class WorkerModel(Steps):
         if not self._here(job):
             return
         self.touch()
+        if len(self.node.loads) < LOADS:
+            size = blocks * self.sim.block_bytes
+            self.node.loads.append(LoadSample(self.node.name, size, size / self.node.device_rate, device=True))
         tokens = (first + blocks) * self.sim.block_tokens
         if job.work.part == "decode":
             tokens = min(tokens, job.work.prompt_tokens)
@@ -277,13 +305,12 @@ class WorkerModel(Steps):
     def _late(self, job: Job) -> None:
         self._fail(job, "late")
 
+    def _lost(self, job: Job) -> None:
+        self._fail(job, "need_prefill")
+
     def _resume(self, job: Job) -> None:
         """Preempted: looks again for what the pool still has."""
         self._release(job)
-        if job.work.part == "decode":
-            job.tiers = bytearray([DRAM]) * min(
-                cacheable_blocks(len(job.sequence.tokens), self.sim.block_tokens), len(job.work.keys) // KEY_BYTES
-            )
         self._pin(job)
 
     def _load(self, job: Job, first: int, blocks: int) -> None:
@@ -331,6 +358,11 @@ class WorkerModel(Steps):
         job.reused[DEVICE] += device
         work.request.on_prefilled(work.attempt, sequence.cached, job.reused)
         if work.part == "prefill":
+            if outcome.finish is None and self.sim.turned_away(work.request.number):
+                # It ends the attempt everywhere, here as well.
+                self.batcher.remove(work.id)
+                work.request.on_turned_away(work.attempt)
+                return
             self.loop.after(self.sim.delay, work.request.on_tokens, work.attempt, self, job, outcome.finish is not None)
             if outcome.finish is None:
                 self.batcher.remove(work.id)
@@ -409,10 +441,17 @@ class WorkerModel(Steps):
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
+    @property
+    def progress(self) -> int:
+        """Steps, and rounds of the loop without one: it turns every second at least."""
+        return super().progress + self._rounds
+
     def heartbeat(self) -> list[WorkerToConductor]:
         """What it says of itself, twice a second."""
         batcher = self.batcher
+        self._rounds += self._step is None and self._run is None
         loads, self.node.loads = self.node.loads, []
+        accepted, self._accepted = self._accepted, []
         return [
             WorkerAlive(
                 worker=self.name,
@@ -426,6 +465,8 @@ class WorkerModel(Steps):
                 loads=tuple(loads),
                 queue_seconds=self.queue_seconds(),
                 running_context=self.running_context(),
+                expected_tokens=batcher.expected_tokens,
+                accepted=tuple(accepted),
             )
         ]
 

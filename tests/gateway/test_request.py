@@ -214,7 +214,9 @@ def test_silent_conductor() -> None:
     request = make(patience=5.0)
     request.start(0.0)
     assert request.tick(4.9) == []
-    assert [type(action.message) for action in request.ask_again()] == [Route]
+    (again,) = request.ask_again(4.9)
+    assert isinstance(again.message, Route)
+    assert again.message.waited == 4.9, "the client has waited meanwhile"
     request.tick(5.0)
     assert request.error is not None
     assert request.error.kind is ErrorKind.UNAVAILABLE
@@ -341,6 +343,33 @@ def test_late_is_the_clients_deadline_and_a_refusal_names_its_objective() -> Non
         assert (refused.error.kind, refused.error.detail) == (ErrorKind.BUSY, detail)
 
 
+def rejected(request: Request, kind: str, retry_after: float | None = 1.0) -> Rejected:
+    rejection = Rejection(request=request.id, attempt=request.attempt, reason="no", retry_after=retry_after, kind=kind)
+    return Rejected(rejection=rejection)
+
+
+def test_who_was_planned_once_and_is_late_now_has_run_out_of_time() -> None:
+    request = running()
+    request.on_tokens(tokens(request, 0, 2), 1.0)
+    request.on_lost("d", 2.0, "gone")
+    assert request.state is State.ROUTING
+    request.on_rejected(rejected(request, "late", None), 2.0, servable=True)
+    assert request.error is not None
+    assert (request.error.kind, request.error.detail) == (ErrorKind.TIMEOUT, "")
+
+
+@pytest.mark.parametrize("servable", [True, False])
+def test_admissions_answer_stands_for_who_has_waited_for_workers(servable: bool) -> None:
+    request = make()
+    request.start(0.0)
+    request.on_rejected(rejected(request, "absent"), 0.0, servable=False)
+    request.tick(request.wake_at)
+    assert request.state is State.ROUTING
+    request.on_rejected(rejected(request, "slo_ttft", 3.0), 0.5, servable=servable)
+    assert request.error is not None
+    assert (request.error.kind, request.error.retry_after) == (ErrorKind.BUSY, 3.0)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> None:
@@ -386,7 +415,7 @@ def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> 
             )
             request.on_prefill_report(report)
         elif event == "again":
-            request.ask_again()
+            request.ask_again(now)
         request.check()
         assert request.tokens[: len(before)] == before
         assert request.tokens == [answer(index) for index in range(len(request.tokens))]

@@ -114,7 +114,7 @@ def test_at_arrival_is_the_papers_early_rejection(case: Case) -> None:
     assume(not case.idle)
     slo, refusal = case.ask.slo, find_admission("at-arrival")(case)
     prefill_load = 0.0 if slo.ttft is None else (case.waited + case.ttft) / slo.ttft
-    decode_load = 0.0 if slo.tbt is None else case.tbt / slo.tbt
+    decode_load = 0.0 if slo.tbt is None else gap(case, NOW, None) / slo.tbt
     assert (refusal is not None) == (max(prefill_load, decode_load) > 1.0)
     if refusal is not None:
         assert refusal.kind == ("slo_ttft" if prefill_load > 1.0 else "slo_tbt")
@@ -129,7 +129,8 @@ def test_the_baseline_computes_prompts_for_nothing(case: Case) -> None:
     first = baseline(case)
     assert (first is not None) == (slo.ttft is not None and case.waited + case.ttft > slo.ttft)
     second = baseline.prefilled(case)
-    assert (second is not None) == (slo.tbt is not None and case.tbt > slo.tbt)
+    alone = not case.forecast.batch(case.view.workers[case.choice.decode].worker, NOW, NOW).sequences
+    assert (second is not None) == (slo.tbt is not None and gap(case, NOW, None) > slo.tbt and not alone)
     if find_admission("at-arrival")(case) is None:
         assert first is None
         assert second is None
@@ -227,7 +228,7 @@ def scene(slo: Slo, tenant: str = "", priority: int = 0, **columns: Any) -> Case
     ask = Ask(1000, nothing, 0, np.zeros(3), np.zeros(3), slo, nothing, nothing, 50.0, tenant=tenant, priority=priority)
     lengths = LengthPredictor()
     forecast = Forecast(lengths)
-    forecast.heartbeat("d", 10, 0.1)
+    forecast.heartbeat("d", 10, 0.1, NOW)
     for number in range(10):
         # The k-th leaves after k seconds.
         table, _ = lengths.first("", 1000, 1000)
@@ -305,6 +306,16 @@ def test_who_has_had_more_than_its_share_is_refused_first_and_told_when_to_come(
     assert judge("light", 5.0) is None
     assert judge("new", 5.0) is None
     assert judge("heavy", 4.0 / CONTENDED + 0.1) is None, "there is room for all"
+
+
+def test_a_tenant_is_not_sent_away_for_longer_than_can_be_predicted() -> None:
+    case = scene(Slo(ttft=5.0), tenant="heavy")
+    case.shares.ask("heavy", 1e6, True, NOW)
+    for number in range(1000):
+        case.shares.ask(f"light-{number}", 1e5, False, NOW)
+    refusal = find_admission("predictive")(case)
+    assert refusal is not None
+    assert (refusal.kind, refusal.retry_after) == ("share", LONGEST_WAIT)
 
 
 def test_who_is_content_overtakes_who_is_not() -> None:

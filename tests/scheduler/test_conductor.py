@@ -6,6 +6,7 @@ Method: scripted events into the pure conductor, its `check` after each.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 
 import msgspec
@@ -28,12 +29,18 @@ from pyengine.scheduler.events import (
     WorkerLost,
 )
 from pyengine.scheduler.messages import (
+    PROTOCOL,
     ClusterState,
+    Codec,
+    CostFit,
     GatewayAlive,
     GatewayHello,
     LoadSample,
+    ProtocolError,
     Route,
     RouteEnded,
+    ToConductor,
+    WorkerAlive,
     WorkerHello,
     WorkerLeaving,
 )
@@ -442,6 +449,82 @@ def events(seed: int) -> list[tuple[Event, float]]:
             made.append((WorkerLost(f"both-{rng.randrange(3)}"), now))
         made.append((Tick(), now))
     return made
+
+
+@pytest.mark.parametrize(("counters", "seconds"), [(100, 1.0), (60_000, 3.0)])
+def test_many_counters_are_told_less_often(counters: int, seconds: float) -> None:
+    world = apart()
+    times = []
+    for _ in range(40):
+        world.now += 0.25
+        world.on(FromGateway("gateway", GatewayAlive(gateway="gateway")))
+        for name in world.workers:
+            world.alive(name, counters={f'{name}_{i}{{worker="{name}"}}': 1.0 for i in range(counters // 2)})
+        if states(list(world.on(Tick()))):
+            times.append(world.now)
+    # Seconds go by in quarters, and the conductor has counters of its own.
+    assert {second - first for first, second in itertools.pairwise(times[1:])} <= {seconds, seconds + 0.25}
+
+
+@pytest.mark.parametrize(
+    "load", [{"queue_seconds": float("nan")}, {"queue_seconds": -1.0}, {"running": -1}, {"expected_tokens": 1 << 63}]
+)
+def test_heartbeats_with_a_load_that_nobody_can_have_are_no_frames(load: dict[str, float]) -> None:
+    codec = Codec(ToConductor)
+    good = WorkerAlive(
+        worker="w",
+        progress=0,
+        queued_requests=0,
+        queued_tokens=0,
+        running=0,
+        free_pages=0,
+        cost=CostFit((0.0,) * 5),
+        counters={},
+    )
+    assert codec.decode(codec.encode([good])) == [good]
+    frame = msgspec.msgpack.encode([PROTOCOL, {"type": "WorkerAlive", **msgspec.structs.asdict(good), **load}])
+    with pytest.raises(ProtocolError, match="negative or no number"):
+        codec.decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("Route", {"waited": float("nan")}),
+        ("Route", {"waited": -1.0}),
+        ("Route", {"max_tokens": -5}),
+        ("Route", {"prompt_tokens": 1 << 62}),
+        ("Route", {"slo": {"tbt": float("nan")}}),
+        ("Route", {"slo": {"deadline": -1.0}}),
+        ("RouteEnded", {"ttft": float("inf")}),
+        ("RouteEnded", {"tbt": float("nan")}),
+        ("RouteEnded", {"generated": -1}),
+    ],
+)
+def test_what_no_request_has_is_no_frame(kind: str, wrong: dict[str, object]) -> None:
+    """One such number would stay in running means, and in the shares of all tenants, for ever."""
+    codec = Codec(ToConductor)
+    route = Route(request=1, attempt=0, model="m", namespace=b"", keys=b"", prompt_tokens=5, max_tokens=1)
+    good = route if kind == "Route" else RouteEnded(request=1, attempt=0)
+    assert codec.decode(codec.encode([good])) == [good]
+    frame = msgspec.msgpack.encode([PROTOCOL, {"type": kind, **msgspec.structs.asdict(good), **wrong}])
+    with pytest.raises(ProtocolError, match=r"no number|negative or none"):
+        codec.decode(frame)
+
+
+def test_links_of_nodes_that_are_gone_are_forgotten() -> None:
+    """Nodes come and go under new names; the last that is heard of one is a plan made when its daemon was gone."""
+    world = World(worker("stays", Role.BOTH, "node-0"))
+    world.store("node-0", chain(1, 2))
+    for number in range(1, 30):
+        info = worker(f"w{number}", Role.BOTH, f"node-{number}")
+        world.on(FromWorker(WorkerHello(info=info)))
+        world.on(DaemonHello(info.node, 0))
+        world.planned_alone(chain(1, 2))
+        world.on(DaemonGone(info.node))
+        world.planned_alone(chain(1, 2))
+        world.on(WorkerLost(info.worker))
+    assert set(world.conductor.links._slot) <= {"node-0"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

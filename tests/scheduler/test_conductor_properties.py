@@ -52,7 +52,7 @@ from pyengine.scheduler.messages import (
     WorkerHello,
     WorkerLeaving,
 )
-from pyengine.scheduler.policies import POLICIES
+from pyengine.scheduler.policies import ADMISSIONS, POLICIES
 from pyengine.scheduler.prefix_index import DEVICE, TIER
 from pyengine.scheduler.types import Medium, Namespace, Node, Plan, Role, Slo, WorkerInfo
 
@@ -69,7 +69,8 @@ class Truth:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         policy = rng.choice([*POLICIES])
-        self.conductor = Conductor(policy=policy, seed=seed, admission=rng.choice(["none", "at-arrival"]))
+        admission, roles = rng.choice([*ADMISSIONS]), rng.choice(["fixed", "auto"])
+        self.conductor = Conductor(policy=policy, seed=seed, admission=admission, roles=roles)
         self.now = 50.0
         self.alive: dict[str, WorkerInfo] = {}
         self.pools: dict[str, Pool] = {}
@@ -89,7 +90,6 @@ class Truth:
 
     def tell(self, event: Event, at: float | None = None) -> list[Action]:
         actions = self.conductor.on(event, self.now if at is None else at)
-        self.conductor.check()
         for action in actions:
             self.digest.update(
                 msgspec.msgpack.encode(action.message) if isinstance(action, SendToGateway) else repr(action).encode()
@@ -224,7 +224,8 @@ class Truth:
         rng = self.rng
         again = [*self.open] and rng.random() < 0.1
         request = rng.choice([*self.open]) if again else self.next_request
-        attempt = self.open[request][0] + 1 if again else 0
+        # A gateway may ask for the attempt that was planned already, if it has not heard of that.
+        attempt = self.open[request][0] + rng.randrange(2) if again else 0
         self.next_request += not again
         keys = self.prompt()
         model = "model" if rng.random() < 0.8 else rng.choice(["other", "nothing"])
@@ -241,6 +242,9 @@ class Truth:
             slo=Slo(rng.choice([None, 0.5, 9.0]), rng.choice([None, 0.01, 0.2]), rng.choice([None, 8.0, 60.0])),
             exclude=tuple(rng.sample([*self.alive, "stranger"], rng.randrange(2))),
             waited=rng.random(),
+            tenant=rng.choice(["", "one", "other"]),
+            priority=rng.randrange(-1, 2),
+            admitted=attempt > 0,
         )
         # Fewer tokens than its keys say is a gateway's mistake that must hurt nobody.
         self.asked[request, attempt] = route
@@ -251,9 +255,37 @@ class Truth:
     def end(self) -> None:
         if self.open:
             request = self.rng.choice([*self.open])
-            attempt, _ = self.open.pop(request)
-            ttft = self.rng.choice([-1.0, self.rng.random() * 10])
-            self.tell(FromGateway("g", RouteEnded(request=request, attempt=attempt, ttft=ttft, tbt=self.rng.random())))
+            attempt, plan = self.open.pop(request)
+            rng = self.rng
+            how = RouteEnded(
+                request=request,
+                # Of an attempt that is over the end means nothing; the next one of the request ends it.
+                attempt=attempt - (rng.random() < 0.05),
+                ttft=rng.choice([-1.0, rng.random() * 10]),
+                tbt=rng.random(),
+                generated=rng.randrange(50),
+                finished=rng.random() < 0.7,
+            )
+            if how.attempt != attempt:
+                self.open[request] = (attempt, plan)
+            self.tell(FromGateway("g", how))
+
+    def gateway_lost(self) -> None:
+        """All it asked for is forgotten; it dials in again, in the same life or another."""
+        event = FromGateway("g", GatewayHello(gateway="g", incarnation=self.lives + 1))
+        if self.rng.random() < 0.5:
+            self.tell(GatewayLost("g"))
+        self.lives += 1
+        self.open.clear()
+        self.tell(event)
+
+    def switch(self) -> None:
+        """A worker takes on another role in the same life; what it was given goes on."""
+        if self.alive:
+            name = self.rng.choice([*self.alive])
+            info = msgspec.structs.replace(self.alive[name], role=self.rng.choice([*Role]))
+            self.alive[name] = info
+            self.tell(FromWorker(WorkerHello(info=info)))
 
     def lose(self) -> None:
         if not self.alive:
@@ -323,12 +355,17 @@ class Truth:
             self.daemon(self.rng.choice([*self.pools]))
         elif draw < 0.11:
             self.silence()
+        elif draw < 0.12:
+            self.gateway_lost()
+        elif draw < 0.15:
+            self.switch()
         else:
             self.rng.choice(what)()
         for node in [*self.late]:
             self.deliver(node, faulty=True)
         self.tell(FromGateway("g", GatewayAlive(gateway="g")))
         self.tell(Tick())
+        self.conductor.check()
 
     # -- what must hold --------------------------------------------------------------------------------------------
 
@@ -376,6 +413,9 @@ class Truth:
             self.end()
         assert not any(each.assigned for each in self.conductor.cluster.workers.values()), "charged for nothing"
         assert len(self.conductor.router.inflight) == 0
+        assert len(self.conductor.outlook.forecast) == 0, "foreseen for ever"
+        assert not self.conductor.outlook._known, "remembered for ever"
+        assert not self.conductor.router.gateways(), "planned for ever"
 
 
 def play(seed: int) -> str:

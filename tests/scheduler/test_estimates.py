@@ -6,6 +6,8 @@ Method: one conductor, few workers with known speeds, arithmetic by hand.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pyengine.scheduler.changes import Change, pack
@@ -20,6 +22,7 @@ from pyengine.scheduler.messages import (
     LoadSample,
     PagesChanged,
     Planned,
+    Rejected,
     WorkerHello,
 )
 from pyengine.scheduler.types import Medium, Role, Slo
@@ -31,8 +34,10 @@ FIT = CostFit(coefficients=(0.01, 0.001, 0.0, 0.002, 1e-6), samples=100, error=0
 SIZE = SPEC.block_bytes
 
 
-def world(*roles: Role, policy: str = "kvcache-centric") -> World:
-    made = World(*(worker(f"{role.value}-{i}", role, f"node-{i}") for i, role in enumerate(roles)), policy=policy)
+def world(*roles: Role, policy: str = "kvcache-centric", **settings: object) -> World:
+    made = World(
+        *(worker(f"{role.value}-{i}", role, f"node-{i}") for i, role in enumerate(roles)), policy=policy, **settings
+    )
     for name in made.workers:
         made.alive(name, cost=FIT)
     return made
@@ -271,6 +276,13 @@ def test_what_can_be_in_time_nowhere_is_refused() -> None:
     assert (said.prefill, said.candidates) == ("", ())
     assert "worthless 10 s after the request" in said.refused
     assert made.conductor.counters()['pyengine_conductor_rejections_total{reason="late"}'] == 3
+    # Waiting helps as far as a queue is in the way, and nobody is told to wait for what cannot come.
+    never = made.refusal([], 1000, slo=Slo(deadline=0.5))
+    assert never.retry_after is None
+    assert "ask when less" not in never.reason
+    for name in made.workers:
+        made.alive(name, cost=FIT)
+    assert made.refusal([], 1000, slo=Slo(deadline=0.5)).retry_after is None, "an idle cluster is as quick as it gets"
     # Guesses refuse nobody.
     fresh = World(worker("both-0", Role.BOTH, "node-0"))
     fresh.plan([], 2000, slo=Slo(deadline=0.001))
@@ -303,19 +315,54 @@ def test_an_explanation_adds_up_and_names_what_was_in_the_way() -> None:
     assert nothing.message == Explained(number=1, explanation=None)
 
 
-def test_to_explain_what_would_be_decided_changes_nothing() -> None:
-    answers = []
-    for asks in (0, 3):
-        made = world(Role.BOTH, Role.BOTH, Role.BOTH, policy="random")
-        for request in range(20):
-            route = made.asked([], 50, request=request)
+@pytest.mark.parametrize("admission", ["none", "predictive"])
+def test_to_explain_what_would_be_decided_changes_nothing(admission: str) -> None:
+    """Nor is it remembered: not what is foreseen, not the shares of tenants, not the work that roles follow."""
+    told: list[list[object]] = []
+    for asks in (0, 1):
+        made = world(Role.PREFILL, Role.DECODE, Role.BOTH, policy="random", admission=admission, roles="auto")
+        told.append([])
+        rng = random.Random(1)
+        for name in made.workers:
+            made.alive(name, cost=FIT)
+        slo = Slo(ttft=0.5, tbt=0.1, deadline=3.0)
+        for request in range(30):
+            for _ in range(3):
+                made.now += 0.01
+                made.alive("decode-1", cost=FIT, running=rng.randrange(8), running_context=rng.randrange(900))
+                other = made.asked([], 100, request=1000, slo=slo, max_tokens=40)
+                for _ in range(asks):
+                    made.conductor.explain("gateway", other, made.now)
+            route = made.asked([], 100, request=request, slo=slo, tenant=f"t{request % 2}", max_tokens=40)
             said = [made.conductor.explain("gateway", route, made.now) for _ in range(asks)]
             (answer,) = made.on(FromGateway("gateway", route))
             assert isinstance(answer, SendToGateway)
-            assert isinstance(answer.message, Planned)
-            assert {each.prefill for each in said} <= {answer.message.plan.prefill.worker}
-            answers.append(answer)
-    assert answers[:20] == answers[20:]
+            told[-1].append(answer)
+            for each in said:
+                if isinstance(answer.message, Planned):
+                    plan = answer.message.plan
+                    assert (each.prefill, each.decode, each.refused) == (plan.prefill.worker, plan.decode.worker, "")
+                else:
+                    assert isinstance(answer.message, Rejected)
+                    assert (each.prefill, each.refused) == ("", answer.message.rejection.reason)
+                    assert len(each.candidates) == 3
+        told[-1].append(made.conductor.counters())
+        outlook = made.conductor.outlook
+        told[-1] += [outlook.shares.level(made.now), outlook.planners["model"].prefill.value(made.now)]
+        told[-1] += [outlook.forecast.batch("decode-1", made.now + ahead, made.now) for ahead in (0.0, 0.5, 1.0)]
+    assert told[0] == told[1]
+    refused = sum(isinstance(each, SendToGateway) and isinstance(each.message, Rejected) for each in told[0])
+    assert (refused > 0) == (admission != "none")
+
+
+def test_a_refusal_is_explained_with_all_candidates() -> None:
+    made = world(Role.PREFILL, Role.DECODE, admission="at-arrival")
+    for name in made.workers:
+        made.alive(name, cost=FIT, queue_seconds=5.0, queued_requests=3)
+    refusal = made.refusal([], 100, slo=Slo(ttft=1.0), request=7)
+    said = explained(made, request=7)
+    assert (said.refused, said.prefill, len(said.candidates)) == (refusal.reason, "", 2)
+    assert said.predicted_ttft == pytest.approx(5.0 + prefill(100))
 
 
 def test_only_the_latest_decisions_are_kept() -> None:

@@ -39,7 +39,7 @@ def entry(lengths: LengthPredictor, decode: str = "d", joins: float = 10.0, most
 def test_one_request_from_plan_to_end() -> None:
     lengths = LengthPredictor()
     forecast = Forecast(lengths)
-    forecast.heartbeat("d", 0, 0.1)
+    forecast.heartbeat("d", 0, 0.1, 7.0)
     forecast.add(("g", 1), entry(lengths, tbt=0.2), 8.0)  # a hundred tokens, 0.1 s each, from 10 s on
     assert forecast.batch("d", 9.9, 8.0) == Batch(0, 0.0, math.inf)
     assert forecast.batch("d", 10.0, 8.0) == Batch(1, 1000.0, 0.2)
@@ -57,15 +57,15 @@ def test_one_request_from_plan_to_end() -> None:
     assert forecast.lasting(12.0, 1.0, 8.0) == (0, 0.0)
     assert forecast.lasting(12.0, 5.0, 8.0) == (1, 1020.0)
     # The prefill is late: at 11 s nobody runs there.
-    forecast.heartbeat("d", 0, 0.1)
+    forecast.heartbeat("d", 0, 0.1, 11.0)
     assert forecast.batch("d", 11.0, 11.0).sequences == 0
     assert forecast.batch("d", 11.0 + HEARTBEAT_EVERY, 11.0).context == 1000.0
     # It runs, and steps have become slower: the first of them since 11.5 s.
-    forecast.heartbeat("d", 1, 0.2)
+    forecast.heartbeat("d", 1, 0.2, 13.5)
     assert forecast.batch("d", 13.5, 13.5).context == pytest.approx(1020.0)
     assert forecast.leaves("d", 13.5, 13.5)[0].tolist() == pytest.approx([13.5 + 80 * 0.2])
     # Who was once counted runs, whatever the next heartbeat counts: it has just not ended yet for its gateway.
-    forecast.heartbeat("d", 0, 0.2)
+    forecast.heartbeat("d", 0, 0.2, 13.5)
     assert forecast.batch("d", 13.6, 13.6).context == pytest.approx(1020.5)
     forecast.end(("g", 1))
     assert forecast.batch("d", 14.0, 14.0).sequences == 0
@@ -79,7 +79,7 @@ def test_an_answer_that_goes_on_gets_a_new_length() -> None:
     for number in range(400):
         lengths.learn("", 1000, 4000, 10 if number % 2 else 1000, True, 0.0)
     forecast = Forecast(lengths)
-    forecast.heartbeat("d", 0, 0.1)
+    forecast.heartbeat("d", 0, 0.1, 0.0)
     forecast.add(("g", 1), entry(lengths, joins=0.0, most=4000, length=10.0), 0.0)
     assert forecast.leaves("d", 0.0, 0.0)[0].tolist() == pytest.approx([1.0])
     assert forecast.leaves("d", 5.0, 5.0)[0].tolist() == pytest.approx([100.0], rel=0.2)
@@ -90,7 +90,7 @@ def test_who_runs_without_a_plan_counts() -> None:
     lengths = LengthPredictor()
     forecast = Forecast(lengths)
     forecast.add(("g", 1), entry(lengths, joins=0.0), 0.0)
-    forecast.heartbeat("d", 4, 0.1)
+    forecast.heartbeat("d", 4, 0.1, 0.0)
     batch = forecast.batch("d", 0.1, 0.1)
     assert batch.sequences == 4
     assert batch.context == pytest.approx(4 * 1000.0, rel=0.01)
@@ -118,13 +118,12 @@ def test_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Model:
-    """One request of the list. since: up to when its tokens have been counted."""
+    """One request of the list. done: up to when its worker was counted."""
 
     entry: Entry
     joins: float
     done: float
     length: float
-    since: float
     seen: bool = False
 
 
@@ -141,7 +140,9 @@ class AgainstAList(RuleBasedStateMachine):
         self.list: dict[tuple[str, int], Model] = {}
         self.gaps = dict.fromkeys(WORKERS, UNKNOWN_GAP)
         self.told = dict.fromkeys(WORKERS, UNKNOWN_GAP)
-        self.heard: dict[str, int] = {}
+        #: By worker: when its latest heartbeat came, and what it said; tokens of a sequence there since it was counted.
+        self.heard: dict[str, tuple[float, int, float, float]] = {}
+        self.counted = dict.fromkeys(WORKERS, 100.0)
         self.strangers = dict.fromkeys(WORKERS, 0)
         self.now = 100.0
 
@@ -165,7 +166,9 @@ class AgainstAList(RuleBasedStateMachine):
             # Nobody was there: what was said of it meanwhile counts from now on.
             self.gaps[worker] = self.told[worker]
             self.strangers[worker] = 0
-        self.list[key] = Model(made, made.joins, 0.0, made.length, self.now)
+            self.counted[worker] = self.now
+            self.heard.pop(worker, None)
+        self.list[key] = Model(made, made.joins, 0.0, made.length)
 
     def _forget(self, key: tuple[str, int]) -> None:
         self.list.pop(key, None)
@@ -177,10 +180,11 @@ class AgainstAList(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), running=st.integers(0, 6), gap=st.floats(0.01, 0.5))
     def heartbeat(self, worker: str, running: int, gap: float) -> None:
-        self.forecast.heartbeat(worker, running, gap)
+        self.forecast.heartbeat(worker, running, gap, self.now)
         self.told[worker] = gap
         if any(model.entry.decode == worker for model in self.list.values()):
-            self.heard[worker] = running
+            at, _, before, tokens = self.heard.get(worker, (self.counted[worker], 0, self.gaps[worker], 0.0))
+            self.heard[worker] = (self.now, running, gap, tokens + (self.now - at) / before)
 
     @rule(seconds=st.floats(0.01, 3))
     def wait(self, seconds: float) -> None:
@@ -190,31 +194,33 @@ class AgainstAList(RuleBasedStateMachine):
     def learn(self, length: int) -> None:
         self.lengths.learn("", 1000, 200, length, True, 1.0)
 
-    def _settle(self) -> None:
-        for model in self.list.values():
-            since = max(model.joins, model.since)
-            model.done += max(self.now - since, 0.0) / self.gaps[model.entry.decode]
-            model.since = self.now
-        for worker, running in self.heard.items():
-            mine = [model for model in self.list.values() if model.entry.decode == worker]
-            if not mine:
-                continue
+    def _settle(self, worker: str) -> None:
+        mine = [model for model in self.list.values() if model.entry.decode == worker]
+        if worker in self.heard and mine:
+            at, running, gap, tokens = self.heard.pop(worker)
+            if at > self.counted[worker]:
+                self._count(mine, worker, at, tokens / (at - self.counted[worker]))
             mine.sort(key=lambda model: (not model.seen, model.joins))
-            self.gaps[worker] = self.told[worker]
+            self.gaps[worker] = gap
             self.strangers[worker] = max(running - len(mine), 0)
-            there = sum(model.joins <= self.now for model in mine)
+            there = sum(model.joins <= at for model in mine)
             for model in mine[running:there]:
                 if not model.seen:
-                    model.joins, model.done = self.now + HEARTBEAT_EVERY, 0.0
+                    model.joins, model.done = at + HEARTBEAT_EVERY, 0.0
             for model in mine[there:running]:
-                model.joins = self.now
+                model.joins = at
             for model in mine[:running]:
                 model.seen = True
-        self.heard.clear()
-        for model in self.list.values():
+        self._count(mine, worker, self.now, 1 / self.gaps[worker])
+        for model in mine:
             model.done = min(model.done, model.entry.most)
             if model.done + 1.0 > model.length:
                 model.length = self.lengths.expected_one(model.entry.table, model.entry.most, model.done)
+
+    def _count(self, models: list[Model], worker: str, until: float, rate: float) -> None:
+        for model in models:
+            model.done += max(until - max(model.joins, self.counted[worker]), 0.0) * rate
+        self.counted[worker] = until
 
     def _leaves(self, model: Model) -> float:
         left = max(model.length - model.done, 0.0)
@@ -228,9 +234,8 @@ class AgainstAList(RuleBasedStateMachine):
     def ask(self, worker: str, ahead: float, above: int | None) -> None:
         at = self.now + ahead
         batch = self.forecast.batch(worker, at, self.now, above)
-        sequences, context = self.forecast.batches(WORKERS, at, self.now)
         leaves, _ = self.forecast.leaves(worker, at, self.now)
-        self._settle()
+        self._settle(worker)
         known = any(model.entry.decode == worker for model in self.list.values())
         there = [
             model
@@ -245,10 +250,20 @@ class AgainstAList(RuleBasedStateMachine):
         assert batch.context == pytest.approx(total * (1 + strangers / max(len(there), 1)), rel=1e-9, abs=1e-6)
         assert batch.tbt == min((model.entry.tbt for model in there), default=math.inf)
         if above is None:
-            row = WORKERS.index(worker)
-            assert sequences[row] == batch.sequences
-            assert context[row] == pytest.approx(batch.context)
             assert leaves.tolist() == pytest.approx(sorted(self._leaves(model) for model in there))
+
+    @rule(ahead=st.floats(0, 20), seconds=st.none() | st.floats(0.1, 30))
+    def ask_all(self, ahead: float, seconds: float | None) -> None:
+        at = self.now + ahead
+        sequences, context = self.forecast.lasting(at, seconds, self.now)
+        for worker in WORKERS:
+            self._settle(worker)
+        models = list(self.list.values())
+        if models and seconds is None:
+            seconds = sum(model.length * self.gaps[model.entry.decode] for model in models) / len(models)
+        there = [model for model in models if at - (seconds or 0.0) < model.joins <= at]
+        assert sequences == len(there)
+        assert context == pytest.approx(sum(self._context(model, at) for model in there), rel=1e-9, abs=1e-6)
 
     @invariant()
     def laws_hold(self) -> None:
@@ -262,14 +277,25 @@ TestAgainstAList.settings = settings(max_examples=60, stateful_step_count=40, de
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 50), st.integers(1, 200)), max_size=30), st.floats(0, 60))
-def test_all_workers_at_once_are_as_one_by_one(requests: list[tuple[float, int]], at: float) -> None:
+@given(st.lists(st.tuples(st.floats(0, 50), st.integers(1, 200)), max_size=30), st.lists(st.floats(0, 60), min_size=1))
+def test_a_course_is_one_batch_after_the_other(requests: list[tuple[float, int]], times: list[float]) -> None:
     lengths = LengthPredictor()
     forecast = Forecast(lengths)
-    names = tuple(f"d{number}" for number in range(5))
     for number, (joins, most) in enumerate(requests):
-        forecast.add(("g", number), entry(lengths, names[number % 4], joins, most), 0.0)
-    sequences, context = forecast.batches(names, at, 0.0)
-    for row, name in enumerate(names):
-        batch = forecast.batch(name, at, 0.0)
-        assert (sequences[row], context[row]) == (batch.sequences, pytest.approx(batch.context))
+        forecast.add(("g", number), entry(lengths, f"d{number % 2}", joins, most, tbt=0.1 + number), 0.0)
+    course = forecast.course("d0", np.array(times), 0.0)
+    for number, at in enumerate(times):
+        batch = forecast.batch("d0", at, 0.0)
+        assert (course.sequences[number], course.tbt[number]) == (batch.sequences, batch.tbt)
+        assert course.context[number] == pytest.approx(batch.context)
+
+
+def test_heartbeats_between_two_questions_all_count() -> None:
+    """Ten seconds at 0.1 s a token and ten at 0.2 s are 150 tokens, whoever asks only then."""
+    lengths = LengthPredictor()
+    forecast = Forecast(lengths)
+    forecast.heartbeat("d", 0, 0.1, 0.0)
+    forecast.add(("g", 1), entry(lengths, joins=0.0, most=4000, length=1000.0), 0.0)
+    for number in range(40):
+        forecast.heartbeat("d", 1, 0.1 if number < 20 else 0.2, 0.5 * number)
+    assert forecast.batch("d", 20.0, 20.0).context == pytest.approx(1000.0 + 100 + 50)

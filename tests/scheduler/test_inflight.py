@@ -103,7 +103,7 @@ class InflightMachine(RuleBasedStateMachine):
             for name in WORKERS:
                 ready = [each.workers[name] for each in same if name in each.workers]
                 if ready:
-                    expected[name] = Coming(n, max(min(ready), self.now))
+                    expected[name] = (n, max(min(ready), self.now))
         assert self.real.find(keys, len(keys) // 16, BLOCK, self.now) == expected
 
     @invariant()

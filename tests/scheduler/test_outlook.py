@@ -4,6 +4,7 @@ Method: a conductor in a scripted world (world.py).
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -21,11 +22,12 @@ from pyengine.scheduler.events import (
     Tick,
     WorkerLost,
 )
-from pyengine.scheduler.messages import GatewayAlive, Planned, Rejected, RouteEnded, SetRole, WorkerHello
+from pyengine.scheduler.messages import CostFit, GatewayAlive, Planned, Rejected, RouteEnded, SetRole, WorkerHello
 from pyengine.scheduler.planner import DWELL
+from pyengine.scheduler.policies.admission import Refusal
 from pyengine.scheduler.types import Role, Slo
 
-from .world import World, chain, worker
+from .world import NAMESPACE, World, chain, worker
 
 
 def apart(prefill: int = 1, decode: int = 1, **settings: Any) -> World:
@@ -94,6 +96,51 @@ def test_who_was_admitted_once_is_not_refused() -> None:
     assert world.plan([], 400, slo=slo, admitted=True)
     # Time that has passed already counts.
     assert world.refusal([], 16, slo=Slo(ttft=30.0), waited=29.9).kind == "slo_ttft"
+
+
+def test_who_is_asked_about_again_is_charged_once() -> None:
+    """As after a link that was lost: the gateway asks for the same attempt, and does not know that it was planned."""
+    world = apart(admission="predictive", roles="auto")
+    world.plan([], 400, request=1, tenant="t")
+    outlook = world.conductor.outlook
+
+    def counted() -> tuple[float, float]:
+        shares = copy.deepcopy(outlook.shares)
+        shares.ask("other", 0.01, False, world.now)
+        return shares.excess("t", world.now), outlook.planners["model"].prefill.value(world.now)
+
+    before = counted()
+    world.plan([], 400, request=1, tenant="t")
+    assert (counted(), len(outlook.forecast)) == (before, 1)
+
+
+def test_baselines_judge_of_decode_comes_when_the_prompt_is_computed() -> None:
+    """It looks at the decode worker as it is then; and only this model of others is asked."""
+    world = apart(admission="baseline")
+    slo = Slo(tbt=0.1)
+    for request in (1, 2):
+        world.plan([], 100, slo=slo, request=request)
+    outlook = world.conductor.outlook
+
+    def prefilled(request: int) -> Refusal | None:
+        view = world.conductor.cluster.view("model", NAMESPACE.digest(), 0, world.now)
+        assert view is not None
+        return outlook.prefilled(("gateway", request), view, world.now)
+
+    assert prefilled(1) is None
+    world.alive("decode-0", cost=CostFit((0.01, 0.0, 0.0, 0.01, 0.0), samples=9), running=20, accepted=(1, 2))
+    refusal = prefilled(1)
+    assert refusal is not None
+    assert refusal.kind == "slo_tbt"
+    end(world, 2, 4)
+    assert prefilled(2) is None, "it is over"
+    assert prefilled(3) is None, "it was never planned"
+    world.on(WorkerLost("decode-0"))
+    world.on(FromWorker(WorkerHello(info=worker("decode-1", Role.DECODE, "node-9"))))
+    assert prefilled(1) is None, "its worker is gone, which its gateway will find"
+    ours = apart(admission="predictive")
+    ours.plan([], 100, slo=slo, request=1)
+    assert ours.conductor.outlook._known[("gateway", 1)].judgement is None, "views are not kept for nobody"
 
 
 def test_a_burst_of_one_tenant_leaves_room_for_another() -> None:

@@ -90,18 +90,33 @@ def test_a_single_server_queue_is_the_closed_form(tmp_path: Path) -> None:
     assert np.mean(waits) == pytest.approx(load * seconds / (2 * (1 - load)), abs=0.12 * seconds)
 
 
-def test_chunks_of_a_prompt_run_on_the_stages_of_a_group_at_once(tmp_path: Path) -> None:
-    """n chunks that take c each, on X stages: (n + X - 1) c / X."""
+@pytest.mark.parametrize("half", [0, 64])
+def test_chunks_of_a_prompt_run_on_the_stages_of_a_group_at_once(tmp_path: Path, half: int) -> None:
+    """n chunks that take c each, on X stages: (n + X - 1) c / X. A shorter one at the end waits behind the others at
+    each stage, and has its own time on the last.
+    """
     time, stages, chunks, chunk = model(tmp_path, token=1e-3, pair=0.0), 4, 6, 128
     spec = cluster(time)
     prefill, decode = spec.workers
     group = msgspec.structs.replace(prefill, max_tokens_per_step=chunk, stages=stages)
     spec = msgspec.structs.replace(spec, workers=(group, decode))
-    prompt = chunks * chunk
+    prompt = chunks * chunk + half
     records = simulated([request(0.0, range(prompt // BLOCK), rest=0, output=3)], spec).measure.report("").records
     took = records.ttft[0] - 6 * MESSAGE_DELAY
-    assert took == pytest.approx((chunks + stages - 1) * chunk * 1e-3 / stages, rel=1e-9)
+    assert took == pytest.approx(((chunks + stages - 1) * chunk + half) * 1e-3 / stages, rel=1e-9)
     assert records.outcome[0] == 0
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_an_answer_waits_for_each_token_to_pass_all_stages(tmp_path: Path, both: bool) -> None:
+    time = model(tmp_path)
+    spec = cluster(time, 0, 0, 1) if both else cluster(time)
+    workers = tuple(msgspec.structs.replace(each, stages=4) for each in spec.workers)
+    spec = msgspec.structs.replace(spec, workers=workers)
+    records = simulated([request(0.0, range(3), output=100)], spec).measure.report("").records
+    seconds = StepTime.load(time).seconds
+    assert records.tbt[0] >= seconds([], 1, 140)
+    assert records.tbt_mean[0] == pytest.approx(seconds([], 1, 103), rel=0.05)
 
 
 def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) -> None:
@@ -114,6 +129,43 @@ def test_a_prefix_is_found_in_pages_in_dram_and_at_another_node(tmp_path: Path) 
     assert report.records.tiers["device"].tolist() == [0, 0, 80]
 
 
+def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
+    """What was planned counts until a heartbeat shows it; then the conductor predicts the queue as it is."""
+    simulation = Simulation(
+        [request(0.1 + n * 1e-3, range(100 * n, 100 * n + 7), output=1) for n in range(5)],
+        cluster(model(tmp_path, token=1e-2), prefill=0, decode=0, both=1),
+        RunSpec(),
+    )
+    (worker,) = simulation.workers.values()
+    seen: list[tuple[float, float, int]] = []
+
+    def look() -> None:
+        known = simulation.conductor.cluster.workers[worker.name]
+        seen.append((known.busy_until - simulation.loop.now, worker.queue_seconds(), len(known.assigned)))
+
+    # The first step is over at 1.3, and until then nothing is taken in. Heartbeats: half a second apart.
+    simulation.loop.at(2.02, look)
+    simulation.run()
+    (predicted, actual, assigned) = seen[0]
+    assert assigned == 0
+    assert predicted == pytest.approx(actual, rel=0.3)
+
+
+def test_a_baseline_refuses_when_the_prompt_is_computed(tmp_path: Path) -> None:
+    """The decode worker keeps the promise with two sequences: the prompts of the others were for nothing."""
+    spec = cluster(model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035))
+    requests = [request(1.0 + 0.1 * n, range(10 * n, 10 * n + 3), output=100) for n in range(6)]
+    simulation = simulated(requests, spec, admission="baseline")
+    records = simulation.measure.report("").records
+    assert records.outcome.tolist() == [0, 0, 1, 1, 1, 1]
+    assert records.wasted.tolist() == [False, False, True, True, True, True]
+    assert not np.isnan(records.ttft[:2]).any() and np.isnan(records.ttft[2:]).all()
+    # At arrival the same is seen before anything is computed.
+    early = simulated(requests, spec, admission="at-arrival").measure.report("").records
+    assert early.outcome.tolist() == [0, 0, 1, 1, 1, 1]
+    assert not early.wasted.any()
+
+
 def test_what_left_dram_is_read_from_the_ssd(tmp_path: Path) -> None:
     node = NodeSpec(dram_tokens=40 * BLOCK, ssd_tokens=400 * BLOCK, link_rate=1e8, device_rate=1e9, ssd_rate=1e8)
     spec = cluster(model(tmp_path), node=node, prefill=0, decode=0, both=1, pages=20)
@@ -122,6 +174,16 @@ def test_what_left_dram_is_read_from_the_ssd(tmp_path: Path) -> None:
     report = simulated(requests, spec).measure.report("")
     assert report.records.cached.tolist()[-1] == 128
     assert report.records.tiers["ssd"].tolist()[-1] == 128
+
+
+def test_reads_of_an_ssd_are_one_after_the_other(tmp_path: Path) -> None:
+    node = NodeSpec(dram_tokens=40 * BLOCK, ssd_tokens=400 * BLOCK, link_rate=1e8, device_rate=1e12, ssd_rate=1e5)
+    spec = cluster(model(tmp_path, token=1e-6), node=node, prefill=0, decode=0, both=1, pages=20)
+    requests = [request(n * 1.0, range(100 * n, 100 * n + 8), output=1) for n in range(10)]
+    requests += [request(20.0, range(8), output=1), request(20.0, range(100, 108), output=1)]
+    records = simulated(requests, spec).measure.report("").records
+    read = 8 * BLOCK * KV_BYTES / 1e5
+    assert records.ttft[-2:] == pytest.approx([read, 2 * read], rel=0.02)
 
 
 def test_a_worker_that_dies_loses_no_request(tmp_path: Path) -> None:

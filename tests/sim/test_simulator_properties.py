@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pyengine.scheduler.policies import ADMISSIONS, known_policies
-from pyengine.scheduler.sim.spec import ClusterSpec, Failure, NodeSpec
+from pyengine.scheduler.sim.sessions import sessions
+from pyengine.scheduler.sim.spec import ClusterSpec, Failure, NodeSpec, WorkerSpec
 from pyengine.scheduler.sim.trace import Request
-from pyengine.scheduler.types import Slo
+from pyengine.scheduler.types import Role, Slo
 
 from .worlds import BLOCK, cluster, model, request, simulated
 
@@ -59,7 +60,12 @@ def cases(draw: st.DrawFn) -> Case:
         node=node,
         pages=draw(st.sampled_from([12, 40])),
         max_sequences=draw(st.sampled_from([2, 16])),
-        slo=Slo(ttft=2.0, tbt=0.1, deadline=deadline),
+        slo=Slo(
+            ttft=draw(st.sampled_from([None, 0.3, 2.0])),
+            tbt=draw(st.sampled_from([None, 0.02, 0.1])),
+            deadline=deadline,
+        ),
+        stages=draw(st.sampled_from([1, 1, 3])),
         discipline="ours"
         if prefill or decode
         else draw(st.sampled_from(["ours", "ours", "vllm", "vllm-pc", "vllm-cp"])),
@@ -68,7 +74,8 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(draw(st.integers(1, 25))):
         arrival += draw(st.sampled_from([0.0, 0.01, 0.3]))
         path = [draw(st.integers(0, 2)) for _ in range(draw(st.integers(0, 9)))]
-        requests.append(request(arrival, path, draw(st.integers(1, BLOCK - 1)), draw(st.integers(1, 60))))
+        terms = {"tenant": draw(st.sampled_from(["", "a", "b"])), "priority": draw(st.sampled_from([0, 0, 1]))}
+        requests.append(request(arrival, path, draw(st.integers(1, BLOCK - 1)), draw(st.integers(1, 60)), **terms))
     names = [f"{role}{n:04}" for n, role in enumerate(["prefill"] * prefill + ["decode"] * decode + ["both"] * both)]
     failures = []
     for _ in range(draw(st.integers(0, 2))):
@@ -105,8 +112,22 @@ def test_the_digest_is_the_same_step_by_step_and_fast_forward(case: Case) -> Non
     for each in fast.requests:
         if each.outcome == 0:
             # An answer ends early where it fills all pages there are.
-            pages = case.spec.workers[0].pages * BLOCK + 1
+            pages = case.spec.workers[0].pages * case.spec.workers[0].stages * BLOCK + 1
             assert each.held == min(each.request.output_tokens, pages - each.request.prompt_tokens)
+
+
+def test_the_generated_trace_has_one_digest() -> None:
+    """The repository's own trace on the paper's nodes: long prompts, KV that flows with their steps, evictions."""
+    trace = sessions(rate=4.0, seed=3, block_tokens=512).limit(120)
+    workers = (WorkerSpec(role=Role.PREFILL, count=2), WorkerSpec(role=Role.DECODE, count=2))
+    node = NodeSpec(dram_tokens=20_000, ssd_tokens=60_000)
+    spec = ClusterSpec(workers=workers, node=node, slo=Slo(ttft=10.0, tbt=0.1))
+    fast, slow = (simulated(list(trace), spec, fast_forward=fast) for fast in (True, False))
+    report = fast.measure.report(trace.description)
+    assert report.digest == slow.measure.report(trace.description).digest
+    assert report.totals["evictions"] > 20
+    assert report.records.outcome.tolist() == [0] * 120
+    assert slow.loop.events > fast.loop.events + 1000
 
 
 SCRIPT = """

@@ -12,9 +12,10 @@ import pytest
 
 from pyengine.backend import Slice
 from pyengine.backends.fake import FakeBackend
+from pyengine.scheduler.calibration import LIMIT
 from pyengine.scheduler.cost import StepCost, StepWork, context_of
 from pyengine.worker import calibrate as module
-from pyengine.worker.calibrate import LIMIT, calibrate
+from pyengine.worker.calibrate import calibrate
 
 COSTS = np.array([4e-3, 3e-4, 4e-8, 1e-3, 2e-6])
 

@@ -16,6 +16,7 @@ import numpy as np
 from ...cluster import View
 from ...fairness import Shares
 from ...forecast import Forecast
+from ...work import decode_gap
 from ..base import Ask, Choice, ttft
 
 #: Shortest wait that is advised (seconds): the cluster's state is as old as a heartbeat.
@@ -78,6 +79,13 @@ class Case:
 Admission: TypeAlias = Callable[[Case], Refusal | None]
 
 
+def present_gap(case: Case) -> float:
+    """Seconds between tokens at the chosen decode worker, if this request joined those that it decodes now."""
+    view, row = case.view, case.choice.decode
+    batch = case.forecast.batch(view.workers[row].worker, case.now, case.now)
+    return decode_gap(view, row, batch.sequences + 1, batch.context + case.ask.prompt_tokens)
+
+
 def refuse_ttft(case: Case, predicted: float) -> Refusal | None:
     """Refuses if a first token `predicted` seconds after the client asked is later than promised."""
     slo = case.ask.slo
@@ -110,7 +118,7 @@ def prefill_wait(case: Case, promised: float) -> float:
     view, fetch = case.view, np.full(len(case.view.workers), case.choice.fetch)
     over = np.maximum(ttft(view, case.ask, fetch) - promised, 0.0)
     waits = np.minimum(over, view.queue_seconds)[view.prefills]
-    return _advised(float(waits.min()))
+    return advised(float(waits.min()))
 
 
 def decode_wait(case: Case, predicted: float, promised: float) -> float:
@@ -123,15 +131,16 @@ def decode_wait(case: Case, predicted: float, promised: float) -> float:
         return SHORTEST_WAIT
     at = float(leaves[enough[0] if len(enough) else -1])
     # Whoever comes back joins a batch only when its own prefill is over.
-    return _advised(at - case.ttft - case.now)
+    return advised(at - case.ttft - case.now)
 
 
 def decode_drain(case: Case) -> float:
     """Seconds until half of what the chosen worker decodes has left."""
     worker = case.view.workers[case.choice.decode].worker
     leaves, _ = case.forecast.leaves(worker, case.now + case.ttft, case.now)
-    return _advised(float(leaves[len(leaves) // 2]) - case.now) if len(leaves) else SHORTEST_WAIT
+    return advised(float(leaves[len(leaves) // 2]) - case.now) if len(leaves) else SHORTEST_WAIT
 
 
-def _advised(seconds: float) -> float:
+def advised(seconds: float) -> float:
+    """A predicted wait as it is told to a client."""
     return min(max(seconds, SHORTEST_WAIT), LONGEST_WAIT)

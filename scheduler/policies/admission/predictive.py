@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...cost import F64
 from ...work import decode_gap
-from .base import Case, Refusal, refuse_deadline, refuse_tbt, refuse_ttft
+from .base import Case, Refusal, advised, refuse_deadline, refuse_tbt, refuse_ttft
 
 #: Joins after this one's that are looked at, evenly chosen.
 LOOKS = 8
@@ -60,7 +61,7 @@ class Predictive:
         tenant = case.ask.tenant
         if load > CONTENDED and case.prefill_measured and case.shares.above(tenant, case.now):
             reason = "this tenant has had more than its share of a cluster that is full"
-            return Refusal("share", reason, max(case.shares.wait(tenant, case.now), 0.5))
+            return Refusal("share", reason, advised(case.shares.wait(tenant, case.now)))
         return None
 
 
@@ -84,18 +85,18 @@ def _worst_gap(case: Case, room: float) -> tuple[float, float | None]:
     view, row, ask = case.view, case.choice.decode, case.ask
     name = view.workers[row].worker
     begin = case.now + case.ttft + room
-    worst, strictest = 0.0, np.inf if ask.slo.tbt is None else ask.slo.tbt
+    strictest = np.inf if ask.slo.tbt is None else ask.slo.tbt
     end = begin + ask.output_tokens * max(case.tbt, 0.0)
     later = case.forecast.joins(name, begin, end, case.now)
     if len(later) > LOOKS:
         later = later[np.linspace(0, len(later) - 1, LOOKS).astype(np.int64)]
-    for at in (begin, *later.tolist()):
-        batch = case.forecast.batch(name, at, case.now, ask.priority)
-        grown = min((at - begin) / case.tbt, ask.output_tokens) if case.tbt > 0.0 else 0.0
-        gap = decode_gap(view, row, batch.sequences + 1, batch.context + ask.prompt_tokens + grown)
-        worst = max(worst, gap)
-        strictest = min(strictest, batch.tbt)
-    return worst, None if np.isinf(strictest) else float(strictest)
+    at = np.concatenate([[begin], later])
+    course = case.forecast.course(name, at, case.now, ask.priority)
+    grown = np.minimum((at - begin) / case.tbt, ask.output_tokens) if case.tbt > 0.0 else np.zeros(len(at))
+    sequences: F64 = np.add(course.sequences, 1.0, dtype=np.float64)
+    gaps: F64 = decode_gap(view, row, sequences, course.context + ask.prompt_tokens + grown)
+    worst, strictest = float(gaps.max(initial=0.0)), min(strictest, float(course.tbt.min()))
+    return worst, None if np.isinf(strictest) else strictest
 
 
 def _room_wait(case: Case) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...policies.admission.base import Case, Refusal, refuse_tbt, refuse_ttft
+from ...policies.admission.base import Case, Refusal, present_gap, refuse_tbt, refuse_ttft
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +17,8 @@ class Baseline:
         return None if case.free else refuse_ttft(case, case.waited + case.ttft)
 
     def prefilled(self, case: Case) -> Refusal | None:
-        """Whether a request whose prompt has just been computed is turned away after all. case.tbt: as things are."""
-        return refuse_tbt(case, case.tbt, case.ask.slo.tbt)
+        """Whether a request whose prompt has just been computed is turned away after all. Alone it harms nobody."""
+        worker = case.view.workers[case.choice.decode].worker
+        if not case.forecast.batch(worker, case.now, case.now).sequences:
+            return None
+        return refuse_tbt(case, present_gap(case), case.ask.slo.tbt)
