@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..cost import F64
 from ..messages import Planned, Rejected, Route, RouteEnded
+from ..policies.admission.patient import LATER
 from ..types import KEY_BYTES, Plan, Slo, Source, WorkerRef, cacheable_blocks
 from .jobs import Job, times
 from .node import NodeModel
@@ -29,6 +31,11 @@ MAX_FAILURES = 8
 BACK_OFF = (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)
 PATIENCE = 5.0
 REJECTED_PAUSE = 0.2
+
+#: Seconds before the objective for the first token at which it is held no longer.
+PACE_SPARE = 0.5
+#: Seconds before a request that was told "later" asks again.
+LATER_PAUSE = 1.0
 
 #: Outcomes, as `report.Records` numbers them.
 DONE, REJECTED, DROPPED, OPEN = range(4)
@@ -116,7 +123,8 @@ class RequestModel:
         self.prefill = self.decode = ""
         self.prefill_seconds = 0.0
         self.finished = math.nan
-        self.first_token = math.nan
+        #: When the first token came, and when the client had it.
+        self._came = self.first_token = math.nan
         self.predicted = math.nan
         self.cached: int | None = None
         self.reused: list[int] = []
@@ -204,6 +212,10 @@ class RequestModel:
         now = self.sim.loop.now
         if self.state is not State.ROUTING or refusal.attempt != self.attempt:
             return
+        if self.sim.servable and refusal.kind == LATER:
+            self.state = State.BACKING_OFF
+            self.sim.loop.after(LATER_PAUSE, self.start)
+            return
         if self.sim.servable and (refusal.retry_after is None or self._failing_since is None):
             self._over(REJECTED if not self.held else DROPPED)
             return
@@ -228,13 +240,33 @@ class RequestModel:
             self.reused = list(reused)
 
     def on_first_token(self, attempt: int, worker: WorkerModel, job: Job) -> None:
-        """It is on the client's screen."""
+        """It is on the client's screen, or held for as long as `pace_until` says."""
         if self.state is State.RUNNING and attempt == self.attempt:
-            if math.isnan(self.first_token):
-                self.first_token = self.sim.loop.now
+            if math.isnan(self._came):
+                self._came = self.sim.loop.now
+            until = self._pace_until() if job.work.part == "prefill" else self.sim.loop.now
+            if until > self.sim.loop.now:
+                self.sim.loop.at(until, self._show, attempt)
+            else:
+                self._show(attempt)
             self.failures = 0
             self._failing_since = None
             self._excluded = ()
+
+    def on_second_token(self, attempt: int) -> None:
+        """From the decode worker: the first is held no longer."""
+        if self.held > self._base:
+            self._show(attempt)
+
+    def _show(self, attempt: int) -> None:
+        if attempt == self.attempt and self.state is not State.OVER and math.isnan(self.first_token):
+            self.first_token = self.sim.loop.now
+
+    def _pace_until(self) -> float:
+        slo = self.sim.spec.slo
+        if not self.sim.run_spec.pacing or slo.ttft is None or slo.tbt is None:
+            return 0.0
+        return self.request.arrival + slo.ttft - PACE_SPARE
 
     def on_tokens(self, attempt: int, worker: WorkerModel, job: Job, last: bool) -> None:
         """A part has got all its tokens; last: with them the answer is whole."""
@@ -244,6 +276,7 @@ class RequestModel:
             self.on_first_token(attempt, worker, job)
         self._hold(worker, job)
         if last:
+            self._show(attempt)
             self._over(DONE, abort=job.work.part == "prefill")
 
     def _hold(self, worker: WorkerModel, job: Job) -> None:
@@ -278,6 +311,8 @@ class RequestModel:
             self._failing_since = now
         self.failures += 1
         self._collect()
+        if self.held:
+            self._show(self.attempt)
         if self.failures > MAX_FAILURES or now - self._failing_since >= PATIENCE:
             self._over(DROPPED, gone=gone)
             return
@@ -309,7 +344,8 @@ class RequestModel:
                     sim.loop.after(sim.delay, sim.workers[name].end, (self.number, self.attempt))
         ttft, tbt = -1.0, -1.0
         if self._spans:
-            ttft, tbt = self.first_token - self.request.arrival, tail(self.gaps())
+            # As tokens came, not as they were shown: that is what was predicted.
+            ttft, tbt = self._came - self.request.arrival, tail(np.diff(self._times()))
         sim.tell(
             RouteEnded(
                 request=self.number,
@@ -339,13 +375,19 @@ class RequestModel:
 
     # -- what clients saw ------------------------------------------------------------------------------------------
 
-    def gaps(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def gaps(self) -> F64:
         """Seconds between its tokens, the first at its place."""
+        seen = self._times()
+        # Those that were held came together; no message's delay is counted in gaps.
+        shown = self.first_token - self.sim.delay
+        return np.diff(seen if math.isnan(shown) else np.maximum(seen, shown))
+
+    def _times(self) -> F64:
         came = [times(worker.ends, spans) for worker, spans in self._spans if spans]
-        return np.diff(np.concatenate(came)) if came else np.empty(0)
+        return np.concatenate(came) if came else np.empty(0)
 
 
-def tail(gaps: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def tail(gaps: F64) -> float:
     """Mean of the longest tenth of the gaps, at least one; 0 without any."""
     if not len(gaps):
         return 0.0

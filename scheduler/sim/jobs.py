@@ -36,7 +36,8 @@ class Job:
 
     tag: of what it holds in this node's pool, for which a load waits; kept: of what it has stored there while that is
     pushed. sent, lacking: tokens of the prompt on their way to the decode node, and those from which on it lacks them.
-    flows: transfers under way; there_at: not earlier is all of it there. tiers: by block, where it was found.
+    flows: transfers under way; there_at: not earlier is all of it there. joined: it decodes. tiers: by
+    block, where it was found.
     """
 
     work: Work
@@ -50,6 +51,7 @@ class Job:
     flows: set[int] = field(default_factory=set)
     there_at: float = 0.0
     computed: bool = False
+    joined: bool = False
     stored: int = 0
     tiers: bytearray = field(default_factory=bytearray)
     reused: list[int] = field(default_factory=lambda: [0] * len(TIERS))

@@ -67,6 +67,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How it is scheduled. Names as `conductor serve` takes them.
 
+    pacing: the gateway shows the first token with the second, while its objective allows.
     fast_forward: decode steps between two changes of a batch are computed at once; the digest is the same without.
     write_through: blocks that fill while decoding go to the pool (traces do not name them, so they are never hit).
     """
@@ -77,4 +78,5 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     roles: bool = False
     fast_forward: bool = True
     write_through: bool = False
+    pacing: bool = True
     failures: tuple[Failure, ...] = ()

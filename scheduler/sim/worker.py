@@ -68,6 +68,7 @@ class WorkerModel(Steps):
         self._pages_free = 0.0
         self._pages_due = 0.0
         self._telling = False
+        self._accepted: list[int] = []
         self._calibrate()
 
     def _calibrate(self) -> None:
@@ -107,6 +108,7 @@ class WorkerModel(Steps):
             self._refuse(work, "too_large")
             return
         job = self.jobs[work.id] = Job(work, sequence)
+        self._accepted.append(work.request.number)
         work.request.begun(self, job)
         if work.part == "decode":
             job.tag = self.sim.tag()
@@ -276,6 +278,9 @@ class WorkerModel(Steps):
         self._release(job)
         if job.work.part != "decode":
             self._prefilled(job, outcome)
+        elif not job.joined:
+            job.joined = True
+            self.loop.after(self.sim.delay, job.work.request.on_second_token, job.work.attempt)
         if self.sim.run_spec.write_through and self._pooled and job.work.part != "prefill" and outcome.filled:
             tag = self.sim.tag()
             self.node.store(tag, b"".join(job.sequence.keys[: outcome.filled[-1].index + 1]))
@@ -385,6 +390,7 @@ class WorkerModel(Steps):
         """What it says of itself, twice a second."""
         batcher = self.batcher
         loads, self.node.loads = self.node.loads, []
+        accepted, self._accepted = self._accepted, []
         return [
             WorkerAlive(
                 worker=self.name,
@@ -398,6 +404,8 @@ class WorkerModel(Steps):
                 loads=tuple(loads),
                 queue_seconds=self.queue_seconds(),
                 running_context=self.running_context(),
+                expected_tokens=batcher.expected_tokens,
+                accepted=tuple(accepted),
             )
         ]
 
