@@ -138,6 +138,9 @@ def test_patient_s_margin_keeps_room() -> None:
     told = find_admission("patient:margin=1.1")(case)
     assert told is not None
     assert told.kind == LATER
+    late = find_admission("patient:margin=1.1")(replace(case, ttft=11.0))
+    assert late is not None
+    assert late.kind == "slo_ttft", "to come again makes a late first token later"
     for settings_of in ("share=1.5", "margin=0"):
         with pytest.raises(UnknownName):
             find_admission(f"patient:{settings_of}")
