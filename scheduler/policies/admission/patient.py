@@ -6,8 +6,8 @@ Each time both parts are judged as they are then, so what is let in is no more t
 and nobody was sent away for a moment's crowd. Who has waited for so long is refused, as all are whose prompt would be
 late.
 
-It judges the present on purpose. A forecast that is asked again and again is right on average and believed when it is
-wrong: with `predictive` in its place, a third more than decode can serve were let in.
+It judges the present on purpose. A forecast that is asked again and again is believed when it is wrong: with
+`predictive` in its place a quarter of all requests were let in and then missed their gap (docs/goodput.md).
 """
 
 from __future__ import annotations
