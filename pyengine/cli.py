@@ -109,7 +109,7 @@ def serve(
         How the conductor chooses: random, round-robin, least-loaded, least-queue-time, cache-aware, kvcache-centric
         (default), least-harm; with settings if need be, as in kvcache-centric:threshold=2.
     admission
-        none (default), at-arrival, predictive or predictive-system: refuse what would miss an objective.
+        none (default), at-arrival, patient, predictive, predictive-system: refuse what would miss an objective.
     roles
         fixed (default) or auto: workers take on the role that is short.
     slo_ttft

@@ -75,7 +75,8 @@ def serve(
     policy
         random, round-robin, least-loaded, kvcache-centric, or an entry point of the group pyengine.policies.
     admission
-        none, or who refuses what would miss its latency objective: at-arrival, predictive, predictive-system.
+        none, or who refuses what would miss its latency objective: at-arrival, patient, predictive,
+        predictive-system.
     roles
         fixed, or auto: workers are told to take on the role that is short.
     seed

@@ -232,6 +232,12 @@ class Forecast:
         rows = rows[np.argsort(self._of("leaves")[rows], kind="stable")]
         return self._of("leaves")[rows], self._context(rows, at)
 
+    def under_way(self, now: float) -> tuple[Ints, F64]:
+        """[N] of those that should decode now: table of the answer, and tokens it should have."""
+        self._settle_all(now)
+        rows = np.flatnonzero(self._of("joins") <= now)
+        return self._of("table")[rows].astype(np.int64), self._of("done")[rows]
+
     def pending(self, worker: str, now: float) -> tuple[F64, Ints, list[str]]:
         """[N] of the prompts this worker has still to compute: seconds, priorities, tenants. As far as was known when
         anybody last asked about the workers that will decode them.

@@ -2,7 +2,9 @@
 
 Answers that were cut short (at max_tokens, or because the client left) say only "at least so long". So what is kept is
 a life table: of the answers that reached a length, how many ended there (Kaplan and Meier's estimator, with the
-actuarial half for those cut in the same bin). With S(x) the share of answers longer than x, and m = max_tokens,
+actuarial half for those cut in the same bin). Those that are still being written say the same of the length they have:
+without them the short ones, which end first, would speak for all when much begins at once. With S(x) the share of
+answers longer than x, and m = max_tokens,
 
     E[min(L, m) | L > g] = g + (S(g) + S(g+1) + ... + S(m-1)) / S(g)
 
@@ -45,14 +47,15 @@ BINS = len(EDGES) - 1
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """Answers that ended in each bin, and that were cut there [BINS]. row: in the predictor's matrices, made of so many
-    own answers and of its parent's. said: lengths that follow, by max_tokens.
+    """Answers that ended in each bin, that were cut there, and that are there now [BINS]. row: in the predictor's
+    matrices, made of so many own answers and of its parent's. said: lengths that follow, by max_tokens.
     """
 
     row: int
     parent: _Table | None
     ended: F64 = field(default_factory=lambda: np.zeros(BINS))
     cut: F64 = field(default_factory=lambda: np.zeros(BINS))
+    growing: F64 = field(default_factory=lambda: np.zeros(BINS))
     learnt: int = 0
     made_of: tuple[int, int] = (-1, -1)
     said: dict[int, float] = field(default_factory=dict)
@@ -62,10 +65,10 @@ class _Table:
         if self.parent is None:
             prior = np.zeros(BINS)
             prior[_bin(PRIOR_TOKENS)] = 1.0
-            return self.ended + prior, self.cut
+            return self.ended + prior, self.cut + self.growing
         ended, cut = self.parent.counts()
         share = SHRINK / (ended.sum() + cut.sum())
-        return self.ended + share * ended, self.cut + share * cut
+        return self.ended + share * ended, self.cut + self.growing + share * cut
 
 
 class LengthPredictor:
@@ -140,6 +143,22 @@ class LengthPredictor:
             (table.ended if whole else table.cut)[at] += 1.0
             table.learnt += 1
             table = table.parent
+
+    def under_way(self, rows: Ints, generated: F64) -> None:
+        """All answers that are being written: table, and tokens so far. What was told before is void."""
+        begun = generated >= 1.0
+        at = np.minimum(np.searchsorted(EDGES, np.floor(generated[begun]), side="left") - 1, BINS - 1)
+        counts = np.bincount(rows[begun] * BINS + at, minlength=(MAX_TABLES + 1) * BINS).reshape(-1, BINS)
+        tables = [self._all, *self._tables.values()]
+        for table in tables:
+            table.growing = np.zeros(BINS)
+        for table in tables:
+            # Rows of tables that have gone are nobody's, or another's: a few answers in the wrong place.
+            if counts[table.row].any():
+                above: _Table | None = table
+                while above is not None:
+                    above.growing = above.growing + counts[table.row]
+                    above = above.parent
 
     @property
     def error(self) -> float:

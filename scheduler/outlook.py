@@ -25,6 +25,8 @@ from .work import Work, decode_seconds
 PLAN_EVERY = 5.0
 #: Models whose roles are planned; another one's workers keep theirs.
 MAX_MODELS = 64
+#: Seconds between two looks at how long the answers are that are being written.
+LOOK_EVERY = 1.0
 ROLES = ("fixed", "auto")
 
 
@@ -65,7 +67,7 @@ class Outlook:
         self._admission = admission
         self._roles = roles
         self._known: dict[Key, _Known] = {}
-        self._planned_at = -math.inf
+        self._planned_at = self._looked_at = -math.inf
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -116,7 +118,8 @@ class Outlook:
         entry, work = judgement.entry, judgement.work
         if not route.admitted:
             self.shares.ask(route.tenant, work.total, judgement.refusal is None, now)
-            if self._roles == "auto" and (planner := self._planner(route.model)) is not None:
+            # Who asks again has been counted.
+            if self._roles == "auto" and not route.attempt and (planner := self._planner(route.model)) is not None:
                 planner.ask(work.prefill, work.decode, now)
         if judgement.refusal is not None:
             return
@@ -177,6 +180,9 @@ class Outlook:
 
     def tick(self, cluster: Cluster, now: float) -> list[SendToWorker]:
         """At most one order to take on another role, for each model."""
+        if now - self._looked_at >= LOOK_EVERY:
+            self._looked_at = now
+            self.lengths.under_way(*self.forecast.under_way(now))
         if self._roles != "auto" or now - self._planned_at < PLAN_EVERY:
             return []
         self._planned_at = now
@@ -230,7 +236,9 @@ def _work(view: View, ask: Ask, choice: Choice) -> Work:
     cached = (max(ask.best, prefix) if choice.fetch else prefix) * view.block_tokens
     rest = tokens - cached
     steps = -(-rest // max(int(view.max_tokens_per_step[row]), 1))
-    each = float(view.token_seconds[row] + view.context_seconds[row] * (tokens + cached + 1) / 2)
+    # What the worker computes, and not what its predictions are corrected by, which is for waits.
+    right = float(view.correction[row])
+    each = float(view.token_seconds[row] + view.context_seconds[row] * (tokens + cached + 1) / 2) / right
     context = tokens + ask.output_tokens / 2
     decode = decode_seconds(view, choice.decode, context, ask.output_tokens, ask.slo.tbt)
     return Work(steps * float(view.base_seconds[row]) + rest * each, decode)

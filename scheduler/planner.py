@@ -40,8 +40,9 @@ WINDOW = 120.0
 MARGIN = 0.15
 #: Below this load nobody gains by a switch.
 ENOUGH = 0.3
-#: Seconds between two switches: the load of the new roles has shown by then.
-DWELL = 60.0
+#: Seconds between two switches. What is asked for does not depend on roles, so the next one rests on nothing that this
+#: one has changed; it is for workers to drain and for what was cached there to be fetched elsewhere.
+DWELL = 20.0
 #: Seconds after which a switch that nobody has heard of again is given up.
 PATIENCE = 600.0
 #: What a worker of role both is worth, in workers that do one thing. The gaps of its decodes are as long as its steps

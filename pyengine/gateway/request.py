@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from pyengine.scheduler import messages
+from pyengine.scheduler.policies.admission.patient import LATER
 from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, WorkerRef, cacheable_blocks, tenant_number
 
 #: Failed attempts in a row, without one new token, after which the client gets the error. With the back-off below they
@@ -34,6 +35,10 @@ FIRST_TOKEN_GRACE = 0.2
 ADMISSION_KINDS = ("slo_ttft", "slo_tbt", "slo_deadline", "share")
 #: Pause before a rejected route is asked again while workers are missing.
 REJECTED_PAUSE = 0.2
+#: Pause before a request that was told "later" asks again: batches change within seconds.
+LATER_PAUSE = 1.0
+#: Seconds before its objective at which a first token is not held any more (see `Request.shown`).
+PACE_SPARE = 0.5
 
 
 class State(enum.Enum):
@@ -169,6 +174,7 @@ class Request:
         self.wake_at = self._deadline
         self._pace = Pace()
         self._admitted = False
+        self._held_until = -math.inf
         self._early: dict[int, int] = {}
         self._ends_at: int | None = None
         self._ends_as: FinishReason | None = None
@@ -183,6 +189,15 @@ class Request:
     @property
     def done(self) -> bool:
         return self.state is State.DONE
+
+    @property
+    def shown(self) -> int:
+        """How many of `tokens` the client is to have by now.
+
+        The second token comes from another worker, a hand-off later than the first, and its gap is longer than any
+        behind it. Where both are promised, the first is shown with the second, as long as its own objective allows.
+        """
+        return 0 if len(self.tokens) == 1 and not self.done and self._held_until > -math.inf else len(self.tokens)
 
     def check(self) -> None:
         """Invariants, for tests."""
@@ -282,6 +297,10 @@ class Request:
             return self._give_up(RequestError(ErrorKind.BUSY, refusal.reason, refusal.retry_after, refusal.kind))
         if refusal.kind == "policy":
             return self._give_up(RequestError(ErrorKind.BUG, refusal.reason))
+        if servable and refusal.kind == LATER:
+            self.state = State.BACKING_OFF
+            self.wake_at = min(now + LATER_PAUSE, self._deadline)
+            return []
         if servable and refusal.retry_after is None:
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, refusal.reason))
         if servable and self._failing_since is None:
@@ -309,6 +328,8 @@ class Request:
         while (token_at := self._early.pop(len(self.tokens), None)) is not None:
             self.tokens.append(token_at)
         if len(self.tokens) > before:
+            if len(self.tokens) == 1:
+                self._hold(now)
             self._pace.tokens(len(self.tokens) - before, now)
             self.failures = 0
             self._failing_since = None
@@ -318,6 +339,16 @@ class Request:
         if len(self.tokens) >= limit:
             return self._complete(FinishReason.LENGTH, abort_decode=True)
         return []
+
+    def _hold(self, now: float) -> None:
+        """The first token has come: whether it waits for the second, and until when at most."""
+        slo, plan = self._terms.slo, self.plan
+        apart = plan is not None and plan.prefill.worker != plan.decode.worker
+        if apart and slo.ttft is not None and slo.tbt is not None:
+            until = self.arrived + slo.ttft - PACE_SPARE
+            if until > now:
+                self._held_until = until
+                self.wake_at = min(self.wake_at, until)
 
     def on_prefill_report(self, message: messages.PrefillReport) -> None:
         """What the first prefill that succeeded had reused; later attempts reuse what earlier ones computed."""
@@ -382,6 +413,9 @@ class Request:
             return self.start(now)
         if self._doubt is not None and self.plan is not None:
             return self._retry_after(self._doubt, self.plan, now)
+        if now >= self._held_until:
+            self._held_until = -math.inf
+            self.wake_at = self._deadline
         return []
 
     def stop(self) -> list[Action]:
@@ -410,6 +444,8 @@ class Request:
         if self.failures > MAX_FAILURES or now - self._failing_since >= self._patience:
             return self._give_up(RequestError(ErrorKind.UNAVAILABLE, reason, 1.0), gone)
         actions = self._release(gone)
+        # Nobody knows when the second token comes now.
+        self._held_until = -math.inf
         self._excluded = tuple(sorted(exclude))
         self.state = State.BACKING_OFF
         pause = BACK_OFF[min(self.failures, len(BACK_OFF)) - 1]

@@ -79,7 +79,7 @@ class Generation:
     ) -> None:
         self.request = request
         self.emitted = 0
-        self._told = 0
+        self._told = self._shown = 0
         self._service = service
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -99,7 +99,7 @@ class Generation:
 
     def _take(self) -> tuple[str, str | None]:
         request = self.request
-        fresh = request.tokens[self.emitted :]
+        fresh = request.tokens[self.emitted : request.shown]
         text: list[str] = []
         # With stop strings token by token, so that usage counts no token behind the stop.
         width = 1 if self._one_by_one else max(len(fresh), 1)
@@ -127,11 +127,12 @@ class Generation:
         last = self.request.finish is not None and self.emitted == len(self.request.tokens)
         return last and bool(piece) and piece[-1] in self._stop_ids
 
-    def progressed(self, before: int, now: float) -> None:
+    def progressed(self, now: float) -> None:
         """Called by the service after each message: measures new tokens, wakes the reader."""
         metrics = self._service.metrics.of(self.request.model)
-        after = len(self.request.tokens)
+        before, after = self._shown, self.request.shown
         if after > before:
+            self._shown = after
             metrics.generated_tokens += after - before
             if before == 0:
                 metrics.ttft.observe(now - self.begun)
@@ -384,7 +385,6 @@ class Service:
             if generation is None:
                 continue
             request = generation.request
-            before = len(request.tokens)
             actions: list[Action] = []
             if isinstance(message, Tokens):
                 actions = request.on_tokens(message, now)
@@ -394,7 +394,7 @@ class Service:
                 actions = request.on_failed(message, now)
                 level = logging.INFO if actions else logging.DEBUG
                 log.log(level, "request %d attempt %d: %s", message.request, message.attempt, message.reason)
-            self._act(generation, actions, before)
+            self._act(generation, actions)
 
     def _on_incarnation(self, worker: str, incarnation: int) -> None:
         if self._incarnations.get(worker) == incarnation:
@@ -416,9 +416,8 @@ class Service:
 
     # -- actions out -----------------------------------------------------------------------------------------------
 
-    def _act(self, generation: Generation, actions: list[Action], before: int | None = None) -> None:
+    def _act(self, generation: Generation, actions: list[Action]) -> None:
         request = generation.request
-        held = len(request.tokens) if before is None else before
         queue = deque(actions)
         while queue:
             action = queue.popleft()
@@ -442,8 +441,7 @@ class Service:
                 queue.extend(request.on_lost(name, now, "has been restarted"))
             elif not link.send([action.message]):
                 queue.extend(request.on_lost(name, now, "is not reachable"))
-        if request.done or len(request.tokens) > held:
-            generation.progressed(held, time.monotonic())
+        generation.progressed(time.monotonic())
 
     async def _tick_for_ever(self) -> None:
         while True:

@@ -51,12 +51,15 @@ from .base import Ask, Choice, lacks_pages, lowest
 @dataclass(frozen=True, slots=True)
 class LeastHarm:
     """worth: seconds that a kept promise is worth. doubt: how far predictions are off, relative to the objective.
-    reuse: chance that a block which makes room would have been wanted again.
+    reuse: chance that a block which makes room would have been wanted again. gather: what others are promised counts,
+    which gathers what cannot be served well. With an admission that lets nobody break a promise even batches are
+    better: who is sent to the worker that is given up is refused, though others have room.
     """
 
     worth: float = 3000.0
     doubt: float = 0.05
     reuse: float = 0.05
+    gather: bool = True
     replicates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -81,7 +84,7 @@ class LeastHarm:
         others = view.running * (self._chance(view.tbt, ask.slo.tbt) - before)
         decode = tokens * (view.tbt + view.running * slower) + room
         # Without pages it waits there, for nobody knows how long.
-        decode = decode + self.worth * (others + lacks_pages(view, ask))
+        decode = decode + self.worth * (others * self.gather + lacks_pages(view, ask))
         terms = {"first": first, "compute": compute, "prefill": prefill, "decode": decode, "room": room}
 
         choices: list[tuple[float, int, int]] = []

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..cost import F64
 from ..messages import Planned, Rejected, Route, RouteEnded
+from ..policies.admission.patient import LATER
 from ..types import KEY_BYTES, Plan, Slo, Source, WorkerRef, cacheable_blocks
 from .jobs import Job, times
 from .node import NodeModel
@@ -29,6 +31,11 @@ MAX_FAILURES = 8
 BACK_OFF = (0.0, 0.1, 0.2, 0.4, 0.8, 1.0)
 PATIENCE = 5.0
 REJECTED_PAUSE = 0.2
+
+#: Seconds before the objective for the first token at which it is held no longer.
+PACE_SPARE = 0.5
+#: Seconds before a request that was told "later" asks again.
+LATER_PAUSE = 1.0
 
 #: Outcomes, as `report.Records` numbers them.
 DONE, REJECTED, DROPPED, OPEN = range(4)
@@ -119,7 +126,8 @@ class RequestModel:
         self.prefill = self.decode = ""
         self.prefill_seconds = 0.0
         self.finished = math.nan
-        self.first_token = math.nan
+        #: When the first token came, and when the client had it.
+        self._came = self.first_token = math.nan
         self.predicted = math.nan
         self.cached: int | None = None
         self.reused: list[int] = []
@@ -209,6 +217,10 @@ class RequestModel:
         now = self.sim.loop.now
         if self.state is not State.ROUTING or refusal.attempt != self.attempt:
             return
+        if self.sim.servable and refusal.kind == LATER:
+            self.state = State.BACKING_OFF
+            self.sim.loop.after(LATER_PAUSE, self.start)
+            return
         final = refusal.kind in ("late", "policy")
         if final or (self.sim.servable and (refusal.retry_after is None or self._failing_since is None)):
             self._refused()
@@ -237,14 +249,34 @@ class RequestModel:
             self.reused = list(reused)
 
     def on_first_token(self, attempt: int, worker: WorkerModel, job: Job) -> None:
-        """It is on the client's screen."""
+        """It is on the client's screen, or held for as long as `pace_until` says."""
         if self.state is State.RUNNING and attempt == self.attempt:
-            if math.isnan(self.first_token):
-                self.first_token = self.sim.loop.now
+            if math.isnan(self._came):
+                self._came = self.sim.loop.now
             self._first_here = self.sim.loop.now
+            until = self._pace_until() if job.work.part == "prefill" else self.sim.loop.now
+            if until > self.sim.loop.now:
+                self.sim.loop.at(until, self._show, attempt)
+            else:
+                self._show(attempt)
             self.failures = 0
             self._failing_since = None
             self._excluded = ()
+
+    def on_second_token(self, attempt: int) -> None:
+        """From the decode worker: the first is held no longer."""
+        if self.held > self._base:
+            self._show(attempt)
+
+    def _show(self, attempt: int) -> None:
+        if attempt == self.attempt and self.state is not State.OVER and math.isnan(self.first_token):
+            self.first_token = self.sim.loop.now
+
+    def _pace_until(self) -> float:
+        slo = self.sim.spec.slo
+        if not self.sim.run_spec.pacing or slo.ttft is None or slo.tbt is None:
+            return 0.0
+        return self.request.arrival + slo.ttft - PACE_SPARE
 
     def on_tokens(self, attempt: int, worker: WorkerModel, job: Job, last: bool) -> None:
         """A part has got all its tokens; last: with them the answer is whole."""
@@ -254,6 +286,7 @@ class RequestModel:
             self.on_first_token(attempt, worker, job)
         self._hold(worker, job)
         if last:
+            self._show(attempt)
             self._over(DONE, abort=job.work.part == "prefill")
 
     def _hold(self, worker: WorkerModel, job: Job) -> None:
@@ -293,6 +326,8 @@ class RequestModel:
             self._failing_since = now
         self.failures += 1
         self._collect()
+        if self.held:
+            self._show(self.attempt)
         if self.failures > MAX_FAILURES or now - self._failing_since >= PATIENCE:
             self._over(DROPPED, gone=gone)
             return
@@ -322,7 +357,8 @@ class RequestModel:
             for name in workers:
                 if name != gone and not (decode_only and name == plan.prefill.worker):
                     sim.loop.after(sim.delay, sim.workers[name].end, (self.number, self.attempt))
-        gaps = self._gaps(self._spans_before)
+        # As tokens came, not as they were shown: that is what was predicted.
+        gaps = np.diff(self._times(self._spans_before))
         first = self._first_here - self.request.arrival
         sim.tell(
             RouteEnded(
@@ -354,17 +390,20 @@ class RequestModel:
 
     # -- what clients saw ------------------------------------------------------------------------------------------
 
-    def gaps(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def gaps(self) -> F64:
         """Seconds between its tokens, the first at its place."""
-        return self._gaps(0)
+        seen = self._times(0)
+        # Those that were held came together; no message's delay is counted in gaps.
+        shown = self.first_token - self.sim.delay
+        return np.diff(seen if math.isnan(shown) else np.maximum(seen, shown))
 
-    def _gaps(self, first: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Of the spans from number `first` on."""
+    def _times(self, first: int) -> F64:
+        """When the tokens of the spans from number `first` on came."""
         came = [times(worker.ends, spans) for worker, spans in self._spans[first:] if spans]
-        return np.diff(np.concatenate(came)) if came else np.empty(0)
+        return np.concatenate(came) if came else np.empty(0)
 
 
-def tail(gaps: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def tail(gaps: F64) -> float:
     """Mean of the longest tenth of the gaps, at least one; 0 without any."""
     if not len(gaps):
         return 0.0

@@ -37,7 +37,7 @@ class Job:
     tag: of what it holds in this node's pool, for which a load waits; kept: of what it has stored there while that is
     pushed. coming_at: when all that the plan's sources offer is expected to be there. sent, lacking: tokens of the
     prompt on their way to the decode node, and those from which on it lacks them. flows: transfers under way; there_at:
-    not earlier is all of it there. tiers: by block, where it was found.
+    not earlier is all of it there. joined: it decodes. tiers: by block, where it was found.
     """
 
     work: Work
@@ -52,6 +52,7 @@ class Job:
     flows: set[int] = field(default_factory=set)
     there_at: float = 0.0
     computed: bool = False
+    joined: bool = False
     stored: int = 0
     tiers: bytearray = field(default_factory=bytearray)
     reused: list[int] = field(default_factory=lambda: [0] * len(TIERS))

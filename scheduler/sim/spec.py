@@ -78,6 +78,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How it is scheduled. Names as `conductor serve` takes them.
 
+    pacing: the gateway shows the first token with the second, while its objective allows.
     fast_forward: decode steps between two changes of a batch are computed at once; the digest is the same without.
     write_through: blocks that fill while decoding go to the pool (traces do not name them, so they are never hit).
     exact_limits: clients allow an answer as many tokens as it will have, as those of `conductor replay` do; otherwise
@@ -91,4 +92,5 @@ class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     fast_forward: bool = True
     exact_limits: bool = False
     write_through: bool = False
+    pacing: bool = True
     failures: tuple[Failure, ...] = ()

@@ -249,6 +249,8 @@ class Steps(ABC):
         if count < 2:
             return False
         jobs = [self.jobs[sequence.id] for sequence in batcher.runs]
+        if not all(job.tokens for job in jobs):
+            return False  # somebody's gateway waits for the end of the first of them
         # The step that ends an answer is not like those before it.
         count = min(count, min(job.left for job in jobs) - 1)
         if count < 2:

@@ -338,6 +338,9 @@ class WorkerModel(Steps):
         self._release(job)
         if job.work.part != "decode":
             self._prefilled(job, outcome)
+        elif not job.joined:
+            job.joined = True
+            self.loop.after(self.sim.delay, job.work.request.on_second_token, job.work.attempt)
         if self.sim.run_spec.write_through and self._pooled and job.work.part != "prefill" and outcome.filled:
             tag = self.sim.tag()
             self.node.store(tag, b"".join(job.sequence.keys[: outcome.filled[-1].index + 1]))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from pyengine.gateway.request import (
     FIRST_TOKEN_GRACE,
+    LATER_PAUSE,
     MAX_FAILURES,
+    PACE_SPARE,
     ErrorKind,
     Request,
     State,
@@ -22,6 +24,7 @@ from pyengine.gateway.request import (
     ToWorker,
 )
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Rejected, Route, RouteEnded, Tokens, Work
+from pyengine.scheduler.policies.admission.patient import LATER
 from pyengine.scheduler.types import (
     FinishReason,
     Medium,
@@ -153,6 +156,70 @@ def test_decode_workers_failure_is_tried_again_after_a_moment(first_token: bool)
     assert [type(action.message) for action in actions] == [Abort, RouteEnded, Route]
     assert (request.attempt, request.failures) == (1, 1)
     assert request.tick(request.wake_at - 1.0) == []
+    request.check()
+
+
+PROMISED = Slo(ttft=10.0, tbt=0.1)
+
+
+def test_where_both_are_promised_the_first_token_is_shown_with_the_second() -> None:
+    request = running(slo=PROMISED)
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    assert (len(request.tokens), request.shown) == (1, 0)
+    request.on_tokens(tokens(request, 1, 1), 1.2)
+    assert request.shown == 2
+    request.on_tokens(tokens(request, 2, 1), 1.3)
+    assert request.shown == 3
+
+
+def test_no_first_token_is_held_beyond_its_own_objective() -> None:
+    request = running(slo=PROMISED)
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    assert request.wake_at == 10.0 - PACE_SPARE
+    assert request.tick(9.4) == []
+    assert request.shown == 0
+    assert request.tick(request.wake_at) == []
+    assert (request.shown, request.wake_at) == (1, 100.0)
+    late = running(slo=PROMISED)
+    late.on_tokens(tokens(late, 0, 1), 9.8)
+    assert late.shown == 1
+
+
+@pytest.mark.parametrize("slo", [Slo(), Slo(ttft=10.0), Slo(tbt=0.1)])
+def test_without_both_promises_the_first_token_is_shown_as_it_comes(slo: Slo) -> None:
+    request = running(slo=slo)
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    assert request.shown == 1
+
+
+def test_of_one_worker_the_first_token_is_shown_as_it_comes() -> None:
+    request = make(slo=PROMISED)
+    request.start(0.0)
+    request.on_planned(plan(request, "w", "w"), 0.0)
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    assert request.shown == 1
+
+
+def test_a_token_that_is_held_is_shown_when_the_answer_ends_or_begins_anew() -> None:
+    request = running(slo=PROMISED, max_tokens=1)
+    request.on_tokens(tokens(request, 0, 1, FinishReason.LENGTH), 1.0)
+    assert request.shown == 1
+    request = running(slo=PROMISED)
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    ended = next(a.message for a in request.on_lost("d", 1.5, "gone") if isinstance(a.message, RouteEnded))
+    assert request.shown == 1
+    assert ended.ttft == 1.0, "the conductor is told when it came, not when it was shown"
+
+
+def test_who_is_told_later_asks_again_and_says_how_long_it_has_waited() -> None:
+    request = make(slo=PROMISED)
+    request.start(0.0)
+    refusal = Rejection(request=7, attempt=0, reason="full", retry_after=3.0, kind=LATER)
+    assert request.on_rejected(Rejected(rejection=refusal), 0.5, servable=True) == []
+    assert request.wake_at == 0.5 + LATER_PAUSE
+    (asked,) = request.tick(request.wake_at)
+    assert isinstance(asked.message, Route)
+    assert (asked.message.attempt, asked.message.waited, asked.message.admitted) == (1, 1.5, False)
     request.check()
 
 

@@ -19,8 +19,9 @@ from pyengine.scheduler.cluster import View
 from pyengine.scheduler.fairness import Shares
 from pyengine.scheduler.forecast import Entry, Forecast
 from pyengine.scheduler.lengths import LengthPredictor
-from pyengine.scheduler.policies import ADMISSIONS, find_admission
+from pyengine.scheduler.policies import ADMISSIONS, UnknownName, find_admission
 from pyengine.scheduler.policies.admission.base import LONGEST_WAIT, SHORTEST_WAIT, Case
+from pyengine.scheduler.policies.admission.patient import LATER
 from pyengine.scheduler.policies.admission.predictive import CONTENDED
 from pyengine.scheduler.policies.base import Ask, Choice
 from pyengine.scheduler.policies.kvcache_centric import KvCacheCentric
@@ -92,7 +93,7 @@ def test_refusals_are_bounded_and_pure(name: str, case: Case) -> None:
     if refusal is None:
         return
     assert SHORTEST_WAIT <= refusal.retry_after <= LONGEST_WAIT
-    assert refusal.kind in ("slo_ttft", "slo_tbt", "slo_deadline", "share")
+    assert refusal.kind in ("slo_ttft", "slo_tbt", "slo_deadline", "share", LATER)
     assert find_admission(name)(case) == refusal
 
 
@@ -118,6 +119,31 @@ def test_at_arrival_is_the_papers_early_rejection(case: Case) -> None:
     assert (refusal is not None) == (max(prefill_load, decode_load) > 1.0)
     if refusal is not None:
         assert refusal.kind == ("slo_ttft" if prefill_load > 1.0 else "slo_tbt")
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+def test_patient_is_at_arrival_but_for_who_may_come_again(case: Case, share: float) -> None:
+    assume(not case.idle)
+    slo, known = case.ask.slo, find_admission("at-arrival")(case)
+    refusal = find_admission(f"patient:share={share}")(case)
+    again = known is not None and known.kind == "slo_tbt" and slo.ttft is not None and case.waited < share * slo.ttft
+    assert refusal == (replace(known, kind=LATER) if known is not None and again else known)
+
+
+def test_patient_s_margin_keeps_room() -> None:
+    case = scene(Slo(ttft=10.0, tbt=0.2))
+    case = replace(case, tbt=0.19)
+    assert find_admission("patient")(case) is None
+    told = find_admission("patient:margin=1.1")(case)
+    assert told is not None
+    assert told.kind == LATER
+    late = find_admission("patient:margin=1.1")(replace(case, ttft=11.0))
+    assert late is not None
+    assert late.kind == "slo_ttft", "to come again makes a late first token later"
+    for settings_of in ("share=1.5", "margin=0"):
+        with pytest.raises(UnknownName):
+            find_admission(f"patient:{settings_of}")
 
 
 @settings(max_examples=60, deadline=None)

@@ -102,6 +102,49 @@ def test_never_above_max_tokens_and_never_over_before_it(
         assert low <= high
 
 
+@settings(max_examples=40, deadline=None)
+@given(answers, st.lists(st.integers(0, 300), max_size=20), st.integers(1, 400))
+def test_answers_under_way_count_as_if_they_were_cut_now(history: list[Answer], growing: list[int], most: int) -> None:
+    """Which they are no more when they are told anew."""
+    told, cut = LengthPredictor(), LengthPredictor()
+    for predictor in (told, cut):
+        for length, whole in history:
+            predictor.learn("", 100, most, length, whole, 1.0)
+    row = told.first("", 100, most)[0]
+    told.under_way(np.array([row] * 2), np.array([5.5, 100.0]))
+    told.under_way(np.full(len(growing), row), np.array(growing, dtype=float))
+    for length in filter(None, growing):
+        at = next(at for at in range(BINS) if EDGES[at] < length <= EDGES[at + 1])
+        for table in _tables(cut):
+            table.cut[at] += 1.0
+    for predictor in (told, cut):
+        for table in _tables(predictor):
+            table.made_of = (-2, -STALE_ALWAYS)
+            predictor._refresh(table)
+    assert told.expected_one(row, most) == pytest.approx(cut.expected_one(cut.first("", 100, most)[0], most), rel=1e-9)
+    told.check()
+
+
+def _tables(predictor: LengthPredictor) -> list[lengths._Table]:
+    predictor.first("", 100, 1)
+    return [predictor._all, *predictor._tables.values()]
+
+
+def test_when_much_begins_at_once_the_short_answers_do_not_speak_for_all() -> None:
+    """Lengths even from 1 to 1,000, all begun together: after 200 tokens a fifth has ended, at 100 on average."""
+    blind, seeing = LengthPredictor(), LengthPredictor()
+    for predictor in (blind, seeing):
+        for length in range(1, 200):
+            predictor.learn("", 100, 4096, length, True, 1.0)
+    row = seeing.first("", 100, 4096)[0]
+    seeing.under_way(np.full(800, row), np.full(800, 200.0))
+    for predictor in (blind, seeing):
+        for length in range(1, 20):
+            predictor.learn("", 100, 4096, length, True, 1.0)
+    assert blind.first("", 100, 4096)[1] < 200
+    assert seeing.first("", 100, 4096)[1] > 350
+
+
 def test_before_anything_is_known_an_answer_is_as_long_as_it_may_be() -> None:
     predictor = LengthPredictor()
     assert predictor.first("", 500, 100)[1] == 100

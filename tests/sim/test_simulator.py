@@ -50,6 +50,42 @@ def test_one_request_takes_what_its_steps_messages_and_bytes_take(tmp_path: Path
         assert simulation.nodes[name].pool.count == 3
 
 
+def test_where_both_are_promised_the_first_token_is_shown_with_the_second(tmp_path: Path) -> None:
+    """The hand-off moves from the gap behind the first token into the time to it; nothing else moves."""
+    time, node = model(tmp_path), NodeSpec(dram_tokens=4096, link_rate=1e6, link_delay=3e-3, device_rate=1e8)
+    rows = [request(2.0, range(3), output=4), request(2.5, (7,), output=1), request(3.0, (8, 9), output=30)]
+    plain = simulated(rows, cluster(time, node=node), policy="kvcache-centric")
+    promised = cluster(time, node=node, slo=Slo(ttft=10.0, tbt=1.0))
+    paced, unpaced = simulated(rows, promised), simulated(rows, promised, pacing=False)
+    before, after, off = (s.measure.report("").records for s in (plain, paced, unpaced))
+    assert off.ttft == pytest.approx(before.ttft, rel=1e-12)
+    assert after.finished == pytest.approx(before.finished, rel=1e-12)
+    assert after.ttft[0] == pytest.approx(before.ttft[0] + before.second_gap[0], rel=1e-9)
+    assert after.ttft[1] == before.ttft[1], "an answer of one token waits for no other"
+    assert after.second_gap[[0, 2]] == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert (after.tbt[[0, 2]] < before.tbt[[0, 2]]).all()
+    # Of what must be shown at once nothing is held: 0.5 s before the objective, all is.
+    hurried = simulated(rows, cluster(time, node=node, slo=Slo(ttft=0.5, tbt=1.0))).measure.report("").records
+    assert hurried.ttft == pytest.approx(before.ttft, rel=1e-12)
+
+
+def test_who_is_told_later_is_served_when_there_is_room(tmp_path: Path) -> None:
+    """One decode worker that may hold two sequences for its objective: three come at once, and none is refused for good
+    by an admission that waits.
+    """
+    time = model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0)
+    spec = cluster(time, slo=Slo(ttft=20.0, tbt=0.035))
+    rows = [request(1.0 + n / 10, (n,), output=60) for n in range(3)]
+    outcomes = {}
+    for admission in ("at-arrival", "patient"):
+        simulation = simulated(rows, spec, admission=admission)
+        outcomes[admission] = simulation.measure.report("").records
+    assert outcomes["at-arrival"].outcome.tolist() == [0, 0, 1]
+    assert outcomes["patient"].outcome.tolist() == [0, 0, 0]
+    assert outcomes["patient"].ttft[2] > 1.0
+    assert (outcomes["patient"].tbt <= 0.035).all()
+
+
 def test_over_a_fast_link_the_last_layer_is_what_is_waited_for(tmp_path: Path) -> None:
     time, node = model(tmp_path), NodeSpec(dram_tokens=4096, link_rate=1e7, link_delay=0.0, device_rate=1e12)
     records = simulated([request(0.0, range(3), output=2)], cluster(time, node=node)).measure.report("").records

@@ -9,6 +9,7 @@ from .base import Admission, Case, Refusal
 ADMISSIONS: dict[str, str] = {
     "none": "pyengine.scheduler.policies.admission.none:Everybody",
     "at-arrival": "pyengine.scheduler.policies.admission.at_arrival:AtArrival",
+    "patient": "pyengine.scheduler.policies.admission.patient:Patient",
     "predictive-system": "pyengine.scheduler.policies.admission.predictive_system:PredictiveSystem",
     "predictive": "pyengine.scheduler.policies.admission.predictive:Predictive",
     "baseline": "pyengine.scheduler.sim.policies.baseline:Baseline",

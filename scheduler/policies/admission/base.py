@@ -27,8 +27,8 @@ LONGEST_WAIT = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """kind: "slo_ttft", "slo_tbt", "slo_deadline" or "share". reason: for the client. retry_after: predicted seconds
-    until the objective could be met, if nobody else came.
+    """kind: "slo_ttft", "slo_tbt", "slo_deadline", "share", or "later": the gateway is to ask again. reason: for the
+    client. retry_after: predicted seconds until the objective could be met, if nobody else came.
     """
 
     kind: str
