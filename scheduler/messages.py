@@ -70,8 +70,10 @@ class Route(Message, frozen=True):
 
     def __post_init__(self) -> None:
         lengths = 0 <= self.prompt_tokens <= MOST and 0 <= self.max_tokens <= MOST
-        if not lengths or not 0.0 <= self.waited < math.inf or abs(self.priority) > MOST:
-            numbers = (self.prompt_tokens, self.max_tokens, self.waited, self.priority)
+        promised = [each for each in (self.slo.ttft, self.slo.tbt, self.slo.deadline) if each is not None]
+        times = 0.0 <= self.waited < math.inf and all(each >= 0.0 for each in promised)
+        if not lengths or not times or abs(self.priority) > MOST:
+            numbers = (self.prompt_tokens, self.max_tokens, self.waited, self.priority, self.slo)
             raise ValueError(f"a request's numbers are negative or none: {numbers}")
 
 

@@ -198,18 +198,11 @@ class Slo(msgspec.Struct, frozen=True):
 
     ttft: arrival to first token. tbt: gap between tokens. deadline: arrival to last token, after which the answer is
     worthless and whoever works on it stops.
-
-    Raises ValueError for what is no time.
     """
 
     ttft: float | None = None
     tbt: float | None = None
     deadline: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, seconds in (("ttft", self.ttft), ("tbt", self.tbt), ("deadline", self.deadline)):
-            if seconds is not None and not seconds >= 0.0:
-                raise ValueError(f"the objective {name} must be 0 seconds or more, not {seconds:g}")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
