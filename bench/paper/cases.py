@@ -37,9 +37,9 @@ DRAM_TOKENS = 3_000_000
 LINK_RATE = 100e9
 #: Algorithm 1 as printed.
 ALGORITHM_1 = "kvcache-centric:replicates=false"
-GLOBAL = RunSpec(policy=ALGORITHM_1)
+GLOBAL = RunSpec(policy=ALGORITHM_1, pacing=False)
 #: vLLM's requests are spread evenly: nothing is said of how.
-SPREAD = RunSpec(policy="round-robin")
+SPREAD = RunSpec(policy="round-robin", pacing=False)
 NO_OBJECTIVE = Slo()
 
 

@@ -123,12 +123,20 @@ def test_at_arrival_is_the_papers_early_rejection(case: Case) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cases(), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-def test_patient_is_at_arrival_but_for_who_may_come_again(case: Case, share: float) -> None:
+def test_patient_waits_for_room_in_decode_and_for_nothing_else(case: Case, share: float) -> None:
     assume(not case.idle)
-    slo, known = case.ask.slo, find_admission("at-arrival")(case)
+    slo, late = case.ask.slo, find_admission("at-arrival")(case)
+    late = late if late is not None and late.kind == "slo_ttft" else None
+    full = slo.tbt is not None and case.tbt > slo.tbt and bool(case.view.measured[case.choice.decode])
+    waits = slo.ttft is not None and case.waited < share * slo.ttft
     refusal = find_admission(f"patient:share={share}")(case)
-    again = known is not None and known.kind == "slo_tbt" and slo.ttft is not None and case.waited < share * slo.ttft
-    assert refusal == (replace(known, kind=LATER) if known is not None and again else known)
+    if late is not None:
+        assert refusal == late
+    elif full:
+        assert refusal is not None
+        assert refusal.kind == (LATER if waits else "slo_tbt")
+    else:
+        assert refusal is None
 
 
 def test_patient_s_margin_keeps_room() -> None:

@@ -249,8 +249,8 @@ def test_the_conductor_follows_device_pages_and_roles(running: Running) -> None:
             match message:
                 case WorkerHello():
                     hellos.append(message.info.role)
-                case PagesChanged():
-                    assert hellos, "pages before the hello"
+                case PagesChanged() if hellos:
+                    # What was said to the conductor before may be on the way still: it knows no such worker.
                     if message.first:
                         index.clear()
                     for change in unpack(message.changes):

@@ -1,10 +1,9 @@
 """Early rejection that waits: who could have its first token in time, but finds decode full, is asked to come again.
 
-As `at-arrival`, with one difference. Batches change within seconds, and an objective for the first token is often many:
-a request that decode has no room for now is told "later" for half of that time, and its gateway asks anew every second.
-Each time both parts are judged as they are then, so what is let in is no more than at arrival; but a lull is filled,
-and nobody was sent away for a moment's crowd. Who has waited for so long is refused, as all are whose prompt would be
-late.
+As `at-arrival`, but decode is judged with all who are to join the batch. Batches change within seconds, and an
+objective for the first token is often many: a request that decode has no room for now is told "later" for half of that
+time, and its gateway asks anew every second. Each time both parts are judged as they are then; a lull is filled, and
+nobody was sent away for a moment's crowd. Who has waited for so long is refused, as all are whose prompt would be late.
 
 It judges the present on purpose. A forecast that is asked again and again is believed when it is wrong: with
 `predictive` in its place a quarter of all requests were let in and then missed their gap (docs/goodput.md).
