@@ -1,7 +1,9 @@
 """Goodput of our policy, admission and roles against the rivals': tuned on the first half of a trace, judged on the
 second.
 
-Goodput: requests per second within all objectives. Parts, all unless some are named with --parts:
+Goodput: requests per second within all objectives. Rivals take part as the field runs them, and again with all of ours
+but the policy (`goodput_contenders.py`); each league has its own best rival. Parts, all unless some are named with
+--parts:
 
 tune      every contender gets as many settings, drawn by one seed, on a slice of each trace's first half
 judge     the best setting of each, on a slice of the second half: loads x splits of roles with jittered arrivals, and
@@ -28,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.common import line, note
-from bench.goodput_contenders import CONTENDERS, OURS, RIVALS, Setting
+from bench.goodput_contenders import LEAGUES, OURS, Setting
 from bench.goodput_runs import GENERATED, Cache, Case, Result
 from pyengine.scheduler.report.statistics import compare
 from pyengine.scheduler.report.table import table
@@ -68,7 +70,7 @@ class Study:
         first, count = self.judged if half else self.tuned
         return Case(
             self.trace, half, first, count, seed, raw, load, split,
-            setting.policy, setting.admission, setting.roles, setting.pacing,
+            setting.policy, setting.admission, setting.roles, setting.pacing, setting.discipline,
         )  # fmt: skip
 
 
@@ -92,20 +94,22 @@ def studies(traces: Iterable[str], quick: bool) -> list[Study]:
 
 
 class Bench:
-    """chosen: setting by study and contender, once tuned."""
+    """Ours among the rivals of one league. chosen: setting by study and contender, once tuned."""
 
-    def __init__(self, cache: Cache, jobs: int, settings: int, seeds: int) -> None:
+    def __init__(self, league: str, cache: Cache, jobs: int, settings: int, seeds: int) -> None:
+        self.league, self.rivals = league, LEAGUES[league]
+        self.contenders = (*self.rivals, OURS)
         self.cache, self.jobs, self.settings, self.seeds = cache, jobs, settings, seeds
         self.chosen: dict[tuple[str, str], Setting] = {}
 
     def tune(self, study: Study, show: bool) -> None:
         tried = {
             (contender.name, setting): study.case(setting, study.tuned_at, SPLITS[0], 1, half=0)
-            for contender in CONTENDERS
+            for contender in self.contenders
             for setting in contender.settings(self.settings, DRAWN)
         }
         results = self.cache.run(tried.values(), self.jobs)
-        for contender in CONTENDERS:
+        for contender in self.contenders:
             mine = [
                 (results[case].goodput, setting) for (name, setting), case in tried.items() if name == contender.name
             ]
@@ -119,7 +123,7 @@ class Bench:
                 )  # fmt: skip
 
     def judge(self, study: Study, splits: tuple[Split, ...]) -> None:
-        names = [contender.name for contender in CONTENDERS]
+        names = [contender.name for contender in self.contenders]
         cells = [(False, *cell) for cell in itertools.product(splits, study.loads)]
         cells.append((True, splits[0], study.loads[-1]))
         cases = {
@@ -143,11 +147,11 @@ class Bench:
                 "goodput", f"{study.name} {arrivals} {_say(split)} x{load:g}", good[OUR], "requests/s",
                 against=rival, ratio=ratios[-1], effective=found[OUR, (raw, split, load)].effective,
             )  # fmt: skip
-        note(f"\n{study.name}: % of requests within objectives; ours / best rival\n")
+        note(f"\n{study.name}, {self.league}: % of requests within objectives; ours / best rival\n")
         note(table(("arrivals", "split", "load", *names, "ratio"), rows, left=3))
         line(
             "goodput",
-            f"{study.name} sweep",
+            f"{study.name} sweep, {self.league}",
             float(np.mean(ratios)) * 100 - 100,
             "% over the best rival",
             cells=len(ratios),
@@ -170,7 +174,7 @@ class Bench:
             there = found[OUR, (False, *best[rival])]
             where = _say(chosen[0]) if len(chosen) == 1 else "any split"
             line(
-                "goodput", f"{study.name} {where} at the best rival's peak", there.goodput, "requests/s",
+                "goodput", f"{study.name} {where} at the peak of {rival}", there.goodput, "requests/s",
                 against=f"{rival} {_say(best[rival][0])} x{best[rival][1]:g}",
                 ratio=there.goodput / peak[rival].goodput,
                 rival_effective=peak[rival].effective, possible=1 / peak[rival].effective,
@@ -185,7 +189,7 @@ class Bench:
         """Jittered, at the first split: all under the same seeds, pair by pair."""
         judged = {
             (contender.name, load): study.case(self.chosen[study.name, contender.name], load, SPLITS[0], 2)
-            for contender in RIVALS
+            for contender in self.rivals
             for load in study.loads
         }
         results = self.cache.run(judged.values(), self.jobs)
@@ -219,7 +223,10 @@ class Bench:
             f"{rival} with our admission": replace(theirs, admission=ours.admission),
             f"{rival} with all but our policy": replace(ours, policy=theirs.policy),
             "ours unpaced": replace(ours, pacing=False),
+            "ours, prompts as they came": replace(ours, discipline="first-come"),
             f"{rival} unpaced": replace(theirs, pacing=False),
+            f"{rival} paced": replace(theirs, pacing=True),
+            f"{rival} with our order of prompts": replace(theirs, discipline="ours"),
         }
         cases = {
             (name, split): study.case(setting, load, split, 2) for name, setting in variants.items() for split in splits
@@ -232,14 +239,17 @@ class Bench:
             base = [results[cases["ours", split]].goodput for split in splits]
             ratio = float(np.mean([share.goodput / own for share, own in zip(shares, base, strict=True)]))
             line(
-                "goodput", f"{study.name} x{load:g} ablation: {name}", float(np.mean([s.goodput for s in shares])),
-                "requests/s", against="ours", ratio=ratio, setting=str(setting),
+                "goodput", f"{study.name} x{load:g} {self.league} ablation: {name}",
+                float(np.mean([s.goodput for s in shares])), "requests/s",
+                against="ours", ratio=ratio, setting=str(setting),
             )  # fmt: skip
         note(f"\n{study.name} at x{load:g}, jittered: % of requests within objectives\n")
         note(table(("variant", "setting", *map(_say, splits)), rows, left=2))
 
     def _best_rival(self, study: Study) -> str:
-        cases = {r.name: study.case(self.chosen[study.name, r.name], study.loads[-1], SPLITS[0], 2) for r in RIVALS}
+        cases = {
+            r.name: study.case(self.chosen[study.name, r.name], study.loads[-1], SPLITS[0], 2) for r in self.rivals
+        }
         results = self.cache.run(cases.values(), self.jobs)
         return max(cases, key=lambda name: results[cases[name]].goodput)
 
@@ -257,6 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", nargs="+", default=[GENERATED], help="files; default: generated sessions")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--leagues", nargs="+", choices=LEAGUES, default=list(LEAGUES))
     parser.add_argument("--splits", nargs="+", type=_split, default=SPLITS, help="prefill and decode workers: 8P8D ...")
     parser.add_argument("--settings", type=int, default=4, help="that each contender may try, as it comes included")
     parser.add_argument("--seeds", type=int, default=6, help="of jitter, where a difference is tested")
@@ -267,9 +278,10 @@ def main() -> None:
     if min(arguments.settings, arguments.seeds, arguments.jobs) < 1:
         parser.error("--settings, --seeds and --jobs must be at least 1")
     settings, seeds = (2, 2) if arguments.quick else (arguments.settings, arguments.seeds)
-    bench = Bench(Cache(arguments.cache), arguments.jobs, settings, seeds)
+    cache = Cache(arguments.cache)
     splits = SPLITS[:1] if arguments.quick else tuple(arguments.splits)
-    for study in studies(arguments.traces, arguments.quick):
+    for study, league in itertools.product(studies(arguments.traces, arguments.quick), arguments.leagues):
+        bench = Bench(league, cache, arguments.jobs, settings, seeds)
         bench.tune(study, "tune" in arguments.parts)
         if "judge" in arguments.parts:
             bench.judge(study, splits)

@@ -1,15 +1,20 @@
 """Who takes part in the goodput bench, and what may be set of each: all get the same number of settings to try.
 
-Settings are drawn by a seeded generator, evenly from what is listed, the first is the contender as it comes. What the
-field ships beside its routing is open to each rival: whether to fetch a prefix from another node at all (`fetch`), and
-Mooncake's early rejection, which any router could have. Admission that looks ahead or waits, and roles, are ours; an
-ablation shows the best rival with them. Workers (order of prompts by slack) and pacing are the same for all.
+Settings are drawn by a seeded generator, evenly from what is listed, the first is the contender as it comes. Rivals
+take part twice:
+
+field   as the field runs them: a router before workers that compute prompts as they came, each token shown as it
+        comes, nobody refused (but by Algorithm 1, which has early rejection in it)
+lent    with all of ours but the policy: our workers' order of prompts, pacing of first tokens, and early rejection
+
+Whether to fetch a prefix from another node at all (`fetch`) is open to each in both. Admission that looks ahead or
+waits, and roles, are ours; an ablation shows the best rival with them.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Knobs = dict[str, tuple[str, ...]]
 
@@ -26,21 +31,24 @@ class Setting:
     admission: str
     roles: bool = False
     pacing: bool = True
+    discipline: str = "ours"
 
     def __str__(self) -> str:
         parts = [self.policy, *([] if self.admission == "none" else [self.admission])]
-        return "+".join([*parts, *(["roles"] if self.roles else [])]) + ("" if self.pacing else " unpaced")
+        plain = "" if self.discipline == "ours" else f" {self.discipline}"
+        return "+".join([*parts, *(["roles"] if self.roles else [])]) + plain + ("" if self.pacing else " unpaced")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """knobs: values of each setting of the policy, the one that it comes with first."""
+    """knobs: values of each setting of the policy, the one that it comes with first. league: see the module."""
 
     name: str
     policy: str
     knobs: Knobs
     admissions: tuple[str, ...] = ADMISSIONS
     roles: tuple[bool, ...] = (False,)
+    league: str = "lent"
 
     def settings(self, count: int, seed: int) -> list[Setting]:
         """So many different ones, as it comes and then by lot; fewer if there are no more."""
@@ -58,10 +66,12 @@ class Contender:
 
     def _setting(self, values: dict[str, str], admission: str, roles: bool) -> Setting:
         told = ",".join(f"{knob}={value}" for knob, value in values.items())
-        return Setting(f"{self.policy}:{told}" if told else self.policy, admission, roles)
+        policy = f"{self.policy}:{told}" if told else self.policy
+        field = self.league == "field"
+        return Setting(policy, admission, roles, not field, "first-come" if field else "ours")
 
 
-RIVALS = (
+LENT = (
     Contender(
         "kvcache-centric",
         "kvcache-centric",
@@ -92,6 +102,15 @@ RIVALS = (
         },
     ),
 )
+FIELD = tuple(
+    replace(
+        rival,
+        name=f"{rival.name} (field)",
+        league="field",
+        admissions=("at-arrival",) if rival.policy == "kvcache-centric" else ("none",),
+    )
+    for rival in LENT
+)
 OURS = Contender(
     "ours",
     "least-harm",
@@ -99,4 +118,5 @@ OURS = Contender(
     ("patient", "patient:margin=1.05", "predictive", "predictive:margin=1.1"),
     (True, False),
 )
-CONTENDERS = (*RIVALS, OURS)
+LEAGUES = {"field": FIELD, "lent": LENT}
+CONTENDERS = (*FIELD, *LENT, OURS)

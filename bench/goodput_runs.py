@@ -38,6 +38,7 @@ class Case:
     """half: 0, 1. first, count: requests of that half. seed: of jitter, and of what policies draw; raw: no jitter.
 
     split: prefill and decode workers. speed: of arrivals, against the trace's. roles: workers may change theirs.
+    discipline: of the workers, as cluster files name it.
     """
 
     trace: str
@@ -52,6 +53,7 @@ class Case:
     admission: str = "none"
     roles: bool = False
     pacing: bool = True
+    discipline: str = "ours"
 
     def key(self) -> str:
         return json.dumps(asdict(self) | {"trace": Path(self.trace).name, "sources": sources()}, sort_keys=True)
@@ -104,7 +106,10 @@ def run(case: Case) -> Result:
     start = rows[0].arrival
     rows = [replace(row, arrival=(row.arrival - start) / case.speed) for row in rows]
     prefill, decode = case.split
-    workers = WorkerSpec(role=Role.PREFILL, count=prefill), WorkerSpec(role=Role.DECODE, count=decode)
+    workers = (
+        WorkerSpec(role=Role.PREFILL, count=prefill, discipline=case.discipline),
+        WorkerSpec(role=Role.DECODE, count=decode, discipline=case.discipline),
+    )
     cluster = ClusterSpec(workers=workers, slo=OBJECTIVES)
     how = RunSpec(
         policy=case.policy,

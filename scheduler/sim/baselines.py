@@ -17,6 +17,7 @@ not say: any policy that knows no caches will do ("round-robin").
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -134,9 +135,22 @@ class VllmChunked(Vllm):
         return count
 
 
+class FirstCome(Batcher):
+    """The production Batcher with the order of the field's queues: prompts as they came, whatever was promised to whom.
+
+    For routing policies of others, whose own workers do not know of objectives, tenants or priorities.
+    """
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.ttft = sequence.tbt = math.inf
+        sequence.tenant = sequence.priority = 0
+        super().add(sequence)
+
+
 #: By the name that a cluster file gives. "ours" is what serves.
 DISCIPLINES: dict[str, Callable[..., Batcher]] = {
     "ours": Batcher,
+    "first-come": FirstCome,
     "vllm": Vllm,
     "vllm-pc": VllmPrefixCaching,
     "vllm-cp": VllmChunked,
@@ -154,7 +168,7 @@ def find_discipline(name: str) -> Callable[..., Batcher]:
 
 def baseline(name: str, nodes: int, *, model: str, block_tokens: int) -> WorkerSpec:
     """So many of the paper's nodes with one of the baselines: all figures use these, none is tuned for one."""
-    if name not in DISCIPLINES or name == "ours":
+    if name not in DISCIPLINES or name in ("ours", "first-come"):
         find_discipline(name)
         raise ValueError(f"{name!r} is no baseline")
     return WorkerSpec(

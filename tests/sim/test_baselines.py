@@ -3,6 +3,7 @@ their end with the Batcher's own laws checked after every step."""
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import count
 
@@ -189,3 +190,20 @@ def test_names() -> None:
     with pytest.raises(ValueError, match="no discipline 'x'"):
         baseline("x", 1, model="x", block_tokens=16)
     assert Vllm.budget(100) == 2048
+
+
+def test_first_come_knows_no_objectives() -> None:
+    """A long prompt that was promised nothing, then short ones that were promised much: they are computed as they came."""
+    done: dict[str, list[int]] = {"ours": [], "first-come": []}
+    for name, order in done.items():
+        batcher = make(name)
+        for number, (length, ttft) in enumerate([(200, math.inf), (20, 1.0), (10, 1.0)]):
+            new = sequence(number, length, 4)
+            new.ttft, new.priority, new.tenant = ttft, number, number
+            batcher.add(new)
+            batcher.ready(new.id, 0)
+        while len(order) < 3:
+            step = batcher.plan(0.0)
+            outcomes = batcher.finish(step, [1 if each.sample else -1 for each in step.slices])
+            order += [outcome.id[0] for outcome in outcomes if outcome.prefilled]
+    assert done == {"ours": [2, 1, 0], "first-come": [0, 1, 2]}
