@@ -179,7 +179,7 @@ def test_runs_of_equal_steps_are_the_same_steps(name: str) -> None:
 
 
 def test_names() -> None:
-    assert set(DISCIPLINES) == {"ours", *VLLMS}
+    assert set(DISCIPLINES) == {"ours", "first-come", *VLLMS}
     assert find_discipline("ours") is Batcher
     with pytest.raises(ValueError, match=r"no discipline 'vllm-chunk'.*did you mean 'vllm"):
         find_discipline("vllm-chunk")
@@ -193,7 +193,7 @@ def test_names() -> None:
 
 
 def test_first_come_knows_no_objectives() -> None:
-    """A long prompt that was promised nothing, then short ones that were promised much: they are computed as they came."""
+    """A long prompt that was promised nothing, then short ones that were promised much: computed as they came."""
     done: dict[str, list[int]] = {"ours": [], "first-come": []}
     for name, order in done.items():
         batcher = make(name)
