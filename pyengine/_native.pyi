@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
+from typing_extensions import Buffer, disjoint_base
 
 # numpy's stubs say that arrays are buffers only from Python 3.12 on.
 _Bytes: TypeAlias = Buffer | npt.NDArray[Any]
@@ -370,6 +370,7 @@ class Match:
     @property
     def ssd(self) -> npt.NDArray[np.int64]: ...
 
+@disjoint_base
 class PrefixIndex:
     """Block keys to holders. Raises ValueError for bytes that are not whole keys or changes, and if it is full."""
 
