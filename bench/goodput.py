@@ -84,10 +84,7 @@ QUICK = ((1.5,), 1.5, Slice(0, 150), Slice(0, 150))
 
 
 def studies(traces: Iterable[str], quick: bool) -> list[Study]:
-    found = []
-    for trace in traces:
-        found.append(Study(trace, *(QUICK if quick else STUDIES.get(Path(trace).stem, OTHER))))
-    return found
+    return [Study(trace, *(QUICK if quick else STUDIES.get(Path(trace).stem, OTHER))) for trace in traces]
 
 
 class Bench:
