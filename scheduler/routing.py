@@ -140,7 +140,7 @@ class Router:
         ask = estimated.ask
         if ask.slo.tbt is not None:
             view.inlines = inlines(view, ask)
-        _refuse_late(view, ask, route.waited)
+        _refuse_late(view, ask, route.waited, self.accuracy.ttft.error)
         try:
             choice = decide(self.policy_name, self.policy, view, ask, drawn)
         except PolicyFailed as failed:
@@ -264,16 +264,18 @@ class Router:
                 assert name in (known.prefill, known.decode), "a worker is charged for another's request"
 
 
-def _refuse_late(view: View, ask: Ask, waited: float) -> None:
+def _refuse_late(view: View, ask: Ask, waited: float, error: float) -> None:
     """Raises Refused for a request whose first token alone would come after its deadline, wherever it went.
 
-    Not if one that may compute it was never measured.
+    Not if one that may compute it was never measured; and error, the usual one of predictions, is taken off: only who
+    is surely late is sent away, as its worker would do.
     """
     deadline = ask.slo.deadline
     if deadline is None:
         return
     left = deadline - waited
-    needed = soonest(view, ask) if view.measured[view.prefills | view.inlines].all() else 0.0
+    sure = max(1.0 - error, 0.0)
+    needed = sure * soonest(view, ask) if view.measured[view.prefills | view.inlines].all() else 0.0
     if 0.0 < left >= needed:
         return
     reason = (
@@ -281,7 +283,7 @@ def _refuse_late(view: View, ask: Ask, waited: float) -> None:
         f" {waited + needed:.2f} s after it at the earliest: give it more time"
     )
     # Who asks anew has all of its time again, and the queues are shorter by then; but no shorter than nothing.
-    if soonest(replace(view, queue_seconds=np.zeros(len(view.workers))), ask) > deadline:
+    if sure * soonest(replace(view, queue_seconds=np.zeros(len(view.workers))), ask) > deadline:
         raise Refused("late", reason, None)
     raise Refused("late", f"{reason}, or ask when less is waiting", max(needed - deadline, SHORTEST_WAIT))
 

@@ -292,6 +292,20 @@ def test_what_can_be_in_time_nowhere_is_refused() -> None:
     fresh.plan([], 2000, slo=Slo(deadline=0.001))
 
 
+def test_one_that_took_long_sends_nobody_away() -> None:
+    """The first request took three times as long as predicted: what is predicted now is that uncertain."""
+    made = world(Role.BOTH)
+    slo = Slo(deadline=1.5 * prefill(1000))
+    made.plan([], 1000, request=1)
+    made.end(1, ttft=3 * prefill(1000), tbt=0.02, generated=8, finished=True)
+    for request in range(2, 100):
+        made.plan([], 1000, request=request, slo=slo)
+        made.end(request, ttft=prefill(1000), tbt=0.02, generated=8, finished=True)
+        if request == 2:
+            assert row(made, "both-0").correction > 1.5, "what the first took is not believed at all"
+    assert made.refusal([], 1900, request=100, slo=slo).kind == "late", "what is known by now is not"
+
+
 def test_an_explanation_adds_up_and_names_what_was_in_the_way() -> None:
     made = world(Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
     keys = chain(*range(50))
