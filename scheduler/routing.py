@@ -267,14 +267,14 @@ class Router:
 def _refuse_late(view: View, ask: Ask, waited: float, error: float) -> None:
     """Raises Refused for a request whose first token alone would come after its deadline, wherever it went.
 
-    Not if one that may compute it was never measured; and error, the usual one of predictions, is taken off: only who
-    is surely late is sent away, as its worker would do.
+    Not if one that may compute it was never measured; and error, the usual one of predictions, is taken off, half of
+    the time at most: only who is surely late is sent away, as its worker would do.
     """
     deadline = ask.slo.deadline
     if deadline is None:
         return
     left = deadline - waited
-    sure = max(1.0 - error, 0.0)
+    sure = 1.0 - min(error, 0.5)
     needed = sure * soonest(view, ask) if view.measured[view.prefills | view.inlines].all() else 0.0
     if 0.0 < left >= needed:
         return
