@@ -204,11 +204,16 @@ def test_a_killed_part_costs_nobody_an_answer(part: str, state_dir: Path) -> Non
         expect(complete(server, prompt(60), 10), prompt(60), 10)
 
 
-@pytest.mark.parametrize("part", ["prefill-0", "transferd-0"])
+@pytest.mark.parametrize("part", ["prefill", "transferd"])
 def test_a_part_killed_in_the_middle_of_prefill_costs_nobody_an_answer(
     part: str, state_dir: Path, tmp_path: Path
 ) -> None:
     """Before any token has gone out: prompts are computed anew elsewhere, and nothing stays held anywhere."""
+
+    def busy() -> list[int]:
+        # No two workers are measured equally fast: one may have been given all there is.
+        return [k for k in range(2) if server.metric("pyengine_worker_requests", worker=f"prefill-{k}") > 0]
+
     hold = tmp_path / "hold"
     flags = ("--prefill", "2", "--decode", "2", "--nodes", "2")
     with fake_server(state_dir, *flags, model=f"fake:hold={hold}") as server:
@@ -217,11 +222,8 @@ def test_a_part_killed_in_the_middle_of_prefill_costs_nobody_an_answer(
         with ThreadPoolExecutor(6) as threads:
             answers = [threads.submit(complete, server, ids, 10) for ids in prompts]
             try:
-                until(
-                    lambda: server.metric("pyengine_worker_requests", worker="prefill-0") > 0,
-                    "the prefill worker is in the middle of its work",
-                )
-                server.kill(part)
+                until(lambda: bool(busy()), "a prefill worker is in the middle of its work")
+                server.kill(f"{part}-{busy()[0]}")
             finally:
                 hold.unlink()
             for ids, answer in zip(prompts, answers, strict=True):
