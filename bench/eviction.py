@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 from bench.common import line, mean, note
 from pyengine._native import EVICTION_POLICIES, PoolModel
+from pyengine.scheduler.sim.compute import StepTime
+from pyengine.scheduler.sim.spec import ClusterSpec, NodeSpec
 
 ROOT = Path(__file__).parents[1]
 TRACES = {"conversation": "conversation_trace", "synthetic": "synthetic_trace", "report": "arxiv_first1000"}
@@ -49,15 +51,14 @@ PAPER_CURVE = {
 }
 
 
-#: Prefill of LLaMA3-70B on eight A800, fitted to the paper's figures: seconds, whatever the length; for a token; for a
-#: pair of tokens in attention; to read the KV of a token that is cached.
-FIXED, PER_TOKEN, PER_PAIR, PER_CACHED = 0.0441, 1.106e-4, 7.58e-10, 327_680 / 140e9
+#: LLaMA3-70B on eight A800, and the seconds to read the KV of a token that is cached there.
+MODEL = StepTime.load("llama3-70b-a800")
+PER_CACHED = ClusterSpec(workers=()).kv_bytes / NodeSpec().device_rate
 
 
 def prefill(tokens: int, cached: int) -> float:
     """Seconds for a prompt of which some is cached."""
-    computed, pairs = tokens - cached, tokens * tokens - cached * cached
-    return FIXED + PER_TOKEN * computed + PER_PAIR * pairs + PER_CACHED * cached
+    return MODEL.seconds([(cached, tokens - cached)], 0, 0) + PER_CACHED * cached
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def judge(trace: Trace, hits: Iterable[int]) -> Result:
 def replay(trace: Trace, policy: str, capacity: float) -> Result:
     """The production pool under this policy."""
     blocks = int(min(capacity, trace.distinct + 1))
-    model = PoolModel(policy, blocks, costs=(PER_TOKEN, PER_PAIR, BLOCK_TOKENS))
+    model = PoolModel(policy, blocks, costs=(MODEL.coefficients.token, MODEL.coefficients.pair, BLOCK_TOKENS))
     return judge(trace, (model.access(blocks)[0] for blocks in trace.blocks))
 
 

@@ -66,17 +66,6 @@ class Place(NamedTuple):
         return now >= self.arrived + self.patience
 
 
-def rank(place: Place, now: float, turn: bool = True) -> tuple[float, ...]:
-    """Sorts as this file's order does, but for fairness between tenants. turn: who is overdue has its turn now."""
-    if place.resumed:
-        return (0, place.number)
-    if place.overdue(now):
-        return (1 if turn else 3, place.number)
-    if place.timely(now):
-        return (2, -place.priority, 0, place.length, place.number)
-    return (2, -place.priority, 1, place.number)
-
-
 class Line:
     """Those that wait. `push`, `remove`, `served` and `head` cost O(log n), and O(1) per priority there is."""
 
@@ -152,8 +141,14 @@ class Line:
         return place if overdue is None or place.timely(now) else overdue
 
     def rank(self, place: Place, now: float) -> tuple[float, ...]:
-        """Sorts those that have begun, and the head, as the line would."""
-        return rank(place, now, not self._owed)
+        """Sorts those that have begun, and the head, as the line would, but for fairness between tenants."""
+        if place.resumed:
+            return (0, place.number)
+        if place.overdue(now):
+            return (3 if self._owed else 1, place.number)
+        if place.timely(now):
+            return (2, -place.priority, 0, place.length, place.number)
+        return (2, -place.priority, 1, place.number)
 
     def _top(self, heap: list[tuple[int, int]]) -> Place | None:
         while heap:

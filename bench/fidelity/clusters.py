@@ -11,6 +11,7 @@ import msgspec
 
 from bench.server import Server
 from pyengine.scheduler.backends import Found
+from pyengine.scheduler.sim import sessions
 from pyengine.scheduler.sim.compute import Coefficients, StepTime
 from pyengine.scheduler.sim.sessions import Kind, Lengths
 from pyengine.scheduler.sim.spec import ClusterSpec
@@ -18,28 +19,8 @@ from pyengine.scheduler.types import Slo
 
 #: Of prompts and answers as the repository's generated trace has them; who thinks for seconds only comes to a steady
 #: load within the seconds that do not count.
-CHAT = Kind(
-    name="chat",
-    share=0.6,
-    system=256,
-    first=Lengths(mean=600, sigma=1.0),
-    turn=Lengths(mean=200, sigma=0.8),
-    output=Lengths(mean=80, sigma=0.6),
-    turns=4.0,
-    think=6.0,
-    longest=4096,
-)
-AGENT = Kind(
-    name="agent",
-    share=0.4,
-    system=1024,
-    first=Lengths(mean=700, sigma=0.5),
-    turn=Lengths(mean=300, sigma=0.8),
-    output=Lengths(mean=12, sigma=0.8),
-    turns=2.0,
-    think=2.0,
-    longest=4096,
-)
+CHAT = replace(sessions.CHAT, output=Lengths(mean=80, sigma=0.6), think=6.0, longest=4096)
+AGENT = replace(sessions.AGENT, system=1024, think=2.0, longest=4096)
 #: Short enough for one core to prefill in a second.
 SMALL_CHAT = Kind(
     name="small chat",

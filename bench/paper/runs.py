@@ -20,8 +20,7 @@ from bench.paper.cases import Case
 from bench.paper.traces import Traces
 from pyengine import _native
 from pyengine.scheduler.sim.cluster import Simulation
-from pyengine.scheduler.sim.gateway import DONE, REJECTED, tail
-from pyengine.scheduler.sim.report import Records
+from pyengine.scheduler.sim.report import DONE, REJECTED, Records, longest_tenth
 
 F64 = npt.NDArray[np.float64]
 
@@ -92,7 +91,7 @@ def run(case: Case, traces: Traces) -> Outcome:
         raise RuntimeError(f"the run of {case} did not end: {'; '.join(report.notes)}")
     # Once, unless the request is of a worker that does both: what follows is an ordinary gap.
     decode_tbt = np.array(
-        [tail(model.gaps()[int(model.prefill != model.decode) :]) for model in simulation.requests], np.float64
+        [longest_tenth(model.gaps()[int(model.prefill != model.decode) :]) for model in simulation.requests], np.float64
     )
     taken = time.process_time() - began
     return Outcome(report.records, report.series, report.totals, decode_tbt, report.digest, taken)

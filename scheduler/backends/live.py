@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from ..explanation import Explanation
-from ..report.summary import DROPPED
-from ..sim.report import Report
+from ..sim.report import DROPPED, Report
 from ..sim.trace import Request
 from . import discovery
 from .base import BackendError, Found, Progress, Task, version

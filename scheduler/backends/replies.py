@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..report.summary import DONE, DROPPED, REJECTED, UNFINISHED
-from ..sim.report import F64, Records
+from ..sim.report import DONE, DROPPED, F64, REJECTED, UNFINISHED, Records, longest_tenth
 from ..sim.trace import Request
 
 #: Of an error that is no stream: more is not read.
@@ -103,13 +102,6 @@ def records(replies: Sequence[Reply]) -> Records:
         predicted_ttft=nothing,
         wasted=np.array([reply.outcome == DROPPED and bool(reply.tokens) for reply in replies], dtype=np.bool_),
     )
-
-
-def longest_tenth(gaps: F64) -> float:
-    """Mean of the longest 10 % of the gaps (one at least): a request's TBT. 0 without gaps."""
-    if not len(gaps):
-        return 0.0
-    return float(np.sort(gaps)[len(gaps) - -(-len(gaps) // 10) :].mean())
 
 
 def running(replies: Sequence[Reply]) -> tuple[F64, F64]:

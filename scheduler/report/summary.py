@@ -6,13 +6,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..sim.report import F64, Records, Report
+from ..sim.report import DONE, DROPPED, F64, REJECTED, UNFINISHED, Records, Report
 from ..types import Slo
 
 Bools = npt.NDArray[np.bool_]
-
-#: Values of `Records.outcome`.
-DONE, REJECTED, DROPPED, UNFINISHED = range(4)
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -56,12 +56,12 @@ from ..types import (
 )
 from .compute import StepTime
 from .engine import Loop
-from .gateway import OPEN, RequestModel
+from .gateway import RequestModel
 from .jobs import EOS, ROOT, own_key
 from .links import Links
 from .measure import Measure
 from .node import NodeModel, Place
-from .report import Report
+from .report import UNFINISHED, Report
 from .spec import ClusterSpec, Failure, RunSpec
 from .trace import Request
 from .worker import WorkerModel
@@ -227,7 +227,7 @@ class Simulation:
 
     def over(self, request: RequestModel) -> None:
         """The request has its outcome."""
-        assert request.outcome != OPEN
+        assert request.outcome != UNFINISHED
         self.open -= 1
         self._progressed = self.loop.now
         self.measure.over(request)

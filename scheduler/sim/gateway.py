@@ -19,6 +19,7 @@ from ..policies.admission.patient import LATER
 from ..types import KEY_BYTES, Plan, Slo, Source, WorkerRef, cacheable_blocks
 from .jobs import Job, times
 from .node import NodeModel
+from .report import DONE, DROPPED, REJECTED, UNFINISHED, longest_tenth
 from .trace import Request
 from .worker import WorkerModel
 
@@ -36,9 +37,6 @@ REJECTED_PAUSE = 0.2
 PACE_SPARE = 0.5
 #: Seconds before a request that was told "later" asks again.
 LATER_PAUSE = 1.0
-
-#: Outcomes, as `report.Records` numbers them.
-DONE, REJECTED, DROPPED, OPEN = range(4)
 
 
 class State(enum.Enum):
@@ -117,7 +115,7 @@ class RequestModel:
         self.state = State.BACKING_OFF
         self.attempt = -1
         self.plan: Plan | None = None
-        self.outcome = OPEN
+        self.outcome = UNFINISHED
         self.held = 0
         self._base = 0
         # Of the attempt under way: spans before it, and when its first token came.
@@ -366,7 +364,7 @@ class RequestModel:
                 attempt=self.attempt,
                 ttft=-1.0 if math.isnan(first) else first,
                 generated=self.held - self._base,
-                tbt=tail(gaps) if len(gaps) else -1.0,
+                tbt=longest_tenth(gaps) if len(gaps) else -1.0,
                 finished=done,
             )
         )
@@ -401,11 +399,3 @@ class RequestModel:
         """When the tokens of the spans from number `first` on came."""
         came = [times(worker.ends, spans) for worker, spans in self._spans[first:] if spans]
         return np.concatenate(came) if came else np.empty(0)
-
-
-def tail(gaps: F64) -> float:
-    """Mean of the longest tenth of the gaps, at least one; 0 without any."""
-    if not len(gaps):
-        return 0.0
-    count = -(-len(gaps) // 10)
-    return float(np.partition(gaps, len(gaps) - count)[-count:].mean())

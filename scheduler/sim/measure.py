@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from .gateway import DONE, OPEN, RequestModel, tail
+from .gateway import RequestModel
 from .node import TIERS
-from .report import F64, I64, Records, Report
+from .report import DONE, F64, I64, UNFINISHED, Records, Report, longest_tenth
 
 if TYPE_CHECKING:
     from .cluster import Simulation
@@ -37,7 +37,7 @@ class Measure:
         self._numbers: dict[str, I64] = {
             name: np.zeros(count, np.int64) for name in ("cached", "prefill_worker", "decode_worker", "outcome")
         }
-        self._numbers["outcome"][:] = OPEN
+        self._numbers["outcome"][:] = UNFINISHED
         self._tiers = {tier: np.zeros(count, np.int64) for tier in TIERS}
         self._prefill_seconds = np.zeros(count)
         self._wasted = np.zeros(count, bool)
@@ -75,7 +75,7 @@ class Measure:
         self._wasted[number] = model.prefills > 0 and not math.isfinite(model.finished)
         if not math.isnan(model.first_token):
             gaps = model.gaps()
-            floats["tbt"][number] = tail(gaps)
+            floats["tbt"][number] = longest_tenth(gaps)
             floats["tbt_mean"][number] = gaps.mean() if len(gaps) else 0.0
             floats["second_gap"][number] = gaps[0] if len(gaps) else np.nan
 

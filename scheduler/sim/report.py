@@ -11,6 +11,10 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 
+#: Values of `Records.outcome`.
+DONE, REJECTED, DROPPED, UNFINISHED = range(4)
+
+
 @dataclass(frozen=True)
 class Records:
     """Columns [R] over requests in the order of the trace. Seconds, tokens; NaN where it never came to that.
@@ -37,6 +41,14 @@ class Records:
     decode_worker: I64
     predicted_ttft: F64
     wasted: npt.NDArray[np.bool_]
+
+
+def longest_tenth(gaps: F64) -> float:
+    """A request's TBT: the mean of the longest 10 % of its gaps, one at least; 0 without any."""
+    if not len(gaps):
+        return 0.0
+    count = -(-len(gaps) // 10)
+    return float(np.partition(gaps, len(gaps) - count)[-count:].mean())
 
 
 @dataclass(frozen=True)

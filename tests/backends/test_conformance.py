@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from pyengine.scheduler.backends import BackendError, ClusterBackend, Task, find_backend
-from pyengine.scheduler.report.summary import DONE, UNFINISHED, summarize
+from pyengine.scheduler.report.summary import summarize
+from pyengine.scheduler.sim.report import DONE, UNFINISHED
 from pyengine.scheduler.sim.spec import ClusterSpec, RunSpec, WorkerSpec
 from pyengine.scheduler.sim.specfile import check_cluster
 from pyengine.scheduler.sim.trace import Request

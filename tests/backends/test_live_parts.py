@@ -18,8 +18,8 @@ from pyengine.scheduler.backends import BackendError, Task, find_backend
 from pyengine.scheduler.backends.discovery import TERMS, Facts, describe
 from pyengine.scheduler.backends.http import Address, ask, get
 from pyengine.scheduler.backends.prompts import COUNT, FIRST, prompt
-from pyengine.scheduler.backends.replies import Reply, longest_tenth, records, running
-from pyengine.scheduler.report.summary import DONE, DROPPED, REJECTED, UNFINISHED
+from pyengine.scheduler.backends.replies import Reply, records, running
+from pyengine.scheduler.sim.report import DONE, DROPPED, REJECTED, UNFINISHED, longest_tenth
 from pyengine.scheduler.sim.spec import ClusterSpec, WorkerSpec
 from pyengine.scheduler.sim.trace import Request
 from pyengine.scheduler.types import Role
