@@ -245,4 +245,14 @@ impl Desk {
     pub fn keys(&self) -> BTreeSet<BlockKey> {
         self.tier.records().map(|record| record.place.key).collect()
     }
+
+    /// Panics unless this life found all blocks of the last, which had `before` of them and let go of `dropped`. It may find such a
+    /// one, too: one that goes to make room lies on the disk until its segment is used again.
+    pub fn check_found(&self, before: &BTreeSet<BlockKey>) {
+        let found = self.keys();
+        let lost: Vec<u32> = (before - &found).iter().map(number).collect();
+        let dropped: BTreeSet<BlockKey> = self.dropped.iter().copied().collect();
+        let risen: Vec<u32> = (&(&found - before) - &dropped).iter().map(number).collect();
+        assert!(lost.is_empty() && risen.is_empty(), "lost {lost:?}, found although never dropped {risen:?}");
+    }
 }
