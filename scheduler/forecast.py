@@ -38,7 +38,7 @@ _FLOATS = ("joins", "done", "length", "leaves", "tbt", "prefill_seconds")
 _INTS = ("prefill", "decode", "prompt", "most", "table", "priority", "tenant", "seen")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """One planned request. joins: when its prefill should end. most: max_tokens. table, length: of its answer. tbt:
     promised gap, infinite if none. prefill_seconds: predicted to compute its prompt.
@@ -57,7 +57,7 @@ class Entry:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """What a worker decodes at one time: sequences, tokens of their context, the strictest gap promised to any."""
 
@@ -66,7 +66,7 @@ class Batch:
     tbt: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Course:
     """The same at several times [T]."""
 
@@ -75,7 +75,7 @@ class Course:
     tbt: F64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Heard:
     """The latest heartbeat that is not worked in yet. tokens: that each sequence got from when the worker's requests
     were up to date until it came.

@@ -30,7 +30,7 @@ LOOK_EVERY = 1.0
 ROLES = ("fixed", "auto")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Judgement:
     """refusal: None if it is admitted. The rest is for `decided`."""
 
@@ -40,7 +40,7 @@ class Judgement:
     case: Case
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Known:
     """What `ended` compares with. said: predicted tokens. judgement: for admissions that look twice."""
 

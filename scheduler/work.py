@@ -18,7 +18,7 @@ from .cost import F64
 EASY_GAP = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """Seconds of a prefill worker, and of a decode worker."""
 

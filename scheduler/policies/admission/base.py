@@ -36,7 +36,7 @@ class Refusal:
     retry_after: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Case:
     """One request that has been given its place: `choice` of the policy.
 
