@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View, some
+from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View, every, some
 from .messages import Route
 from .types import Role, WorkerInfo
 
@@ -84,7 +84,7 @@ def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candida
         others = np.array([worker.worker not in route.exclude for worker in view.workers], dtype=bool)
         wishes.insert(0, ("it has just failed this request", others))
     for reason, rows in wishes:
-        if some(~rows):
+        if not every(rows):
             narrower = masks.within(rows, both)
             if narrower.some:
                 masks = narrower
@@ -96,7 +96,8 @@ def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candida
 
 def _has_room(view: View, prompt: int) -> Bools:
     """[W] a decode worker has pages for the prompt and a token more, and a place in its batch; all others are true."""
-    room: Bools = (view.free_pages * view.block_tokens > prompt) & (view.running < view.max_sequences)
+    # More tokens than the prompt has is more pages than it fills.
+    room: Bools = (view.free_pages > prompt // view.block_tokens) & (view.running < view.max_sequences)
     return room | ~view.decodes
 
 

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -28,6 +29,11 @@ Ints = npt.NDArray[np.int64]
 def some(mask: Bools) -> bool:
     """Whether any row is true. Several times as fast as `any`, and each decision asks it a dozen times."""
     return bool(np.count_nonzero(mask))
+
+
+def every(mask: Bools) -> bool:
+    """Whether all rows are true, by the same."""
+    return bool(np.count_nonzero(mask) == mask.size)
 
 
 #: Workers and daemons remembered after their death, for their counters.
@@ -231,12 +237,26 @@ class View:
     recent_output: Ints
     fits_all: int = 0
 
+    @cached_property
+    def half_context(self) -> F64:
+        """[W] half of `context_seconds`, which halves no column of each request instead. Groups keep it."""
+        return self.context_seconds / 2
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """Tokens that every worker computes in one step. Groups keep it."""
+        return int(self.max_tokens_per_step.min())
+
     def prefill_seconds(self, tokens: int, cached: Ints) -> F64:
-        """[W] to compute a prompt of `tokens` of which `cached` [W] are reused."""
+        """[W] to compute a prompt of `tokens` of which `cached` [W] are reused; one at least is not. Several such
+        columns [K, W] at once take no longer than one: most of it is numpy's price per call.
+        """
         rest = tokens - cached
-        steps = -(-rest // self.max_tokens_per_step)
-        context = rest * (tokens + cached + 1) / 2
-        return steps * self.step_seconds + rest * self.token_seconds + context * self.context_seconds
+        context = rest * (cached + (tokens + 1))
+        steps = self.step_seconds
+        if tokens > self.step_tokens:
+            steps = -(-rest // self.max_tokens_per_step) * steps
+        return steps + rest * self.token_seconds + context * self.half_context
 
     def prefill_seconds_of(self, row: int, tokens: int, cached: int) -> float:
         """The same of one worker: the same number, without ten columns."""
@@ -316,6 +336,8 @@ class Group:
             min(min(info.pages, info.pool_slots - SPARE_SLOTS) * spec.block_tokens, info.max_positions) - 1
             for info in self._infos
         )
+        #: A column of zeros: numpy takes twice as long with the number.
+        self._nothing = np.zeros(count)
         # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
         self._load_ints = _Table(LOAD_INTS, count, np.int64)
         self._load_floats = _Table(LOAD_FLOATS, count, np.float64)
@@ -403,6 +425,9 @@ class Group:
                 **self._ints.columns(),
                 **self._floats.columns(),
                 **self._bools.columns(),
+                # What a view would work out of these itself, each anew.
+                "half_context": self._floats.columns()["context_seconds"] / 2,
+                "step_tokens": int(self._ints.columns()["max_tokens_per_step"].min()),
             }
         load = self._load_floats.columns()
         # To hand 35 arguments to a constructor takes longer than all else here.
@@ -410,7 +435,7 @@ class Group:
         view.__dict__.update(self._kept)
         view.__dict__.update(self._load_ints.columns())
         view.turn, view.tbt = turn, load["tbt"]
-        view.queue_seconds = np.maximum(load["queue_seconds"] - now, 0.0)
+        view.queue_seconds = np.maximum(load["queue_seconds"] - now, self._nothing)
         return view
 
 

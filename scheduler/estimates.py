@@ -93,7 +93,9 @@ def _transfer(view: View, overlap: Overlap, blocks: Ints, links: LinkCost, now: 
         # Which of its blocks are on SSD is not asked: those that are fetched, at worst.
         read = view.block_bytes / links.rate(source, source)
         seconds = seconds + np.minimum(blocks, overlap.source_ssd) * read
-    return np.where(size > 0, seconds, 0.0)
+    # Where nothing is moved, nothing is waited for.
+    seconds *= size > 0
+    return seconds
 
 
 def _handoff(view: View, prompt_tokens: int, overlap: Overlap, links: LinkCost, now: float) -> Callable[[int], F64]:
@@ -116,12 +118,12 @@ def _await_coming(view: View, overlap: Overlap, ask: Ask, now: float) -> Bools:
     """
     tokens = ask.prompt_tokens
     wait = np.maximum(overlap.ready - now - view.queue_seconds, 0.0)
-    computed = view.prefill_seconds(tokens, ask.prefix * view.block_tokens)
     coming = np.maximum(overlap.coming, ask.prefix)
-    then_seconds = wait + view.prefill_seconds(tokens, coming * view.block_tokens)
+    computed, left = view.prefill_seconds(tokens, np.array((ask.prefix, coming)) * view.block_tokens)
+    then_seconds = wait + left
     spared = computed - (then_seconds - wait)
     shorter = then_seconds < ask.load_seconds + computed + SHARING * spared
-    awaited: Bools = (overlap.coming > ask.prefix) & shorter
+    awaited: Bools = (coming > ask.prefix) & shorter
     if not some(awaited):
         return NOBODY
     # What is still fetched, is fetched beyond that.

@@ -39,9 +39,19 @@ class _Promise:
     until: float
 
 
-#: Who expects a block: by worker, when it is there, of each request that brings it. Most are expected of one request
-#: only, the end of its own prompt: then it is that promise, which costs no more dictionaries.
-_Expected: TypeAlias = "_Promise | dict[str, dict[tuple[str, int], float]]"
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """Of a block that several requests bring. workers: when the first of them is there, kept, as who looks for a hot
+    prefix would else go through all its requests. requests: by worker, when each of them is there.
+    """
+
+    workers: dict[str, float]
+    requests: dict[str, dict[tuple[str, int], float]]
+
+
+#: Who expects a block, and when it is there: `workers`. Most are expected of one request only, the end of its own
+#: prompt: then it is that promise, which costs no more dictionaries.
+_Expected: TypeAlias = _Promise | _Shared
 
 
 class Inflight:
@@ -77,11 +87,12 @@ class Inflight:
                 self._expected[key] = promise
                 continue
             if isinstance(expected, _Promise):
-                first = expected.request
-                expected = {worker: {first: ready} for worker, ready in expected.workers.items()}
-                self._expected[key] = expected
+                expected = self._expected[key] = _Shared(expected.workers.copy(), _by_worker(expected))
             for worker, ready in workers.items():
-                expected.setdefault(worker, {})[request] = ready
+                expected.requests.setdefault(worker, {})[request] = ready
+                first = expected.workers.get(worker)
+                if first is None or ready < first:
+                    expected.workers[worker] = ready
         self.expire(now)
         while len(self._promises) > MAX_REQUESTS:
             self.end(next(iter(self._promises)))
@@ -96,12 +107,14 @@ class Inflight:
             if isinstance(expected, _Promise):
                 del self._expected[key]
                 continue
-            for worker in promise.workers:
-                requests = expected[worker]
+            for worker, ready in promise.workers.items():
+                requests = expected.requests[worker]
                 del requests[request]
                 if not requests:
-                    del expected[worker]
-            if not expected:
+                    del expected.requests[worker], expected.workers[worker]
+                elif expected.workers[worker] == ready:
+                    expected.workers[worker] = min(requests.values())
+            if not expected.requests:
                 del self._expected[key]
 
     def lost(self, worker: str) -> None:
@@ -127,18 +140,12 @@ class Inflight:
         coming: dict[str, Coming] = {}
         shared = self._shared(keys, blocks, block_tokens)
         # Whoever expects a longer part expects the shortest.
-        everybody = len(_by_worker(shared[0][1])) if shared else 0
+        everybody = len(shared[0][1].workers) if shared else 0
         for n, expected in reversed(shared):
             if len(coming) == everybody:
                 break
-            if isinstance(expected, _Promise):
-                for worker, ready in expected.workers.items():
-                    if worker not in coming:
-                        coming[worker] = (n, ready if ready > now else now)
-                continue
-            for worker, requests in expected.items():
+            for worker, ready in expected.workers.items():
                 if worker not in coming:
-                    ready = min(requests.values())
                     coming[worker] = (n, ready if ready > now else now)
         return coming
 
@@ -167,6 +174,9 @@ class Inflight:
             for worker, ready in promise.workers.items()
         }
         assert told == known, "an expectation has no request, or a request's is forgotten"
+        for expected in self._expected.values():
+            first = {worker: min(requests.values()) for worker, requests in _by_worker(expected).items()}
+            assert expected.workers == first, "a worker is expected to have a block at another time than its first request"
         everything = [_by_worker(expected) for expected in self._expected.values()]
         assert all(workers and all(workers.values()) for workers in everything), "an empty entry is kept"
         assert len(self._promises) <= MAX_REQUESTS, "too many requests are remembered"
@@ -190,4 +200,4 @@ def _key(keys: bytes, n: int) -> bytes:
 def _by_worker(expected: _Expected) -> dict[str, dict[tuple[str, int], float]]:
     if isinstance(expected, _Promise):
         return {worker: {expected.request: ready} for worker, ready in expected.workers.items()}
-    return expected
+    return expected.requests

@@ -89,7 +89,7 @@ class Overlaps:
             for worker, (blocks, at) in found.items():
                 row = rows.get(worker)
                 # Of a worker whose daemon is gone, or is another one now, nothing will be cached.
-                if row is not None and blocks > has.item(row) and view.takes[row]:
+                if row is not None and blocks > has.item(row) and view.takes.item(row):
                     if coming is NOBODY[0]:
                         coming, ready = np.zeros(len(has), dtype=np.int64), np.full(len(has), now)
                     coming[row], ready[row] = blocks, at
