@@ -64,6 +64,10 @@ def test_where_both_are_promised_the_first_token_is_shown_with_the_second(tmp_pa
     assert after.ttft[1] == before.ttft[1], "an answer of one token waits for no other"
     assert after.second_gap[[0, 2]] == pytest.approx([0.0, 0.0], abs=1e-9)
     assert (after.tbt[[0, 2]] < before.tbt[[0, 2]]).all()
+    assert after.ttft - after.held == pytest.approx(before.ttft, rel=1e-12), "held is what pacing adds, and no more"
+    assert after.held == pytest.approx([before.second_gap[0], 0.0, before.second_gap[2]], rel=1e-9)
+    assert not before.held.any() and not off.held.any()
+    assert np.array_equal(after.predicted_ttft, before.predicted_ttft), "predictions know nothing of it"
     # Of what must be shown at once nothing is held: 0.5 s before the objective, all is.
     hurried = simulated(rows, cluster(time, node=node, slo=Slo(ttft=0.5, tbt=1.0))).measure.report("").records
     assert hurried.ttft == pytest.approx(before.ttft, rel=1e-12)
