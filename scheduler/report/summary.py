@@ -31,8 +31,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     dropped. seconds: of arrivals. offered: requests per second. effective: share that was done within the objectives,
     met_ttft and met_tbt: within one of them. goodput: effective requests per second. ttft, tbt, tbt_mean, second_gap:
     of requests that came so far. hit: share of the prompt tokens of the served that were reused; hits: by tier.
-    prefill_seconds: of a worker, for each request that was prefilled. ttft_error: of predictions at routing, relative to
-    when the first token came (it may have been held then), mean of absolutes; ttft_bias: mean, positive: it took
+    prefill_seconds: of a worker, for each request that was prefilled. ttft_error: of predictions at routing, relative
+    to when the first token came (it may have been held then), mean of absolutes; ttft_bias: mean, positive: it took
     longer than was said.
     """
 

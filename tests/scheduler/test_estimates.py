@@ -82,7 +82,7 @@ def test_plans_add_their_prefill_until_a_heartbeat_shows_them() -> None:
     assert first.predicted_ttft == pytest.approx(prefill(1000))
     assert second.predicted_ttft == pytest.approx(prefill(1000) - 0.3 + prefill(500))
     # The worker has taken in the first: what is left of it is in its own number.
-    made.alive("both-0", cost=FIT, queue_seconds=0.7, accepted=(1,))
+    made.alive("both-0", cost=FIT, queue_seconds=0.7, accepted=((1, 0),))
     third = made.plan([], 16, request=3)
     assert third.predicted_ttft == pytest.approx(0.7 + prefill(500) + prefill(16))
     # In the middle of a long step it takes in nothing.
@@ -93,6 +93,18 @@ def test_plans_add_their_prefill_until_a_heartbeat_shows_them() -> None:
     made.now += 1.1
     made.alive("both-0", cost=FIT, progress=1)
     assert made.plan([], 16, request=5).predicted_ttft == pytest.approx(prefill(16))
+
+
+def test_an_attempt_that_was_taken_in_hides_nothing_of_the_next() -> None:
+    """A worker takes in an attempt, loses it, and gets the request once more, all within one heartbeat."""
+    made = world(Role.BOTH)
+    made.plan([], 1000, request=1)
+    made.end(1)
+    made.plan([], 1000, request=1, attempt=1)
+    made.alive("both-0", cost=FIT, accepted=((1, 0),))
+    assert made.plan([], 16, request=2).predicted_ttft == pytest.approx(prefill(1000) + prefill(16))
+    made.alive("both-0", cost=FIT, accepted=((1, 1), (2, 0)))
+    assert made.plan([], 16, request=3).predicted_ttft == pytest.approx(prefill(16))
 
 
 def test_loads_are_credited_by_tier() -> None:
