@@ -318,6 +318,16 @@ def test_one_that_took_long_sends_nobody_away() -> None:
     assert made.refusal([], 1900, request=100, slo=slo).kind == "late", "what is known by now is not"
 
 
+def test_an_explanation_says_of_links_what_the_choice_rested_on() -> None:
+    made = world(Role.PREFILL, Role.DECODE, Role.DECODE, policy="least-harm")
+    made.plan([], 1000, request=5)
+    before = [each.handoff for each in explained(made, request=5).candidates]
+    made.conductor.links.order("node-0", "node-1", 10**12, made.now)
+    assert [each.handoff for each in explained(made, request=5).candidates] == before
+    made.plan([], 1000, request=6)
+    assert min(each.handoff for each in explained(made, request=6).candidates if each.decodes) > 90.0
+
+
 def test_an_explanation_adds_up_and_names_what_was_in_the_way() -> None:
     made = world(Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
     keys = chain(*range(50))
