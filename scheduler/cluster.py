@@ -53,7 +53,7 @@ class Assigned(msgspec.Struct, frozen=True):
     """What a plan adds to its worker until heartbeats show it.
 
     seconds: of prefill. prompt_tokens: to be computed. context: tokens whose KV it will keep while it decodes, and
-    pages those will fill.
+    pages those will fill. attempt: of its request, which may come to the same worker again.
     """
 
     at: float
@@ -62,6 +62,7 @@ class Assigned(msgspec.Struct, frozen=True):
     sequences: int
     context: int = 0
     pages: int = 0
+    attempt: int = 0
 
 
 @dataclass(slots=True)
@@ -505,7 +506,11 @@ class Cluster:
             # Its own counts show now what it has taken in; and whatever was planned before the last heartbeat but one
             # has reached it, or never will: but in the middle of a long step it takes in nothing.
             taken, shown = set(message.accepted), now - 2 * HEARTBEAT_EVERY if turned else -math.inf
-            left = {key: plan for key, plan in worker.assigned.items() if key[1] not in taken and plan.at > shown}
+            left = {
+                key: plan
+                for key, plan in worker.assigned.items()
+                if plan.at > shown and (key[1], plan.attempt) not in taken
+            }
             if len(left) < len(worker.assigned):
                 worker.keep(left)
         worker.recent.expire(now)

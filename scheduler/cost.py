@@ -5,11 +5,12 @@ A step's time is modelled as
     seconds = step + token·P + context·C + sequence·S + history·H
 
 with P computed prompt tokens, C their summed context, S decoding sequences, H their summed context. One fit per worker
-serves prefill, decode and mixed steps alike; features a worker never shows keep their prior.
+serves prefill, decode and mixed steps alike; features a worker never shows keep their prior, at the worker's speed.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +23,12 @@ F64 = npt.NDArray[np.float64]
 #: A small model on a few CPU cores, in the order of the formula above. Only until a worker's first samples.
 UNMEASURED = CostFit(coefficients=(5e-3, 1e-3, 1e-8, 2e-3, 1e-6))
 PRIOR: F64 = np.array(UNMEASURED.coefficients)
-#: Weight of the prior in samples: it says "right to a factor of ten", so a handful of samples overrules it.
-PRIOR_WEIGHT = 0.01
+#: Weight of the prior beside the first sample, which is right to 5 %: the prior's parts are, relative to each other, to
+#: about their own size; (0.05 / 1)².
+PRIOR_WEIGHT = 0.0025
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
 FORGETTING = 0.99
-#: Of the prior, what each sample brings back.
-FRESH = (1 - FORGETTING) * PRIOR_WEIGHT
+REMEMBERED = round(1 / (1 - FORGETTING))
 EYE: F64 = np.eye(len(PRIOR))
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
@@ -48,7 +49,11 @@ def context_of(start: int, end: int) -> int:
 
 
 class StepCost:
-    """Least squares on relative errors, with forgetting, shrunk towards the prior so that it never runs away."""
+    """Least squares on relative errors, with forgetting, shrunk towards the prior so that it never runs away.
+
+    What it is shrunk to is the prior times one factor for all of it: a machine may be a thousand times slower than
+    that of the prior, and its first sample says so. The weight of it fades as samples come.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
@@ -58,9 +63,11 @@ class StepCost:
         self.prompt_context = 0.0
         self.decode_context = 0.0
         self._fit: CostFit | None = None
-        # Unknowns are coefficients in units of the prior: the prior is all ones and the matrix well conditioned.
-        self._matrix: F64 = PRIOR_WEIGHT * EYE
-        self._vector: F64 = PRIOR_WEIGHT * np.ones(len(PRIOR))
+        # Normal equations of the samples, with coefficients in units of the prior.
+        self._matrix: F64 = 0.0 * EYE
+        self._vector: F64 = np.zeros(len(PRIOR))
+        #: Logarithm of how much longer steps take than by the prior, mean of those remembered.
+        self._slower = 0.0
         self._coefficients: F64 = PRIOR
 
     @property
@@ -112,6 +119,11 @@ class StepCost:
         if work.decode_sequences:
             self.decode_context = work.decode_context / work.decode_sequences
         row = features * PRIOR / seconds
-        self._matrix = FORGETTING * self._matrix + row[:, None] * row + FRESH * EYE
-        self._vector = FORGETTING * self._vector + row + FRESH
-        self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR
+        self._matrix = FORGETTING * self._matrix + row[:, None] * row
+        self._vector = FORGETTING * self._vector + row
+        # In units of the prior at the machine's speed it is all ones, and a sample counts as much on any machine.
+        count = min(self.samples, REMEMBERED)
+        self._slower += (-math.log(float(row.sum())) - self._slower) / count
+        slower, weight = math.exp(self._slower), PRIOR_WEIGHT / count
+        found = np.linalg.solve(slower * slower * self._matrix + weight * EYE, slower * self._vector + weight)
+        self._coefficients = np.maximum(found, 0.0) * slower * PRIOR

@@ -100,13 +100,17 @@ def _transfer(view: View, overlap: Overlap, blocks: Ints, links: LinkCost, now: 
 
 def _handoff(view: View, prompt_tokens: int, overlap: Overlap, links: LinkCost, now: float) -> Callable[[int], F64]:
     blocks = -(-prompt_tokens // view.block_tokens)
+    #: By prefill worker. What a choice rested on stays the same for who asks later, when links are not as they were.
+    known: dict[int, F64] = {}
 
     def seconds(prefill: int) -> F64:
+        if (told := known.get(prefill)) is not None:
+            return told
         source = view.nodes[view.node[prefill]]
         size = (blocks - overlap.held) * view.block_bytes
         by_node = links.queues(source, view.nodes, now) + LINK_DELAY + size / links.rates(source, view.nodes)
         by_node[view.node[prefill]] = 0.0
-        moved: F64 = by_node[view.node]
+        moved = known[prefill] = by_node[view.node]
         return moved
 
     return seconds

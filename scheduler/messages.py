@@ -224,8 +224,9 @@ class WorkerAlive(Message, frozen=True):
     progress: rounds of the worker's loop, which turns every second at least, also while all wait for KV from elsewhere;
     it stands still when the loop hangs. queued_tokens: prompt tokens accepted and not computed yet; queue_seconds:
     until they are, as the worker predicts. running_context: tokens in the pages of what runs; expected_tokens: that
-    those accepted will bring there that have no pages yet. accepted: requests taken in since the last heartbeat: what
-    was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample name.
+    those accepted will bring there that have no pages yet. accepted: (request, attempt) taken in since the last
+    heartbeat: what was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample
+    name.
 
     Raises ValueError, so that no frame with them is taken, for a load that nobody can have.
     """
@@ -242,7 +243,7 @@ class WorkerAlive(Message, frozen=True):
     queue_seconds: float = 0.0
     running_context: int = 0
     expected_tokens: int = 0
-    accepted: tuple[int, ...] = ()
+    accepted: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         counts = (

@@ -189,14 +189,14 @@ class Router:
         seconds = prediction.worked - float(view.queue_seconds[choice.prefill])
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
-        decoding = Assigned(now, 0.0, 0, 1, context, -(-context // view.block_tokens))
+        decoding = Assigned(now, 0.0, 0, 1, context, -(-context // view.block_tokens), plan.attempt)
         self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
         self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
         if alone:
             whole = msgspec.structs.replace(decoding, seconds=seconds, prompt_tokens=tokens)
             self._cluster.assign(plan.prefill.worker, key, whole)
         else:
-            self._cluster.assign(plan.prefill.worker, key, Assigned(now, seconds, tokens, 0))
+            self._cluster.assign(plan.prefill.worker, key, Assigned(now, seconds, tokens, 0, attempt=plan.attempt))
             self._cluster.assign(plan.decode.worker, key, decoding)
         at = 0
         for source in plan.sources:

@@ -40,6 +40,8 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.ttft = Histogram(TTFT_BUCKETS)
+        #: Of that, for how long the first token was there and held for the second.
+        self.held = Histogram(GAP_BUCKETS)
         self.second_gap = Histogram(GAP_BUCKETS)
         self.gap = Histogram(GAP_BUCKETS)
         self.duration = Histogram(REQUEST_BUCKETS)
@@ -90,6 +92,7 @@ class Metrics:
                 put(name, "counter", f'{name}{{{labels},finished_reason="{reason}"}} {count}')
             for name, histogram in (
                 ("vllm:time_to_first_token_seconds", m.ttft),
+                ("pyengine_first_token_held_seconds", m.held),
                 ("pyengine_second_token_gap_seconds", m.second_gap),
                 ("vllm:inter_token_latency_seconds", m.gap),
                 ("vllm:e2e_request_latency_seconds", m.duration),

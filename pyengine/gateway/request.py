@@ -174,6 +174,8 @@ class Request:
         self.wake_at = self._deadline
         self._pace = Pace()
         self._admitted = False
+        #: When the first token came, of whichever attempt; `shown` says whether the client has it.
+        self.came = math.nan
         self._held_until = -math.inf
         self._early: dict[int, int] = {}
         self._ends_at: int | None = None
@@ -328,6 +330,8 @@ class Request:
         while (token_at := self._early.pop(len(self.tokens), None)) is not None:
             self.tokens.append(token_at)
         if len(self.tokens) > before:
+            if not before:
+                self.came = now
             if len(self.tokens) == 1:
                 self._hold(now)
             self._pace.tokens(len(self.tokens) - before, now)

@@ -136,6 +136,7 @@ class Generation:
             metrics.generated_tokens += after - before
             if before == 0:
                 metrics.ttft.observe(now - self.begun)
+                metrics.held.observe(now - self.request.came)
             gaps = after - max(before, 1)
             for _ in range(gaps):
                 metrics.gap.observe((now - self._last) / gaps)

@@ -33,7 +33,7 @@ REMEMBERED_ENDS = 4096
 RECOMPUTE_STEPS = 4
 #: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
 HOPELESS_STEPS = 3
-#: Requests told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
+#: Attempts told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
 ACCEPTED = 4096
 
 
@@ -102,9 +102,9 @@ class Worker:
         self.progress = 0
         self.busy = False
         self.load = self._load()
-        #: Requests that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
-        self.accepted: list[int] = []
-        self._taken: list[int] = []
+        #: Attempts that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
+        self.accepted: list[SequenceId] = []
+        self._taken: list[SequenceId] = []
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
@@ -163,7 +163,7 @@ class Worker:
         self._sequences[identity] = sequence
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
-        self._taken.append(work.request)
+        self._taken.append(identity)
         self.mover.begin(sequence, work)
 
     def _turned_away(self, work: Work) -> bool:

@@ -100,6 +100,7 @@ def records(replies: Sequence[Reply]) -> Records:
         prefill_worker=nobody,
         decode_worker=nobody,
         predicted_ttft=nothing,
+        held=nothing,
         wasted=np.array([reply.outcome == DROPPED and bool(reply.tokens) for reply in replies], dtype=np.bool_),
     )
 

@@ -31,8 +31,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     dropped. seconds: of arrivals. offered: requests per second. effective: share that was done within the objectives,
     met_ttft and met_tbt: within one of them. goodput: effective requests per second. ttft, tbt, tbt_mean, second_gap:
     of requests that came so far. hit: share of the prompt tokens of the served that were reused; hits: by tier.
-    prefill_seconds: of a worker, for each request that was prefilled. ttft_error: of predictions at routing, relative,
-    mean of absolutes; ttft_bias: mean, positive: it took longer than was said.
+    prefill_seconds: of a worker, for each request that was prefilled. ttft_error: of predictions at routing, relative
+    to when the first token came (it may have been held then), mean of absolutes; ttft_bias: mean, positive: it took
+    longer than was said.
     """
 
     requests: int
@@ -84,8 +85,9 @@ def summarize(report: Report, slo: Slo) -> Summary:
     prefilled = records.prefill_seconds[served & np.isfinite(records.prefill_seconds)]
     ends = records.finished[_done(records)]
     length = float(ends.max() - records.arrival.min()) if len(ends) else 0.0
-    foreseen = served & np.isfinite(records.predicted_ttft) & (records.ttft > 0)
-    errors = (records.ttft[foreseen] - records.predicted_ttft[foreseen]) / records.ttft[foreseen]
+    came = records.ttft - np.nan_to_num(records.held)
+    foreseen = served & np.isfinite(records.predicted_ttft) & (came > 0)
+    errors = (came[foreseen] - records.predicted_ttft[foreseen]) / came[foreseen]
     return Summary(
         requests=requests,
         done=int(_done(records).sum()),

@@ -121,11 +121,13 @@ class RequestModel:
         # Of the attempt under way: spans before it, and when its first token came.
         self._spans_before = 0
         self._first_here = math.nan
+        #: How old it was when it asked for the plan of this attempt.
+        self._waited = 0.0
         self.prefill = self.decode = ""
         self.prefill_seconds = 0.0
         self.finished = math.nan
         #: When the first token came, and when the client had it.
-        self._came = self.first_token = math.nan
+        self.came = self.first_token = math.nan
         self.predicted = math.nan
         self.cached: int | None = None
         self.reused: list[int] = []
@@ -149,6 +151,7 @@ class RequestModel:
         self._base = self.held
         self._spans_before = len(self._spans)
         self._first_here = math.nan
+        self._waited = sim.loop.now - self.request.arrival
         length = self.request.prompt_tokens + self.held
         self.keys = sim.keys_of(self, length)
         sim.ask(
@@ -164,7 +167,7 @@ class RequestModel:
                 tenant=self.request.tenant,
                 exclude=self._excluded,
                 priority=self.request.priority,
-                waited=sim.loop.now - self.request.arrival,
+                waited=self._waited,
                 admitted=self.admitted,
             )
         )
@@ -184,7 +187,7 @@ class RequestModel:
         self.admitted = True
         self.prefill, self.decode = plan.prefill.worker, plan.decode.worker
         if math.isnan(self.predicted):
-            self.predicted = plan.predicted_ttft
+            self.predicted = self._waited + plan.predicted_ttft
         alone = plan.prefill.worker == plan.decode.worker
         handoff = None if alone else Handoff(sim, sim.workers[plan.decode.worker].node)
         parts = [("both", plan.prefill)] if alone else [("decode", plan.decode), ("prefill", plan.prefill)]
@@ -249,8 +252,8 @@ class RequestModel:
     def on_first_token(self, attempt: int, worker: WorkerModel, job: Job) -> None:
         """It is on the client's screen, or held for as long as `pace_until` says."""
         if self.state is State.RUNNING and attempt == self.attempt:
-            if math.isnan(self._came):
-                self._came = self.sim.loop.now
+            if math.isnan(self.came):
+                self.came = self.sim.loop.now
             self._first_here = self.sim.loop.now
             until = self._pace_until() if job.work.part == "prefill" else self.sim.loop.now
             if until > self.sim.loop.now:

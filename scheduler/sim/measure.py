@@ -32,7 +32,7 @@ class Measure:
         count = len(sim.requests)
         self._floats: dict[str, F64] = {
             name: np.full(count, np.nan)
-            for name in ("ttft", "second_gap", "tbt", "tbt_mean", "finished", "predicted_ttft")
+            for name in ("ttft", "second_gap", "tbt", "tbt_mean", "finished", "predicted_ttft", "held")
         }
         self._numbers: dict[str, I64] = {
             name: np.zeros(count, np.int64) for name in ("cached", "prefill_worker", "decode_worker", "outcome")
@@ -66,6 +66,7 @@ class Measure:
         floats["ttft"][number] = model.first_token - model.request.arrival
         floats["finished"][number] = model.finished
         floats["predicted_ttft"][number] = model.predicted
+        floats["held"][number] = model.first_token - model.came
         numbers["cached"][number] = model.cached or 0
         for tier, blocks in zip(TIERS, model.reused, strict=False):
             self._tiers[tier][number] = blocks * sim.block_tokens

@@ -23,6 +23,8 @@ class Records:
     tbt: mean of the longest 10 % of the gaps between tokens, 0 for an answer of one token. tbt_mean: of all gaps.
     prefill_seconds: of a prefill worker's steps, by share of the tokens computed. wasted: prefilled and then dropped.
     cached: tokens of the prompt that were reused, in all and by tier (device, dram, ssd, peer_dram, peer_ssd).
+    predicted_ttft: when it was first planned, from its arrival on. held: of ttft, how long the first token was there
+    and was held for the second; no prediction is about that.
     """
 
     arrival: F64
@@ -40,6 +42,7 @@ class Records:
     prefill_worker: I64
     decode_worker: I64
     predicted_ttft: F64
+    held: F64
     wasted: npt.NDArray[np.bool_]
 
 

@@ -71,8 +71,8 @@ class WorkerModel(Steps):
         )
         self.info = msgspec.structs.replace(self.info, max_tokens_per_step=self.batcher.max_tokens)
         self.role = self.info.role
-        #: Requests taken in since the last heartbeat.
-        self._accepted: list[int] = []
+        #: Attempts taken in since the last heartbeat.
+        self._accepted: list[SequenceId] = []
         self._rounds = 0
         self._pages_free = 0.0
         self._pages_due = 0.0
@@ -123,7 +123,7 @@ class WorkerModel(Steps):
             self._refuse(work, "too_large")
             return
         job = self.jobs[work.id] = Job(work, sequence)
-        self._accepted.append(work.request.number)
+        self._accepted.append(work.id)
         work.request.begun(self, job)
         if work.part == "decode":
             job.tag = self.sim.tag()

@@ -54,6 +54,7 @@ class NullBackend:
             prefill_worker=workers,
             decode_worker=workers,
             predicted_ttft=same,
+            held=same * 0,
             wasted=np.zeros(len(rows), dtype=np.bool_),
         )
         facts = {"trace": task.description, "backend": self.name, "fidelity": self.fidelity, "version": "0"}

@@ -497,6 +497,7 @@ async def test_models_health_metrics(folder: Path, http: aiohttp.ClientSession) 
         assert 'pyengine_pool_blocks{node="node-0"} 3' in text
         assert 'vllm:generation_tokens_total{model_name="fake"} 3' in text
         assert 'vllm:time_to_first_token_seconds_count{model_name="fake"} 1' in text
+        assert 'pyengine_first_token_held_seconds_count{model_name="fake"} 1' in text
         assert 'vllm:request_success_total{model_name="fake",finished_reason="length"} 1' in text
 
 

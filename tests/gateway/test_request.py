@@ -185,6 +185,26 @@ def test_no_first_token_is_held_beyond_its_own_objective() -> None:
     assert late.shown == 1
 
 
+def test_a_stuck_decode_worker_delays_the_first_token_to_its_objective_and_the_conductor_hears_when_it_came() -> None:
+    request = running(slo=PROMISED)
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    for now in (2.0, 5.0, 9.4):
+        assert request.tick(now) == []
+        assert (request.shown, request.came) == (0, 1.0)
+    request.tick(request.wake_at)
+    assert (request.shown, request.came) == (1, 1.0)
+    (ended,) = (a.message for a in request.tick(request.wake_at) if isinstance(a.message, RouteEnded))
+    assert (request.done, ended.ttft, ended.generated) == (True, 1.0, 1)
+
+
+def test_a_deadline_before_the_objective_shows_what_there_is() -> None:
+    request = running(slo=Slo(ttft=10.0, tbt=0.1, deadline=3.0))
+    request.on_tokens(tokens(request, 0, 1), 1.0)
+    assert (request.shown, request.wake_at) == (0, 3.0)
+    request.tick(3.0)
+    assert (request.shown, request.error is not None) == (1, True)
+
+
 @pytest.mark.parametrize("slo", [Slo(), Slo(ttft=10.0), Slo(tbt=0.1)])
 def test_without_both_promises_the_first_token_is_shown_as_it_comes(slo: Slo) -> None:
     request = running(slo=slo)

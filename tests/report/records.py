@@ -33,6 +33,7 @@ def records(count: int, seed: int = 0, **columns: object) -> Records:
         "prefill_worker": random.integers(0, 2, count),
         "decode_worker": random.integers(0, 2, count),
         "predicted_ttft": random.exponential(2, count),
+        "held": np.zeros(count),
         "wasted": (outcome == 2) & ~np.isnan(ttft),
     }
     return Records(**{**base, **columns})  # type: ignore[arg-type]

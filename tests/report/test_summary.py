@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -100,6 +101,11 @@ def test_predictions_are_judged_by_what_came() -> None:
     )
     s = summarize(report(made), Slo())
     assert s.ttft_error == pytest.approx((0.5 + 0.5) / 2) and s.ttft_bias == pytest.approx((0.5 - 0.5) / 2)
+    # The same, of which clients saw one first token later than it came, and somebody could not tell.
+    late = dataclasses.replace(made, ttft=made.ttft + np.array([7.0, 0.0, 0.0]), held=np.array([7.0, np.nan, np.nan]))
+    paced = summarize(report(late), Slo())
+    assert (paced.ttft_error, paced.ttft_bias) == pytest.approx((s.ttft_error, s.ttft_bias))
+    assert paced.ttft.max == 8.0
 
 
 def test_the_document_is_json_with_everything() -> None:

@@ -188,7 +188,8 @@ class Truth:
     def beat(self, name: str) -> None:
         rng = self.rng
         info = self.alive.get(name)
-        taken = tuple(rng.sample([*self.open], min(len(self.open), 2)))
+        some = rng.sample([*self.open], min(len(self.open), 2))
+        taken = tuple((request, max(self.open[request][0] - rng.randrange(2), 0)) for request in some)
         pages = info.pages if info else 1
         cost = CostFit(
             coefficients=(rng.random() / 50, rng.random() / 500, 1e-8, 0.001, 1e-7), samples=rng.randrange(3)

@@ -82,7 +82,7 @@ def test_plans_add_their_prefill_until_a_heartbeat_shows_them() -> None:
     assert first.predicted_ttft == pytest.approx(prefill(1000))
     assert second.predicted_ttft == pytest.approx(prefill(1000) - 0.3 + prefill(500))
     # The worker has taken in the first: what is left of it is in its own number.
-    made.alive("both-0", cost=FIT, queue_seconds=0.7, accepted=(1,))
+    made.alive("both-0", cost=FIT, queue_seconds=0.7, accepted=((1, 0),))
     third = made.plan([], 16, request=3)
     assert third.predicted_ttft == pytest.approx(0.7 + prefill(500) + prefill(16))
     # In the middle of a long step it takes in nothing.
@@ -93,6 +93,18 @@ def test_plans_add_their_prefill_until_a_heartbeat_shows_them() -> None:
     made.now += 1.1
     made.alive("both-0", cost=FIT, progress=1)
     assert made.plan([], 16, request=5).predicted_ttft == pytest.approx(prefill(16))
+
+
+def test_an_attempt_that_was_taken_in_hides_nothing_of_the_next() -> None:
+    """A worker takes in an attempt, loses it, and gets the request once more, all within one heartbeat."""
+    made = world(Role.BOTH)
+    made.plan([], 1000, request=1)
+    made.end(1)
+    made.plan([], 1000, request=1, attempt=1)
+    made.alive("both-0", cost=FIT, accepted=((1, 0),))
+    assert made.plan([], 16, request=2).predicted_ttft == pytest.approx(prefill(1000) + prefill(16))
+    made.alive("both-0", cost=FIT, accepted=((1, 1), (2, 0)))
+    assert made.plan([], 16, request=3).predicted_ttft == pytest.approx(prefill(16))
 
 
 def test_loads_are_credited_by_tier() -> None:
@@ -304,6 +316,16 @@ def test_one_that_took_long_sends_nobody_away() -> None:
         if request == 2:
             assert row(made, "both-0").correction > 1.5, "what the first took is not believed at all"
     assert made.refusal([], 1900, request=100, slo=slo).kind == "late", "what is known by now is not"
+
+
+def test_an_explanation_says_of_links_what_the_choice_rested_on() -> None:
+    made = world(Role.PREFILL, Role.DECODE, Role.DECODE, policy="least-harm")
+    made.plan([], 1000, request=5)
+    before = [each.handoff for each in explained(made, request=5).candidates]
+    made.conductor.links.order("node-0", "node-1", 10**12, made.now)
+    assert [each.handoff for each in explained(made, request=5).candidates] == before
+    made.plan([], 1000, request=6)
+    assert min(each.handoff for each in explained(made, request=6).candidates if each.decodes) > 90.0
 
 
 def test_an_explanation_adds_up_and_names_what_was_in_the_way() -> None:

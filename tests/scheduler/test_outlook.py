@@ -128,7 +128,7 @@ def test_baselines_judge_of_decode_comes_when_the_prompt_is_computed() -> None:
         return outlook.prefilled(("gateway", request), view, world.now)
 
     assert prefilled(1) is None
-    world.alive("decode-0", cost=CostFit((0.01, 0.0, 0.0, 0.01, 0.0), samples=9), running=20, accepted=(1, 2))
+    world.alive("decode-0", cost=CostFit((0.01, 0.0, 0.0, 0.01, 0.0), samples=9), running=20, accepted=((1, 0), (2, 0)))
     refusal = prefilled(1)
     assert refusal is not None
     assert refusal.kind == "slo_tbt"

@@ -64,6 +64,10 @@ def test_where_both_are_promised_the_first_token_is_shown_with_the_second(tmp_pa
     assert after.ttft[1] == before.ttft[1], "an answer of one token waits for no other"
     assert after.second_gap[[0, 2]] == pytest.approx([0.0, 0.0], abs=1e-9)
     assert (after.tbt[[0, 2]] < before.tbt[[0, 2]]).all()
+    assert after.ttft - after.held == pytest.approx(before.ttft, rel=1e-12), "held is what pacing adds, and no more"
+    assert after.held == pytest.approx([before.second_gap[0], 0.0, before.second_gap[2]], rel=1e-9)
+    assert not before.held.any() and not off.held.any()
+    assert np.array_equal(after.predicted_ttft, before.predicted_ttft), "predictions know nothing of it"
     # Of what must be shown at once nothing is held: 0.5 s before the objective, all is.
     hurried = simulated(rows, cluster(time, node=node, slo=Slo(ttft=0.5, tbt=1.0))).measure.report("").records
     assert hurried.ttft == pytest.approx(before.ttft, rel=1e-12)
@@ -73,7 +77,7 @@ def test_who_is_told_later_is_served_when_there_is_room(tmp_path: Path) -> None:
     """One decode worker that may hold two sequences for its objective: three come at once, and none is refused for good
     by an admission that waits.
     """
-    time = model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0)
+    time = model(tmp_path, prefill=1e-2, decode=1e-2, sequence=1e-2, context=0.0)
     spec = cluster(time, slo=Slo(ttft=20.0, tbt=0.035))
     rows = [request(1.0 + n / 10, (n,), output=60) for n in range(3)]
     outcomes = {}
@@ -193,7 +197,9 @@ def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
 
 def test_a_baseline_refuses_when_the_prompt_is_computed(tmp_path: Path) -> None:
     """The decode worker keeps the promise with two sequences: the prompts of the others were for nothing."""
-    spec = cluster(model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035))
+    spec = cluster(
+        model(tmp_path, prefill=1e-2, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035)
+    )
     requests = [request(1.0 + 0.1 * n, range(10 * n, 10 * n + 3), output=100) for n in range(6)]
     simulation = simulated(requests, spec, admission="baseline")
     records = simulation.measure.report("").records
