@@ -282,8 +282,8 @@ def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]
 
 
 def test_what_an_earlier_life_of_a_worker_still_says_is_ignored(dialled: Callable[[], Peer]) -> None:
-    """The old process lives on, cut off for a while; the new one has its name. Neither its heartbeats nor its leave-taking
-    count any more.
+    """The old process lives on, cut off for a while; the new one has its name. Neither the heartbeats nor the
+    leave-taking of the old one count any more.
     """
     gateway, old, new = dialled(), dialled(), dialled()
     gateway.send(GatewayHello(gateway="g", incarnation=1))
