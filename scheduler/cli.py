@@ -93,6 +93,8 @@ def serve(
     try:
         environment = env.read()
         logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
+        if seed < 0:
+            raise ValueError(f"--seed must be at least 0, not {seed}")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))
         conductor = Conductor(
             policy=policy,

@@ -6,6 +6,7 @@ with key pairs derived from the session key, so who does not know the cluster se
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import ipaddress
 import os
@@ -49,7 +50,10 @@ def bind(socket: S, endpoint: str, session_key: bytes | None) -> S:
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise LinkError(f"cannot listen on {endpoint}: {error.strerror}; is another instance running?") from error
+        # Of a text that is no endpoint ZeroMQ's own says the arguments.
+        odd = error.errno in (errno.EINVAL, errno.EPROTONOSUPPORT)
+        what = "write ipc://PATH or tcp://HOST:PORT" if odd else f"{error.strerror}; is another instance running?"
+        raise LinkError(f"cannot listen on {endpoint}: {what}") from error
     return socket
 
 

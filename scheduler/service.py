@@ -92,6 +92,8 @@ class Service:
         self._identity: dict[str, bytes] = {}
         self._workers: dict[str, bytes] = {}
         self._outgoing: dict[str, list[Message]] = {}
+        #: Link of which was said that it is ignored: once, and not with each heartbeat.
+        self._stale = b""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -173,10 +175,13 @@ class Service:
             case WorkerHello():
                 self._workers[message.info.worker] = identity
                 self._on(FromWorker(message))
-            case WorkerLeaving():
-                self._workers.pop(message.worker, None)
-                self._on(FromWorker(message))
-            case WorkerAlive() | PagesChanged():
+            case WorkerAlive() | PagesChanged() | WorkerLeaving():
+                if self._workers.get(message.worker, identity) != identity:
+                    # These name no life: what an earlier one still says, or a second one of that name, is not its own.
+                    self._of_another_life(message.worker, identity)
+                    return
+                if isinstance(message, WorkerLeaving):
+                    self._workers.pop(message.worker, None)
                 self._on(FromWorker(message))
             case GatewayHello():
                 # A gateway that dials in anew has another identity: the old one is forgotten.
@@ -188,6 +193,11 @@ class Service:
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))
+
+    def _of_another_life(self, worker: str, identity: bytes) -> None:
+        if self._stale != identity:
+            self._stale = identity
+            logger.warning("worker %s has dialled in anew: what an earlier link says of it is ignored", worker)
 
     # -- out -------------------------------------------------------------------------------------------------------
 

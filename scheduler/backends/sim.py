@@ -40,6 +40,8 @@ class SimBackend:
             raise BackendError(f"the trace has no request {number}: its last is {len(requests) - 1}")
         simulation = Simulation(requests, task.cluster, task.run)
         simulation.run()
+        if simulation.interrupted:
+            raise KeyboardInterrupt
         found = simulation.conductor.router.decisions.find(number)
         if found is None:
             raise BackendError(f"request {number} never came to be routed: nobody was there for it")

@@ -74,7 +74,7 @@ class RunOptions:
     seed: int = 0
 
     def spec(self) -> RunSpec:
-        """Raises UnknownName."""
+        """Raises UnknownName, InputError."""
         return run_spec(self.policy, self.admission, self.roles, self.seed)
 
 
@@ -107,9 +107,11 @@ class Output:
 
 
 def run_spec(policy: str, admission: str, roles: bool, seed: int) -> RunSpec:
-    """Raises UnknownName."""
+    """Raises UnknownName, InputError."""
     find_policy(policy)
     find_admission(admission)
+    # Generators take the size of a negative number: two seeds would be one.
+    at_least("--seed", seed, 0)
     return RunSpec(policy=policy, admission=admission, roles=roles, seed=seed)
 
 

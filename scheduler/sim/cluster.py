@@ -63,13 +63,16 @@ from .measure import Measure
 from .node import NodeModel, Place
 from .report import UNFINISHED, Report
 from .spec import ClusterSpec, Failure, RunSpec
-from .trace import Request
+from .trace import Request, TraceError
 from .worker import WorkerModel
 
 #: Seconds between ticks, as the conductor's shell sends them.
 TICK_EVERY = 0.25
-#: Seconds without any request's progress after which a run is given up: somebody waits for what never comes.
+#: Seconds without progress of those under way after which a run is given up: somebody waits for what never comes.
 STALL = 3600.0
+#: Seconds that a trace may last. Hearts beat in the longest silence too: a year takes hours, times in a wrong unit for
+#: ever.
+LONGEST = 366 * 86_400.0
 #: Seconds that a run goes on after its last request, so that everybody lets go of it.
 REST = 2.0
 #: Tokens that clients allow an answer to have, unless it has more: traces do not say.
@@ -81,7 +84,10 @@ MODEL = "model"
 
 
 class Simulation:
-    """One run. After `run`, everything can be looked at, and `check` says whether anything is held for nobody."""
+    """One run. After `run`, everything can be looked at, and `check` says whether anything is held for nobody.
+
+    Raises TraceError for a trace that lasts longer than can be simulated.
+    """
 
     def __init__(
         self,
@@ -113,8 +119,14 @@ class Simulation:
         self.nodes: dict[str, NodeModel] = {}
         self.workers: dict[str, WorkerModel] = {}
         self.requests = [RequestModel(self, number, request) for number, request in enumerate(requests)]
+        if self.requests and self.requests[-1].request.arrival > LONGEST:
+            raise TraceError(
+                f"the trace lasts {self.requests[-1].request.arrival:.4g} s, and a year at most can be simulated:"
+                " are its times in the unit of its format?"
+            )
         self.open = len(self.requests)
-        self.complete = False
+        self._under_way = 0
+        self.complete = self.interrupted = False
         self.notes: list[str] = []
         self._tags = 0
         self._flows: dict[int, tuple[Callable[[bool], None], NodeModel, NodeModel]] = {}
@@ -173,11 +185,14 @@ class Simulation:
                     until = self.loop.now + REST
                     self.loop.run(lambda: self.loop.now >= until)
         except KeyboardInterrupt:
+            self.interrupted = True
             self.notes.append(f"interrupted at {self.loop.now:.0f} s of the trace")
 
     def _over(self) -> bool:
-        if self.open and self.loop.now - self._progressed > STALL:
-            self.notes.append(f"given up at {self.loop.now:.0f} s: {self.open} requests wait for what never comes")
+        if self._under_way and self.loop.now - self._progressed > STALL:
+            self.notes.append(
+                f"given up at {self.loop.now:.0f} s: {self._under_way} requests wait for what never comes"
+            )
             return True
         return not self.open
 
@@ -221,6 +236,7 @@ class Simulation:
 
     def _arrive(self, request: RequestModel) -> None:
         self._progressed = self.loop.now
+        self._under_way += 1
         if self.spec.slo.deadline is not None:
             self.loop.after(self.spec.slo.deadline, request.late)
         request.start()
@@ -229,6 +245,7 @@ class Simulation:
         """The request has its outcome."""
         assert request.outcome != UNFINISHED
         self.open -= 1
+        self._under_way -= 1
         self._progressed = self.loop.now
         self.measure.over(request)
 

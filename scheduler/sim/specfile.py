@@ -22,6 +22,13 @@ CLUSTERS = Path(__file__).parent / "clusters"
 #: Far above any cluster file; a file that is larger is another kind of file.
 MAX_BYTES = 1 << 20
 
+#: Bytes of a block; with those of the longest prompt, in blocks of a token, sums of them are still exact.
+MOST_BLOCK_BYTES = 1 << 36
+#: Device pages, and slots of pools, of a whole cluster: of either some 20 GB of this process's memory.
+MOST_PAGES = MOST_SLOTS = 1 << 28
+#: No other count is as large, and sums of them are still exact.
+MOST = 1 << 40
+
 #: Numbers that may be zero: nothing of it, or no delay.
 _MAY_BE_ZERO = {"count", "ssd_tokens", "link_delay", "message_delay", "handoff_delay", "step_overhead"}
 
@@ -43,7 +50,7 @@ def load_cluster(name: str) -> ClusterSpec:
     path = Path(name)
     if "/" not in name and path.suffix != ".toml":
         if name not in names():
-            raise SpecError(f"there is no cluster {name!r}: known are {', '.join(names())}, or a path of a file.toml")
+            raise SpecError(f"there is no cluster {name!r}: give the path of a .toml file; {nearest(name, names())}")
         path = CLUSTERS / f"{name}.toml"
     try:
         with path.open("rb") as file:
@@ -65,6 +72,7 @@ def parse_cluster(text: str, folder: Path) -> ClusterSpec:
     try:
         found = tomllib.loads(text)
         _known_keys(found, ClusterSpec, "")
+        _known_roles(found)
         spec = msgspec.convert(found, ClusterSpec)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"is not TOML: {error}") from None
@@ -95,6 +103,7 @@ def check_cluster(spec: ClusterSpec) -> None:
     count = sum(worker.count for worker in spec.workers)
     if count > MAX_WORKERS:
         raise SpecError(f"{count:,} workers are more than can be simulated: at most {MAX_WORKERS:,}")
+    _sizes(spec)
     roles = [worker.role for worker in spec.workers if worker.count]
     for name, able in (
         ("prefill", any(role.prefills for role in roles)),
@@ -102,6 +111,25 @@ def check_cluster(spec: ClusterSpec) -> None:
     ):
         if not able:
             raise SpecError(f'it has 0 {name} workers: add [[workers]] with role = "{name}" (or "both") and a count')
+
+
+def _sizes(spec: ClusterSpec) -> None:
+    """Raises SpecError for pools without room for a block, and for what no simulation has room for."""
+    node, block = spec.node, spec.block_tokens
+    if block * spec.kv_bytes > MOST_BLOCK_BYTES:
+        raise SpecError(f"kv_bytes {spec.kv_bytes:,}: a block of {block} tokens has {MOST_BLOCK_BYTES:,} bytes at most")
+    if node.dram_tokens < 2 * block:
+        raise SpecError(f"node.dram_tokens must be {2 * block:,} at least, two blocks of it, not {node.dram_tokens:,}")
+    nodes = sum(worker.count * worker.stages for worker in spec.workers)
+    slots = nodes * (node.dram_tokens // block + node.ssd_tokens // block)
+    if slots > MOST_SLOTS:
+        raise SpecError(
+            f"{nodes:,} nodes of {node.dram_tokens:,} dram_tokens and {node.ssd_tokens:,} ssd_tokens have"
+            f" {slots:,} blocks, more than can be simulated: at most {MOST_SLOTS:,}"
+        )
+    pages = sum(worker.count * worker.stages * worker.pages for worker in spec.workers)
+    if pages > MOST_PAGES:
+        raise SpecError(f"all workers have {pages:,} pages, more than can be simulated: at most {MOST_PAGES:,}")
 
 
 def check_slo(slo: Slo) -> None:
@@ -146,6 +174,8 @@ def _numbers(value: msgspec.Struct, where: str) -> None:
         if not math.isfinite(field) or field < 0 or (field == 0 and name not in _MAY_BE_ZERO):
             least = "0 or more" if name in _MAY_BE_ZERO else "above 0"
             raise SpecError(f"{where}{name} must be {least}, not {field:g}")
+        if isinstance(field, int) and field > MOST:
+            raise SpecError(f"{where}{name} must be at most {MOST}, not {field}")
 
 
 def _known_keys(found: dict[str, Any], kind: type[msgspec.Struct], where: str) -> None:
@@ -161,6 +191,16 @@ def _known_keys(found: dict[str, Any], kind: type[msgspec.Struct], where: str) -
         for i, worker in enumerate(found["workers"]):
             if isinstance(worker, dict):
                 _known_keys(worker, WorkerSpec, f"workers[{i}].")
+
+
+def _known_roles(found: dict[str, Any]) -> None:
+    """Raises SpecError for the first role that is none."""
+    workers = found.get("workers")
+    roles = [role.value for role in Role]
+    for i, worker in enumerate(workers if isinstance(workers, list) else []):
+        role = worker.get("role") if isinstance(worker, dict) else None
+        if isinstance(role, str) and role not in roles:
+            raise SpecError(f"workers[{i}].role: there is no {role!r}: {nearest(role, roles)}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -199,7 +199,7 @@ def _in_order(path: Path, rows: Iterator[tuple[int, Request]]) -> Iterator[Reque
             _wrong(
                 path,
                 number,
-                f"comes {before - row.arrival:g} s before the line above: sort the file, or read it with sort",
+                f"comes {before - row.arrival:g} s before the line above: sort the file, or have it sorted (--sort)",
             )
         before = row.arrival
         yield _from(row, start)

@@ -14,6 +14,7 @@ import pytest
 
 from pyengine.scheduler.report.fidelity import gaps
 from pyengine.scheduler.report.summary import Spread, summarize
+from pyengine.scheduler.sim.gateway import RequestModel
 from pyengine.scheduler.sim.specfile import load_cluster
 from pyengine.scheduler.types import Role, Slo
 from tests.system.conftest import FAKE_SLOW, fake_server
@@ -74,6 +75,15 @@ def test_a_simulated_decision_is_explained(conductor: Conductor, tmp_path: Path)
     assert found["prefill"] in called.out and "chosen: " in called.out
     late = conductor("explain", *GENERATED, "--request", 60)
     assert late.status == 2 and "the trace has no request 60: its last is 59" in late.err
+
+
+def test_an_explanation_that_is_interrupted_says_no_more(conductor: Conductor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RequestModel, "start", interrupt)
+    called = conductor("explain", *GENERATED, "--request", 40)
+    assert (called.status, called.out, called.err) == (130, "", "conductor explain: stopped\n")
 
 
 def test_a_live_cluster_is_replayed_simulated_and_explained(conductor: Conductor, tmp_path: Path) -> None:

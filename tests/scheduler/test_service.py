@@ -41,6 +41,7 @@ from pyengine.scheduler.messages import (
     RouteEnded,
     WorkerAlive,
     WorkerHello,
+    WorkerLeaving,
 )
 from pyengine.scheduler.service import Service
 from pyengine.scheduler.types import Node, Plan, Role
@@ -129,6 +130,19 @@ def route(request: int, keys: list[bytes]) -> Route:
     )
 
 
+def alive(worker: str, counters: dict[str, float]) -> WorkerAlive:
+    return WorkerAlive(
+        worker=worker,
+        progress=1,
+        queued_requests=0,
+        queued_tokens=0,
+        running=0,
+        free_pages=1,
+        cost=UNMEASURED,
+        counters=counters,
+    )
+
+
 def ask_until(gateway: Peer, keys: list[bytes], wanted: Callable[[Plan], bool]) -> Plan:
     """Asks for plans until one is as wanted: what daemons report takes its time."""
     deadline = time.monotonic() + PATIENCE
@@ -168,17 +182,7 @@ def test_counters_of_workers_and_daemons_reach_the_gateway(dialled: Callable[[],
     gateway, loop = dialled(), dialled()
     gateway.send(GatewayHello(gateway="g", incarnation=1))
     loop.send(WorkerHello(info=worker("both-0", Role.BOTH, "node-0")))
-    alive = WorkerAlive(
-        worker="both-0",
-        progress=1,
-        queued_requests=0,
-        queued_tokens=0,
-        running=0,
-        free_pages=1,
-        cost=UNMEASURED,
-        counters={"pyengine_worker_steps_total": 3},
-    )
-    loop.send(alive)
+    loop.send(alive("both-0", {"pyengine_worker_steps_total": 3}))
 
     def complete(state: ClusterState) -> bool:
         # A played gateway sends no heartbeats: it says hello again before it counts as silent.
@@ -275,6 +279,33 @@ def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]
     gateway.expect(ClusterState, lambda state: len(state.workers) == 1)
     loop.close()
     gateway.expect(ClusterState, lambda state: not state.workers)
+
+
+def test_what_an_earlier_life_of_a_worker_still_says_is_ignored(dialled: Callable[[], Peer]) -> None:
+    """The old process lives on, cut off for a while; the new one has its name. Neither the heartbeats nor the
+    leave-taking of the old one count any more.
+    """
+    gateway, old, new = dialled(), dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    first = worker("both-0", Role.BOTH, "node-0")
+    second = msgspec.structs.replace(first, incarnation=2)
+    old.send(WorkerHello(info=first))
+    gateway.expect(ClusterState, lambda state: state.workers == (first,))
+    new.send(WorkerHello(info=second))
+    gateway.expect(ClusterState, lambda state: state.workers == (second,))
+    old.send(alive("both-0", {"pyengine_worker_steps_total": 1e6}), WorkerLeaving(worker="both-0"))
+    # Another worker's hello, behind all that on the same link: when it is known, the rest has been looked at.
+    other = worker("both-1", Role.BOTH, "node-1")
+    old.send(WorkerHello(info=other))
+    new.send(alive("both-0", {"pyengine_worker_steps_total": 3}))
+
+    def settled(state: ClusterState) -> bool:
+        gateway.send(GatewayHello(gateway="g", incarnation=1))
+        return other in state.workers and "pyengine_worker_steps_total" in state.counters
+
+    state = gateway.expect(ClusterState, settled)
+    assert state.workers == (second, other)
+    assert state.counters["pyengine_worker_steps_total"] == 3
 
 
 def test_frames_of_another_protocol_are_refused_and_nothing_breaks(dialled: Callable[[], Peer]) -> None:

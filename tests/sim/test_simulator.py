@@ -11,9 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from pyengine.scheduler.sim import cluster as cluster_module
 from pyengine.scheduler.sim.cluster import Simulation, simulate
 from pyengine.scheduler.sim.compute import StepTime
 from pyengine.scheduler.sim.spec import MESSAGE_DELAY, Failure, NodeSpec, RunSpec
+from pyengine.scheduler.sim.trace import TraceError
 from pyengine.scheduler.types import Role, Slo
 
 from .worlds import BLOCK, KV_BYTES, blocks, check, cluster, model, request, simulated
@@ -308,6 +310,26 @@ def test_an_interrupt_leaves_a_partial_report(tmp_path: Path) -> None:
     assert 15 < (report.records.outcome == 0).sum() < 25
     assert report.provenance["trace"] == "sixty"
     assert report.provenance["seed"] == 0
+
+
+def test_nobody_stalls_who_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace has a night in it. But whoever waits for so long waits for what never comes."""
+    monkeypatch.setattr(cluster_module, "STALL", 60.0)
+    night = 120.0
+    simulation = simulated([request(0.0, [1]), request(night, [1])], cluster(model(tmp_path)))
+    assert simulation.complete and not simulation.notes
+    assert simulation.measure.report("").records.outcome.tolist() == [0, 0]
+    # The bytes of the hand-off take years.
+    stuck = cluster(model(tmp_path), node=NodeSpec(dram_tokens=4096, link_rate=1e-6, device_rate=1e9))
+    given_up = Simulation([request(0.0, [1]), request(night, [1])], stuck, RunSpec())
+    given_up.run()
+    assert not given_up.complete and given_up.loop.now < night
+    assert given_up.notes == [f"given up at {given_up.loop.now:.0f} s: 1 requests wait for what never comes"]
+
+
+def test_a_trace_of_more_than_a_year_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"lasts 1e\+11 s, and a year at most .*: are its times in the unit"):
+        Simulation([request(0.0, [1]), request(1e11, [1])], cluster(model(tmp_path)), RunSpec())
 
 
 def test_copies_of_popular_blocks_are_counted(tmp_path: Path) -> None:

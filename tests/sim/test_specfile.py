@@ -69,11 +69,21 @@ def test_the_clusters_that_come_along_are_sound() -> None:
         ("fabric_rate = 0.0\n" + PAIR, "fabric_rate must be above 0"),
         (PAIR + "pages = 0", "workers\\[1\\].pages must be above 0"),
         (PAIR + "count = 2", "not TOML"),
-        (PAIR.replace('"decode"', '"decoding"'), "Invalid enum value 'decoding'"),
+        (
+            PAIR.replace('"decode"', '"decoding"'),
+            "workers\\[1\\].role: there is no 'decoding': .*did you mean 'decode'",
+        ),
         (PAIR.replace("count = 1\n[[", f"count = {MAX_WORKERS}\n[["), "more than can be simulated"),
         (PAIR + 'discipline = "vlm"', "discipline: there is no 'vlm': .*did you mean 'vllm'"),
         (PAIR + '[node]\nevict = "lruu"', "node.evict: there is no 'lruu': .*did you mean 'lru'"),
         (PAIR + 'model = "llama3-70b-a8000"', "model: .*did you mean 'llama3-70b-a800'"),
+        (PAIR + "[node]\ndram_tokens = 1023", "node.dram_tokens must be 1,024 at least, two blocks of it, not 1,023"),
+        (PAIR + "[node]\ndram_tokens = 1_000_000_000_000", "blocks, more than can be simulated"),
+        (PAIR + "[node]\nssd_tokens = 1_000_000_000_000", "blocks, more than can be simulated"),
+        (PAIR + "[node]\ndram_tokens = 9_000_000_000_000_000_000", "node.dram_tokens must be at most"),
+        (PAIR + "pages = 900_000_000", "pages, more than can be simulated"),
+        (f"kv_bytes = {10**9}\n" + PAIR, "kv_bytes 1,000,000,000: a block of 512 tokens has"),
+        (f"kv_bytes = {10**23}\n" + PAIR, "kv_bytes"),
         (PAIR + "block_tokens = 1.5", "block_tokens"),
         ("workers = 3", "workers"),
         ("node = 3\n" + PAIR, "node"),
@@ -96,7 +106,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         (str(tmp_path) + "/", "Is a directory"),
         (str(tmp_path / "binary.toml"), "is not text"),
         (str(tmp_path / "huge.toml"), "is larger than"),
-        ("papr", "known are paper, small"),
+        ("papr", "known are paper, small; did you mean 'paper'"),
     ):
         with pytest.raises(SpecError, match=complaint):
             load_cluster(name)

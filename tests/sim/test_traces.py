@@ -155,7 +155,7 @@ AFTER = {"timestamp": 20, "input_length": 1100, "output_length": 5, "hash_ids": 
         ({"hash_ids": [0, 2, 2**64]}, "hash_ids must be 0 to|hash_ids"),
         ({"hash_ids": [1, 2, 3]}, "block 1 follows another block than before: a hash id must name a whole prefix"),
         ({"hash_ids": [0, 0, 3]}, "block 0 follows another block"),
-        ({"timestamp": 5}, r"comes 0\.005 s before the line above: sort the file, or read it with sort"),
+        ({"timestamp": 5}, r"comes 0\.005 s before the line above: sort the file, or have it sorted"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
