@@ -219,6 +219,8 @@ class Exchange:
         self._ready = asyncio.Event()
         self._generations: list[Generation] = []
         self._open: dict[int, Generation] = {}
+        #: Whoever asks for tokens has each at once, as its gaps are what it may be measuring.
+        self._each = False
         gone.add_done_callback(lambda _: self._ready.set())
 
     def start(
@@ -231,6 +233,7 @@ class Exchange:
     ) -> None:
         """Checks all before the first starts. Raises ApiError, RequestError."""
         settings = [openai.sampling(request, len(ids), model.max_positions, model.room) for ids in prompts]
+        self._each = bool(request.return_token_ids)
         for index, (ids, sampling) in enumerate(zip(prompts, settings, strict=True)):
             generation = self._service.generate(model, ids, sampling, tokenizer, self._ready.set, terms)
             self._generations.append(generation)
@@ -265,10 +268,10 @@ class Exchange:
                 raise ClientGone
             news = []
             for index, generation in list(self._open.items()):
-                piece = Piece(index, *generation.take())
+                piece = Piece(index, *generation.take(each=self._each))
                 if piece.finish is not None:
                     del self._open[index]
-                if piece.text or piece.finish is not None:
+                if piece.text or piece.ids or piece.finish is not None:
                     news.append(piece)
             if news:
                 return news

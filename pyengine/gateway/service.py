@@ -88,10 +88,13 @@ class Generation:
         self._closed = False
         self.begun = self._last = request.arrived
 
-    def take(self) -> tuple[str, list[int], str | None]:
-        """New text, the tokens it came of, and the finish reason once the last is there. Raises RequestError."""
+    def take(self, *, each: bool = False) -> tuple[str, list[int], str | None]:
+        """New text, the tokens it came of, and the finish reason once the last is there. Raises RequestError.
+
+        each: tokens do not wait for text, which half a character has none of yet.
+        """
         text, finish = self._take()
-        if not text and finish is None:
+        if not text and finish is None and not each:
             return "", [], None
         ids = self.request.tokens[self._told : self.emitted]
         self._told = self.emitted

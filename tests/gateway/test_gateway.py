@@ -134,6 +134,39 @@ async def test_stream_events(folder: Path, http: aiohttp.ClientSession) -> None:
         assert got[-1]["usage"]["completion_tokens"] == 9
 
 
+@pytest.mark.parametrize("asked", [False, True])
+async def test_who_asks_for_token_ids_has_each_at_once(folder: Path, http: aiohttp.ClientSession, asked: bool) -> None:
+    """Goal: half a character is no text yet, but a token; whoever measures gaps must not see two as one.
+    Method: the worker holds the second half back until the client has the first; without ids, one event says both.
+    """
+    half, other = "é".encode()
+    sent: list[tuple[FakeWorker, bytes, Work]] = []
+
+    def halves(worker: FakeWorker, identity: bytes, work: Work) -> None:
+        sent.append((worker, identity, work))
+        worker.send(identity, Tokens(request=work.request, attempt=work.attempt, first=0, tokens=(half,)))
+
+    async with cluster(folder, Role.BOTH) as at:
+        at.workers["both-0"].script = halves
+        body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 2, "stream": True, "return_token_ids": asked}
+        async with asyncio.timeout(PATIENCE):
+            request = asyncio.ensure_future(http.post(f"{at.url}/v1/completions", json=body))
+            await at.workers["both-0"].arrived.wait()
+            if asked:
+                response = await request
+                first = await anext(events(response))
+                assert (first["choices"][0]["text"], first["choices"][0]["token_ids"]) == ("", [half])
+            worker, identity, work = sent[0]
+            rest = Tokens(
+                request=work.request, attempt=work.attempt, first=1, tokens=(other,), finish=FinishReason.LENGTH
+            )
+            worker.send(identity, rest)
+            response = await request
+            got = [event["choices"][0] async for event in events(response)]
+        assert "".join(choice["text"] for choice in got) == "é"
+        assert [choice.get("token_ids") for choice in got] == ([[other]] if asked else [None])
+
+
 async def test_tokens_out_of_order_and_twice(folder: Path, http: aiohttp.ClientSession) -> None:
     def muddled(worker: FakeWorker, identity: bytes, work: Work) -> None:
         worker.send(identity, tokens(work, 3, 5, FinishReason.LENGTH), tokens(work, 1, 3), tokens(work, 1, 2))
