@@ -1,7 +1,8 @@
 """Moves KV between a worker's device pages and its node's pool, and from prefill to decode worker.
 
-The worker's loop calls it; it never blocks. What it asks of the pool is answered by events, which `pump` turns into
-calls of the Batcher (`ready`, `first_token`) and into `Failure`s. One `Job` is kept per sequence:
+The worker's loop calls it; it never blocks for longer than ANSWER. What it asks of the pool is answered by events,
+which `pump` turns into calls of the Batcher (`ready`, `first_token`) and into `Failure`s. Of each sequence it keeps
+one `Job`:
 
     both      seek --> ready --> load pages --> [compute, write through]
     prefill   prefetch, open(decode's grant) --> seek --> ready --> load --> [compute chunk, stage, push]* --> note
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import select
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -49,6 +51,10 @@ STAGED_BLOCKS = 64
 LOCAL_ATTEMPT = 2**32 - 1
 #: Longest wait for a decode worker's grant, seconds; what LLM and tests call "for ever" must fit a number of ms.
 LONGEST_WAIT = 86400.0
+
+#: Seconds for which a question is waited for that the daemon answers at once. It takes 0.1 to 0.2 ms; an answer that
+#: came a moment after a step was planned would be seen when that step is over, 10 to 200 ms later.
+ANSWER = 1e-3
 
 #: Measured loads kept for the next heartbeat.
 LOADS = 256
@@ -80,6 +86,7 @@ class Pool(Protocol):
     def end(self, tag: Tag) -> None: ...
     def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
     def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool: ...
+    def fileno(self) -> int: ...
     def close(self) -> None: ...
 
 
@@ -234,6 +241,9 @@ class KvMover:
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, U8] = {}
+        #: Questions of this round that the daemon answers at once.
+        self._asked: set[Tag] = set()
+        self._answers = select.poll()
         self._next_local = 0
         #: When to look for the prefix of those who wait until somebody has computed it (time.monotonic).
         self._later: dict[SequenceId, float] = {}
@@ -249,6 +259,8 @@ class KvMover:
         """Takes a fresh link to the node's daemon. Requires that none is connected."""
         assert self.pool is None, "a mover has one pool at a time"
         self.pool = pool
+        self._answers = select.poll()
+        self._answers.register(pool.fileno(), select.POLLIN)
         self.lost = None
 
     def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
@@ -266,6 +278,7 @@ class KvMover:
         if self.pool is not None:
             self.pool.close()
         self.pool = None
+        self._asked.clear()
         self._write_through.clear()
         self._by_tag.clear()
         self._later.clear()
@@ -416,6 +429,7 @@ class KvMover:
         job.reserving = reserving
         job.local = Holding(self._local_tag(), tiers=list(tiers))
         self._by_tag[job.local.tag] = job
+        self._asked.add(job.local.tag)
         return job.local.tag
 
     def _prefix_limit(self, job: Job) -> int:
@@ -427,13 +441,24 @@ class KvMover:
         return Tag(self._next_local, LOCAL_ATTEMPT, self.incarnation)
 
     def _release(self, tag: Tag) -> None:
+        self._asked.discard(tag)
         if self._by_tag.pop(tag, None) is not None and self.pool is not None:
             self._ask(self.pool.end, tag)
 
     # -- events of the pool ---------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Takes the pool's events and moves every job on."""
+        """Takes the pool's events and moves every job on; what the daemon answers at once, in this round. Who does not
+        answer within ANSWER is heard in a later one, and not waited for again.
+        """
+        self._take_events()
+        until = time.monotonic() + ANSWER
+        while self._asked and self.lost is None and (left := until - time.monotonic()) > 0.0:
+            self._answers.poll(left * 1000)
+            self._take_events()
+        self._asked.clear()
+
+    def _take_events(self) -> None:
         if self.pool is None:
             return
         if self.lost is not None:
@@ -445,6 +470,8 @@ class KvMover:
             self._seek_prefix(self.jobs[sequence_id])
         granted: dict[SequenceId, list[tuple[Tag, Slot]]] = {}
         for event in self.pool.events():
+            if isinstance(event, _native.Granted | _native.Located | _native.Refused):
+                self._asked.discard(event.tag)
             match event:
                 case _native.Disconnected(reason):
                     self._disconnected(reason)

@@ -7,14 +7,14 @@ Steps take what `StepTime` says. KV goes to the decode node layer by layer while
 when all bytes have flowed, and not before the chunk's end plus one layer's transfer. KV of the pool is copied into
 pages beside the steps, one request after the other.
 
-Like the loop that serves, it looks at messages and at what its pool answers between two steps only: while it is busy,
-each question to the pool costs a step.
+Like the loop that serves, it looks at messages and at what comes to its pool between two steps only. What the pool
+answers at once it waits for before it plans, so a question costs no step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -139,10 +139,7 @@ class WorkerModel(Steps):
             job.coming_at = self.loop.now + max((source.ready for source in work.sources), default=0.0)
         if work.handoff is None:
             job.brought = job.opened = True
-            if self._pooled and work.sources:
-                self._answer(self._seek, job)  # slots first
-            else:
-                self._seek(job)
+            self._seek(job)
             return
         self.loop.after(self.sim.delay, work.handoff.open, job)
         if self._pooled:
@@ -154,11 +151,7 @@ class WorkerModel(Steps):
 
     def _bring(self, job: Job, sources: tuple[Source, ...], then: Callable[[Job, dict[int, int]], None]) -> None:
         keys = job.work.keys[: len(job.tiers) * KEY_BYTES]
-        self.node.bring(keys, sources, lambda tiers: self._answer(then, job, tiers))
-
-    def _answer(self, call: Callable[..., None], *arguments: Any) -> None:
-        """The pool answers at once, and this worker sees it at once only if no step is under way by then."""
-        self.loop.at(self.loop.now, self._between, call, *arguments)
+        self.node.bring(keys, sources, lambda tiers: self._between(then, job, tiers))
 
     def _refuse(self, work: Work, kind: str) -> None:
         self.loop.after(self.sim.delay, work.request.on_failed, work.attempt, self.name, kind)
@@ -230,13 +223,6 @@ class WorkerModel(Steps):
     def _opened(self, job: Job, here: int) -> None:
         if self._here(job):
             job.lacking = job.sent = here * self.sim.block_tokens
-            if self._pooled:
-                self._answer(self._looked, job)
-            else:
-                self._looked(job)
-
-    def _looked(self, job: Job) -> None:
-        if self._here(job):
             job.opened = True
             self._seek(job)
 

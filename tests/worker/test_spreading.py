@@ -69,6 +69,8 @@ def test_a_prefix_that_is_still_computed_is_waited_for_and_fetched(comes: bool, 
         assert not request.ids
         if comes:
             cluster.run(cluster.submit(asked, "both-b", "both-b"))
+            # An answer may be over before its last blocks are in the pool.
+            cluster.until(lambda: cluster.counter("b", "pyengine_pool_blocks", state="cached") >= BLOCKS)
         # Now is later.
         mover._later.update(dict.fromkeys(mover._later, 0.0))
         cluster.run(request)
