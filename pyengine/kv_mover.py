@@ -138,13 +138,15 @@ NOBODY = Offer((), "")
 
 @dataclasses.dataclass
 class Fetch:
-    """Blocks asked for together: how many are still to come, and where the others were."""
+    """Blocks asked for together: how many are still to come, and where the others were. began: None: not all together.
+
+    ahead: those that were prefetched from the same nodes, at the same time, and have come before.
+    """
 
     nodes: tuple[Node, ...]
-    began: float
+    began: float | None
     left: int
-    #: Some were prefetched: their reads began before these were asked for.
-    ahead: bool
+    ahead: int = 0
     tiers: Counter[str | None] = dataclasses.field(default_factory=Counter)
 
 
@@ -160,8 +162,9 @@ class Job:
     handoff: Holding | None = None
     #: Blocks whose fetch has no outcome yet.
     fetching: dict[int, Fetch] = dataclasses.field(default_factory=dict)
-    #: Blocks that were prefetched, and the tier where they were planned to be.
+    #: Blocks that were prefetched, and the tier where they were planned to be; and when they were asked for.
     prefetched: dict[int, str] = dataclasses.field(default_factory=dict)
+    prefetched_at: float = 0.0
     #: Blocks that the sequence took over when it first started, by the tier of the pools where they were found.
     reused: Counter[str] = dataclasses.field(default_factory=Counter)
     #: True while `local` is a grant to fetch into, False while it is a lookup.
@@ -382,6 +385,7 @@ class KvMover:
         """Has what the plan's sources offer brought into this node's DRAM, as far as there is room."""
         assert self.pool is not None, "callers check"
         offers, first = self._offers(job), 0
+        job.prefetched_at = time.monotonic()
         for last in range(1, len(offers) + 1):
             if last < len(offers) and offers[last] == offers[first]:
                 continue
@@ -531,15 +535,21 @@ class KvMover:
         job.local.take(slots)
         assert self.pool is not None, "the event came from it"
         wanted: dict[tuple[Node, ...], list[int]] = {}
+        ahead: Counter[tuple[Node, ...]] = Counter()
         for block, offer in enumerate(self._offers(job)[: len(slots)]):
             if slots[block].committed:
                 job.local.tiers[block] = job.prefetched.get(block, "dram")
+                ahead[offer.nodes] += block in job.prefetched
             elif job.find(block) is None:
                 # Nobody offers it if it was in DRAM here when the plan was made: the SSD may have it since.
                 wanted.setdefault(offer.nodes, []).append(block)
         for nodes, blocks in wanted.items():
-            ahead = not job.prefetched.keys().isdisjoint(blocks)
-            job.fetching.update(dict.fromkeys(blocks, Fetch(nodes, time.monotonic(), len(blocks), ahead)))
+            early = [block in job.prefetched for block in blocks]
+            if all(early):
+                fetch = Fetch(nodes, job.prefetched_at, len(blocks), ahead[nodes])
+            else:
+                fetch = Fetch(nodes, None if any(early) else time.monotonic(), len(blocks))
+            job.fetching.update(dict.fromkeys(blocks, fetch))
             self._ask(self.pool.fetch, tag, blocks, [address(node) for node in nodes])
         if not job.fetching:
             self._ready(job)
@@ -586,7 +596,7 @@ class KvMover:
     def _measure(self, fetch: Fetch) -> None:
         """A fetch is over. It tells something of a source if all came from there, and not before it was asked for."""
         assert self.pool is not None, "the event came from it"
-        if fetch.ahead:
+        if fetch.began is None:
             return
         (tier, blocks), *more = fetch.tiers.items()
         source = None
@@ -595,7 +605,7 @@ class KvMover:
         elif tier == "peer_dram" and len(fetch.nodes) == 1:
             source = fetch.nodes[0].node
         if source is not None and not more and len(self.loads) < LOADS:
-            size, seconds = blocks * self.spec.block_bytes, time.monotonic() - fetch.began
+            size, seconds = (blocks + fetch.ahead) * self.spec.block_bytes, time.monotonic() - fetch.began
             self.loads.append(LoadSample(source=source, size=size, seconds=seconds))
 
     def _complete(self, job: Job, note: bytes) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
 
 import zmq
 
@@ -14,6 +15,7 @@ from .messages import (
     HEARTBEAT_EVERY,
     Clear,
     ClearOutcome,
+    ClusterState,
     Codec,
     ConductorToGateway,
     Explain,
@@ -23,17 +25,29 @@ from .messages import (
 )
 
 A = TypeVar("A", ClearOutcome, Explained)
+Question: TypeAlias = Clear | Explain
 
 
-def ask(conductor: str, session_key: bytes, message: Clear | Explain, kind: type[A], timeout: float) -> A:
-    """The answer of this kind with the message's number. Raises TimeoutError, LinkError."""
+def ask(
+    conductor: str,
+    session_key: bytes,
+    question: Question | Callable[[ClusterState], Question],
+    kind: type[A],
+    timeout: float,
+) -> A:
+    """The answer of this kind with the question's number. question: or what makes it of who is there.
+
+    Raises TimeoutError, LinkError, and what that raises.
+    """
     # Whoever asks from another machine has another one.
     name = f"conductor command {os.getpid()} {time.time_ns()}"
     codec = Codec(ConductorToGateway)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = dial(context.socket(zmq.DEALER), conductor, session_key)
     try:
-        socket.send(codec.encode([GatewayHello(gateway=name, incarnation=time.time_ns()), message]))
+        message = None if callable(question) else question
+        hello = GatewayHello(gateway=name, incarnation=time.time_ns())
+        socket.send(codec.encode([hello] if message is None else [hello, message]))
         spoken = time.monotonic()
         until = spoken + timeout
         while (now := time.monotonic()) < until:
@@ -43,7 +57,10 @@ def ask(conductor: str, session_key: bytes, message: Clear | Explain, kind: type
                 spoken = now
             if socket.poll(math.ceil(min(until - now, spoken + HEARTBEAT_EVERY - now) * 1000)):
                 for answer in codec.decode(socket.recv()):
-                    if isinstance(answer, kind) and answer.number == message.number:
+                    if message is None and callable(question) and isinstance(answer, ClusterState):
+                        message = question(answer)
+                        socket.send(codec.encode([message]))
+                    elif message is not None and isinstance(answer, kind) and answer.number == message.number:
                         return answer
     except zmq.ZMQError as error:
         raise LinkError(f"{conductor}: {error.strerror}") from error

@@ -178,7 +178,10 @@ class Conductor:
                 away = worker is None or not worker.alive
                 return [] if away else [SendToWorker(message.worker, SetRole(role=message.role))]
             case Explain():
-                found = self.router.decisions.find(message.request)
+                if message.route is None:
+                    found = self.router.decisions.find(message.request)
+                else:
+                    found = self.router.foresee(name, message.route, now)
                 return [SendToGateway(name, Explained(number=message.number, explanation=found))]
 
     def _forget_gateway(self, name: str) -> None:

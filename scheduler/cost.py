@@ -29,6 +29,8 @@ PRIOR_WEIGHT = 0.0025
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
 FORGETTING = 0.99
 REMEMBERED = round(1 / (1 - FORGETTING))
+#: Nothing is for free: of the prior at the machine's speed, what a coefficient is at least.
+LEAST = 1e-4
 EYE: F64 = np.eye(len(PRIOR))
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
@@ -76,7 +78,7 @@ class StepCost:
 
     @property
     def coefficients(self) -> F64:
-        """[5]: step, token, context, sequence, history; none negative."""
+        """[5]: step, token, context, sequence, history; all above 0."""
         return self._coefficients
 
     def fit(self) -> CostFit:
@@ -126,4 +128,4 @@ class StepCost:
         self._slower += (-math.log(float(row.sum())) - self._slower) / count
         slower, weight = math.exp(self._slower), PRIOR_WEIGHT / count
         found = np.linalg.solve(slower * slower * self._matrix + weight * EYE, slower * self._vector + weight)
-        self._coefficients = np.maximum(found, 0.0) * slower * PRIOR
+        self._coefficients = np.maximum(found, LEAST) * slower * PRIOR

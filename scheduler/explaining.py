@@ -56,19 +56,7 @@ class Decisions:
 
     def refused(self, gateway: str, route: Route, reason: str, at: float, decision: Decision | None) -> None:
         """decision: what had been decided before it was refused, if it came to that."""
-        said = None
-        if decision is None:
-            said = Explanation(
-                gateway=gateway,
-                request=route.request,
-                attempt=route.attempt,
-                at=at,
-                policy="",
-                prompt_tokens=route.prompt_tokens,
-                blocks=len(route.keys) // KEY_BYTES,
-                best=0,
-                refused=reason,
-            )
+        said = unserved(gateway, route, reason, at) if decision is None else None
         self._kept.append(_Kept(gateway, route.request, decision, None, reason, said))
 
     def find(self, request: int | None) -> Explanation | None:
@@ -79,6 +67,21 @@ class Decisions:
                     return kept.explanation
                 return explain(kept.gateway, kept.decision, kept.plan, kept.refused)
         return None
+
+
+def unserved(gateway: str, route: Route, reason: str, at: float) -> Explanation:
+    """Of a request for which nothing could be decided."""
+    return Explanation(
+        gateway=gateway,
+        request=route.request,
+        attempt=route.attempt,
+        at=at,
+        policy="",
+        prompt_tokens=route.prompt_tokens,
+        blocks=len(route.keys) // KEY_BYTES,
+        best=0,
+        refused=reason,
+    )
 
 
 def explain(gateway: str, decision: Decision, plan: Plan | None, refused: str = "") -> Explanation:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+#: As the attempt of a request that nobody has sent.
+UNSENT = -1
+
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as the decision saw it. Seconds, tokens and pages as in `View` and `Ask`; blocks of this prompt.

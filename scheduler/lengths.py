@@ -115,19 +115,6 @@ class LengthPredictor:
         one = self.expected(np.array([row]), np.array([generated]), np.array([max_tokens]))
         return float(one[0])
 
-    def quantile(self, row: int, share: float, max_tokens: int, generated: int = 0) -> int:
-        """Shortest length that at least this share of such answers does not exceed, given what is there."""
-        above = float(self._at(np.array([row]), np.array([min(generated, max_tokens)]))[0][0])
-        wanted = (1.0 - share) * above
-        low, high = min(generated, max_tokens), max_tokens
-        while low < high:
-            middle = (low + high) // 2
-            if self._at(np.array([row]), np.array([middle]))[0][0] <= wanted:
-                high = middle
-            else:
-                low = middle + 1
-        return low
-
     def learn(self, tenant: str, prompt_tokens: int, max_tokens: int, length: int, whole: bool, said: float) -> None:
         """An answer ended with `length` tokens, by itself (`whole`) or cut short. said: what was predicted at first."""
         if length < 1:

@@ -116,10 +116,14 @@ class OrderRole(Message, frozen=True):
 
 
 class Explain(Message, frozen=True):
-    """Why did this request, or the latest one, go where it went? -> Explained. Who may ask: as for Clear."""
+    """Why did this request, or the latest one, go where it went? -> Explained. Who may ask: as for Clear.
+
+    route: a request that nobody has sent: where would it go, and why? Nothing comes of the question.
+    """
 
     number: int
     request: int | None = None
+    route: Route | None = None
 
 
 # -- conductor -> gateway ------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .accuracy import Accuracy, Prediction
 from .candidates import Refused, candidates
 from .cluster import Assigned, Cluster, View
 from .estimates import Estimate, estimate, inlines, soonest
-from .explaining import Decision, Decisions, explain
+from .explaining import Decision, Decisions, explain, unserved
 from .explanation import Explanation
 from .inflight import Inflight
 from .link_cost import LinkCost
@@ -130,6 +130,13 @@ class Router:
         considered = self._consider(route, outlook, drawn, now)
         refusal = considered.judgement.refusal
         return explain(gateway, considered.decision, None, refusal.reason if refusal is not None else "")
+
+    def foresee(self, gateway: str, route: Route, now: float) -> Explanation:
+        """The same; of one that nobody could serve, why."""
+        try:
+            return self.explain(gateway, route, now)
+        except Refused as refused:
+            return unserved(gateway, route, refused.reason, now)
 
     def _consider(self, route: Route, outlook: Outlook, drawn: random.Random, now: float) -> _Considered:
         shortlist = candidates(self._cluster, route, self.plans, now)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from ..explanation import Candidate, Explanation
+from ..explanation import UNSENT, Candidate, Explanation
 from .table import Cell, cell, seconds, table
 
 
 def explained(found: Explanation) -> str:
     """Everything that the decision rests on. `*` marks the choice."""
+    which = f"request {found.request}, attempt {found.attempt}"
+    if found.attempt == UNSENT:
+        which = "a request that nobody has sent"
     facts = [
-        f"request {found.request}, attempt {found.attempt}, at {found.at:,.3f} s on the conductor's clock",
+        f"{which}, at {found.at:,.3f} s on the conductor's clock",
         f"prompt of {found.prompt_tokens:,} tokens, {found.blocks:,} blocks may be reused, {found.best:,} are held by"
         " somebody",
     ]

@@ -133,13 +133,6 @@ class Links:
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def backlog(self, source: str) -> float:
-        """Bytes that a node has still to send, at the latest time that was given."""
-        end = self._out.get(source)
-        if end is None:
-            return 0.0
-        return sum(max(flow.left - flow.rate * (self.now - flow.since), 0.0) for flow in end.flows.values())
-
     def touching(self, node: str) -> list[int]:
         """Ids of the transfers that this node still sends or receives."""
         ends = [end for end in (self._out.get(node), self._into.get(node)) if end is not None]

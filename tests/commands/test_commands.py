@@ -298,6 +298,8 @@ def test_explain_needs_one_of_both_worlds(conductor: Conductor, trace: Path) -> 
     for arguments in ([], ["--trace", trace, "--conductor", "ipc:///nowhere/x"], ["--trace", trace]):
         called = conductor("explain", "--backend", "null", *arguments)
         assert called.status == 2 and called.err.count("\n") == 1
+    called = conductor("explain", "--trace", trace, "--tokens", 5)
+    assert called.status == 2 and "ask a live cluster" in called.err
     assert conductor("explain", "--trace", trace, "--request", 3, "--backend", "null").status == 0
 
 

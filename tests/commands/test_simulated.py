@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
@@ -110,6 +111,24 @@ def test_a_live_cluster_is_replayed_simulated_and_explained(conductor: Conductor
         assert explained.status == 0 and "policy least-loaded" in explained.out, explained.err
         unknown = conductor("explain", "--conductor", endpoint, "--state-dir", state, "--request", 10**9)
         assert unknown.status == 1 and "does not remember request 1000000000" in unknown.out
+        text = tmp_path / "prompt.txt"
+        text.write_text("What has been said once, is held by somebody. " * 20)
+        body = json.dumps({"model": "fake", "prompt": text.read_text(), "max_tokens": 4}).encode()
+        sent = Request(f"{server.base}/v1/completions", body, {"content-type": "application/json"})
+        with urlopen(sent) as response:
+            json.load(response)
+        asked = ("explain", "--conductor", endpoint, "--state-dir", state, "--json", tmp_path / "unsent.json")
+        unsent = conductor(*asked, "--prompt-file", text, "--ttft", 5)
+        assert unsent.status == 0 and "a request that nobody has sent" in unsent.out, unsent.err
+        held = json.loads((tmp_path / "unsent.json").read_text())
+        assert held["best"] == held["blocks"] > 0 and held["prefill"].startswith("prefill"), held
+        unsent = conductor(*asked, "--tokens", 1500)
+        assert unsent.status == 0, unsent.err
+        new = json.loads((tmp_path / "unsent.json").read_text())
+        assert (new["best"], new["prompt_tokens"], new["refused"]) == (0, 1500, "")
+        assert new["predicted_ttft"] > held["predicted_ttft"] > 0
+        other = conductor(*asked, "--tokens", 10, "--model", "fale")
+        assert other.status == 2 and "did you mean 'fake'?" in other.err
     found = json.loads(file.read_text())
     assert found["complete"] and found["live"]["summary"]["done"] == found["simulated"]["summary"]["done"] == 20
     assert found["simulated"]["provenance"]["policy"] == "least-loaded"

@@ -77,7 +77,7 @@ def test_what_accurate_samples_say_is_within_five_percent_however_slow_the_machi
     assert np.mean([abs(few.seconds(work) / true(work) - 1) for work in works]) < 0.05
 
 
-def test_features_never_seen_keep_their_prior_and_nothing_is_negative() -> None:
+def test_features_never_seen_keep_their_prior_and_nothing_is_free() -> None:
     cost = StepCost()
     for _ in range(20):
         cost.observe(StepWork(0, 0, 1, 100), 0.004)
@@ -85,8 +85,14 @@ def test_features_never_seen_keep_their_prior_and_nothing_is_negative() -> None:
     assert cost.coefficients[1:3] == pytest.approx(PRIOR[1:3] * 0.004 / (PRIOR @ [1, 0, 0, 1, 100]))
     for _ in range(2000):
         cost.observe(StepWork(0, 0, 1, 100), 0.004)
-    assert (cost.coefficients >= 0).all()
+    assert (cost.coefficients > 0).all()
     assert np.dot([1, 0, 0, 1, 100], cost.coefficients) == pytest.approx(0.004, rel=0.02)
+    # A machine whose steps all take equally long, whatever they compute.
+    even = StepCost()
+    calibrate(even, probes(512, 16), lambda probe: 0.02, limit=float("inf"))
+    assert (even.coefficients > 0).all()
+    for probe in probes(512, 16):
+        assert even.seconds(probe.work) == pytest.approx(0.02, rel=0.01)
 
 
 def test_samples_without_work_or_time_are_ignored() -> None:

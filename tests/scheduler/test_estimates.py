@@ -23,6 +23,7 @@ from pyengine.scheduler.messages import (
     PagesChanged,
     Planned,
     Rejected,
+    Route,
     WorkerHello,
 )
 from pyengine.scheduler.types import Medium, Role, Slo
@@ -353,6 +354,30 @@ def test_an_explanation_adds_up_and_names_what_was_in_the_way() -> None:
     (nothing,) = made.on(FromGateway("gateway", Explain(number=1, request=999)))
     assert isinstance(nothing, SendToGateway)
     assert nothing.message == Explained(number=1, explanation=None)
+
+
+def test_whoever_asks_is_told_where_a_request_would_go_that_nobody_has_sent() -> None:
+    made = world(Role.PREFILL, Role.DECODE)
+    keys = chain(*range(40))
+    made.store("node-0", keys[:20])
+    made.plan([], 5, request=5)
+
+    def foreseen(route: Route) -> Explanation:
+        (answer,) = made.on(FromGateway("gateway", Explain(number=3, route=route)))
+        assert isinstance(answer, SendToGateway)
+        assert isinstance(answer.message, Explained)
+        assert answer.message.number == 3
+        assert answer.message.explanation is not None
+        return answer.message.explanation
+
+    said = foreseen(made.asked(keys, request=6))
+    nobody = foreseen(made.asked([], 100, request=7, model="another"))
+    assert (nobody.refused, nobody.candidates) != ("", ())
+    assert "another" in nobody.refused
+    assert explained(made).request == 5, "a question is no decision"
+    plan = made.plan(keys, request=6)
+    assert (said.best, said.predicted_ttft, said.predicted_tbt) == (20, plan.predicted_ttft, plan.predicted_tbt)
+    assert (said.prefill, said.decode) == (plan.prefill.worker, plan.decode.worker)
 
 
 @pytest.mark.parametrize("admission", ["none", "predictive"])

@@ -270,6 +270,10 @@ def test_a_live_conductor_explains_its_latest_decision(dialled: Callable[[], Pee
     assert [each.worker for each in explained.explanation.candidates] == ["both-0"]
     gateway.send(Explain(number=10, request=6))
     assert gateway.expect(Explained).explanation is None
+    gateway.send(Explain(number=11, route=route(6, chain(1, 2))))
+    foreseen = gateway.expect(Explained)
+    assert foreseen.explanation is not None
+    assert (foreseen.number, foreseen.explanation.request, foreseen.explanation.prefill) == (11, 6, "both-0")
 
 
 def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]) -> None:

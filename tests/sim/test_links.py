@@ -30,11 +30,10 @@ def test_one_transfer_has_the_whole_link() -> None:
     links = Links(100.0, DELAY)
     assert links.next() == math.inf and links.advance(1.0) == []
     assert links.start(2.0, "a", "b", 500) == 0
-    assert links.backlog("a") == 500 and links.backlog("b") == links.backlog("c") == 0
     assert links.next() == 7.0 + DELAY
-    assert links.advance(4.0) == [] and links.backlog("a") == 300
+    assert links.advance(4.0) == [] and links.touching("a") == links.touching("b") == [0]
     assert links.advance(7.0) == [], "the last byte is still on its way"
-    assert links.backlog("a") == 0
+    assert links.touching("a") == []
     assert links.advance(7.0 + DELAY) == [0]
     assert links.next() == math.inf
 

@@ -343,19 +343,26 @@ def test_a_prefill_that_is_refused_all_reads_what_decodes_grant_holds(events: No
         cluster.abort(request)
 
 
-def test_a_fetch_that_a_prefetch_was_ahead_of_tells_no_rate(events: None) -> None:
-    """Its read began before it was asked for."""
-    places: list[set[str]] = [{"ssd"}, {"ssd"}, {"b dram"}, *[set()] * 5]
+def test_a_fetch_that_a_prefetch_was_ahead_of_is_measured_from_when_that_began(events: None) -> None:
+    """And with what that has brought by then. Where part of it was prefetched only, nobody knows what took how long."""
+    places: list[set[str]] = [{"ssd"}, {"ssd"}, {"b dram"}, {"b dram"}, {"c dram"}, {"c dram"}, set(), set()]
     pool = TieredPool(places, moves=False, full=False, broken=set())
     with cluster_over(pool) as cluster:
         worker = cluster.workers["both"]
-        sources = sources_of([("ssd", 0, 2), ("b dram", 2, 3)])
+        sources = sources_of([("ssd", 0, 2), ("b dram", 2, 4), ("c dram", 4, 6)])
         request = cluster.submit(PROMPT, "both", "both", sources=sources, changes={"part": "prefill"})
         job = worker.mover.jobs[request.number, 1]
+        # The first from b has come already, and one from c is asked for with what nobody has asked for before.
+        pool.places[pool.keys[2]].add("dram")
+        del job.prefetched[5]
+        job.prefetched_at -= 100.0
         worker.mover._opened(job, [False] * 9, [])
         cluster.until(lambda: job.sequence.started, "both")
-        assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "peer_dram": BLOCK}
-        assert [load for load in worker.mover.loads if not load.device] == []
+        assert worker.mover.cached_by_tier(job.sequence) == {"ssd": 2 * BLOCK, "peer_dram": 4 * BLOCK}
+        size = backend().namespace.kv.block_bytes
+        loads = [load for load in worker.mover.loads if not load.device]
+        assert [(load.source, load.size) for load in loads] == [("a", 2 * size), ("b", 2 * size)]
+        assert all(100.0 < load.seconds < 200.0 for load in loads)
         cluster.abort(request)
 
 
