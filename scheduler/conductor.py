@@ -238,9 +238,18 @@ class Conductor:
                     self.outlook.heartbeat(message, self.cluster.workers[message.worker], now)
                 else:
                     self._odd["worker"] += 1
+                    return self._greet(message.worker)
             case WorkerLeaving():
                 return self._worker_lost([message.worker], now)
         return self._state(now) if changed else []
+
+    def _greet(self, name: str) -> list[Action]:
+        """One that was taken for dead is heard again: it was held up, or this conductor was. Its link has stood all the
+        time, so it does not know that it has to say who it is, and what lies in its pages: to be given the role that it
+        has makes it do so.
+        """
+        worker = self.cluster.workers.get(name)
+        return [] if worker is None else [SendToWorker(name, SetRole(role=worker.info.role))]
 
     def _on_hello(self, message: WorkerHello, now: float) -> bool:
         known = self.cluster.workers.get(message.info.worker)

@@ -9,6 +9,7 @@ import numpy as np
 
 from .candidates import Masks
 from .cluster import View
+from .cost import F64
 from .explanation import Candidate, Explanation
 from .messages import Route
 from .overlap import Overlap
@@ -101,6 +102,7 @@ def explain(gateway: str, decision: Decision, plan: Plan | None, refused: str = 
     if not overlap.some_coming:
         coming, ready = np.zeros(len(seconds), dtype=np.int64), np.full(len(seconds), decision.at)
     masked = _masked(view, decision.filters)
+    terms = _terms(choice, len(view.workers))
     candidates = tuple(
         Candidate(
             worker=info.worker,
@@ -126,7 +128,7 @@ def explain(gateway: str, decision: Decision, plan: Plan | None, refused: str = 
             free_pages=int(view.free_pages[row]),
             measured=bool(view.measured[row]),
             correction=float(view.correction[row]),
-            terms={name: float(column[row]) for name, column in choice.terms.items()},
+            terms={name: float(column[row]) for name, column in terms.items()},
         )
         for row, info in enumerate(view.workers)
     )
@@ -148,6 +150,19 @@ def explain(gateway: str, decision: Decision, plan: Plan | None, refused: str = 
         why=plan.why if plan is not None else "",
         candidates=candidates,
     )
+
+
+def _terms(choice: Choice, count: int) -> dict[str, F64]:
+    """[W] each. Another package's policy may call anything a term: what is no column is not told, and ends nobody."""
+    found: dict[str, F64] = {}
+    try:
+        for name, column in dict(choice.terms).items():
+            numbers = np.asarray(column, dtype=np.float64)
+            if numbers.shape == (count,):
+                found[str(name)] = numbers
+    except (TypeError, ValueError):
+        pass
+    return found
 
 
 def _masked(view: View, filters: tuple[tuple[str, Masks], ...]) -> list[str]:

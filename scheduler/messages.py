@@ -283,7 +283,10 @@ class WorkerLeaving(Message, frozen=True):
 
 
 class SetRole(Message, frozen=True):
-    """Take on this role: finish what was accepted, answer "wrong_role" to later work, and say WorkerHello anew."""
+    """Take on this role: finish what was accepted, answer "wrong_role" to later work, and say WorkerHello anew.
+
+    The role it has: say WorkerHello anew. Who was taken for dead is heard again.
+    """
 
     role: Role
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 #: Seconds somebody without an objective may be overtaken. Long beside any prompt, short beside a client's patience.
@@ -33,6 +33,8 @@ PATIENCE = 30.0
 PATIENCE_TTFTS = 2.0
 #: Share of the tokens that are computed for those whose patience is over, while others can still be in time.
 OVERDUE = 0.1
+#: Entries of those that wait no more may be as many as of those that do, and so many, before they are thrown away.
+STALE = 64
 #: Tenants remembered in one busy period of a priority; of more, those that are behind nobody are forgotten first.
 TENANTS = 1024
 
@@ -98,7 +100,7 @@ class Line:
             heappush(self._resumed, (place.number, ticket))
             return
         heappush(self._aging, (place.arrived + place.patience, ticket))
-        self._classes.setdefault(place.priority, _Priority()).push(place, ticket)
+        self._classes.setdefault(place.priority, _Priority()).push(place, ticket, self._places)
 
     def remove(self, number: int) -> None:
         """It waits no more. Raises KeyError if it does not."""
@@ -179,11 +181,16 @@ class _Tenant:
         self._latest: list[tuple[float, int, int]] = []
         self._late: list[tuple[float, int, int]] = []
 
-    def push(self, place: Place, ticket: int) -> None:
+    def push(self, place: Place, ticket: int, places: dict[int, Place]) -> None:
         self.waiting += 1
         heappush(self._timely, (place.length, place.number, ticket))
         if math.isfinite(place.latest):
             heappush(self._latest, (place.latest, place.number, ticket))
+        # Behind somebody who always waits the others' entries would never be met.
+        for heap in (self._timely, self._latest, self._late):
+            if len(heap) > 2 * self.waiting + STALE:
+                heap[:] = [entry for entry in heap if entry[2] in places]
+                heapify(heap)
 
     def head(self, now: float, places: dict[int, Place]) -> Place:
         while self._latest and self._latest[0][0] < now:
@@ -212,14 +219,14 @@ class _Priority:
         self._turns: list[tuple[int, int, int]] = []
         self._count = itertools.count()
 
-    def push(self, place: Place, ticket: int) -> None:
+    def push(self, place: Place, ticket: int, places: dict[int, Place]) -> None:
         tenant = self._tenants.get(place.tenant)
         if tenant is None:
             tenant = self._tenants[place.tenant] = _Tenant()
             served = self._served[place.tenant] = max(self._served.get(place.tenant, 0), self._virtual)
             heappush(self._turns, (served, next(self._count), place.tenant))
             self._limit()
-        tenant.push(place, ticket)
+        tenant.push(place, ticket, places)
         self.waiting += 1
 
     def leave(self, name: int) -> None:

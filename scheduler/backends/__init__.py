@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
+from typing import TypeVar
 
 from ..explanation import Explanation
 from ..sim.report import Report
@@ -20,6 +21,8 @@ from ..sim.trace import TraceError
 from .base import BackendError, ClusterBackend, Found, Progress, Task
 
 GROUP = "pyengine.cluster_backends"
+
+Kind = TypeVar("Kind")
 
 
 def _sim(**settings: str) -> ClusterBackend:
@@ -77,15 +80,22 @@ class _Guarded:
 
     def run(self, task: Task, progress: Progress | None = None) -> Report:
         with self._says("run"):
-            return self._inner.run(task, progress)
+            return _is(Report, self._inner.run(task, progress))
 
     def explain(self, task: Task, number: int) -> Explanation:
         with self._says("explain"):
-            return self._inner.explain(task, number)
+            return _is(Explanation, self._inner.explain(task, number))
 
     def cluster(self) -> Found | None:
         with self._says("describe its cluster"):
-            return self._inner.cluster()
+            found = self._inner.cluster()
+            return None if found is None else _is(Found, found)
+
+
+def _is(kind: type[Kind], answer: object) -> Kind:
+    if not isinstance(answer, kind):
+        raise TypeError(f"it answered {answer!r:.60} instead of a {kind.__name__}")
+    return answer
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ..report.statistics import LEVEL, Difference, interval, seeds_needed
 from ..report.statistics import compare as compare_rows
 from ..report.summary import Summary, summarize
 from ..report.table import cell, percent, table
-from ..sim.report import F64
+from ..sim.report import F64, FAILED
 from ..sim.spec import ClusterSpec, RunSpec
 from .contenders import contenders, cores, each, pool
 from .guard import INTERRUPTED, InputError, Watch, guarded, write_text
@@ -47,6 +47,7 @@ class Run:
     digest: str
     provenance: dict[str, Any]
     notes: tuple[str, ...]
+    failed: bool = False
 
 
 def compare(
@@ -68,7 +69,7 @@ def compare(
     Each seed makes the trace anew (its jitter; the generated trace itself) and draws for the policies; all policies see
     the same trace under the same seed, so they are compared pair by pair. A difference is called real if a test that
     assumes no distribution (all signs of the seeds' differences, corrected for all comparisons shown) gives it at most
-    a chance of 5 %. Ctrl-C leaves the runs that are done.
+    a chance of 5 %. Ctrl-C leaves the runs that are done. Ends with 1 if a policy failed in any run.
 
     Parameters
     ----------
@@ -125,7 +126,9 @@ def compare(
         write_text(output.json, dumps(grid.document(facts, complete)))
         if output.plot is not None and grid.curves():
             plot_curves(grid.curves(), ("requests/s offered", "goodput, requests/s"), output.plot, str(trace.trace))
-        return 0 if complete else INTERRUPTED
+        if not complete:
+            return INTERRUPTED
+        return 1 if grid.failed else 0
 
     return guarded("compare", work)
 
@@ -137,7 +140,10 @@ def run_cell(cell: Cell) -> Run:
     report = find_backend(cell.backend).run(task)
     if not report.complete:
         raise KeyboardInterrupt
-    return Run(summarize(report, cell.cluster.slo), report.digest, plain(report.provenance), tuple(report.notes))
+    failed = bool(report.totals.get(FAILED))
+    return Run(
+        summarize(report, cell.cluster.slo), report.digest, plain(report.provenance), tuple(report.notes), failed
+    )
 
 
 def maker(backend: ClusterBackend) -> ClusterBackend:
@@ -155,6 +161,11 @@ class Grid:
         self.runs = np.array(list(runs), dtype=object).reshape(len(names), len(rates), seeds)
         #: Seeds under which every contender was run at every rate: only those are compared.
         self.whole = [seed for seed in range(seeds) if all(run is not None for run in self.runs[:, :, seed].flat)]
+
+    @property
+    def failed(self) -> bool:
+        """A policy failed in some run: what it leaves compares with nothing."""
+        return any(run.failed for run in self.runs.flat if run is not None)
 
     def values(self, field: str) -> F64:
         """[contender, rate, whole seeds]"""

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from ..backends import ClusterBackend, Task, find_backend
+from ..backends import BackendError, ClusterBackend, Task, find_backend
 from ..report.document import dumps, objectives, provenance
 from ..report.plots import plot_lines
 from ..report.summary import needed_stretch, summarize
 from ..report.table import cell, percent, seconds, table
-from ..sim.report import Report
+from ..sim.report import FAILED, Report
 from ..sim.spec import MAX_WORKERS, ClusterSpec, RunSpec, WorkerSpec
 from ..sim.specfile import load_cluster
 from ..types import Role, Slo
@@ -110,6 +110,8 @@ class Trial:
         report = self._backend.run(task)
         if not report.complete:
             raise KeyboardInterrupt
+        if report.totals.get(FAILED):
+            raise BackendError(f"{prefill}P{decode}D cannot be judged: {'; '.join(report.notes)}")
         self._count += 1
         self._watch(self._count, None)
         return self._point(prefill, decode, report)

@@ -10,7 +10,7 @@ from ..backends import Task, find_backend
 from ..report.document import document, dumps, text
 from ..report.plots import plot_run
 from ..report.summary import summarize
-from ..sim.report import Report
+from ..sim.report import FAILED, Report
 from .guard import INTERRUPTED, Watch, guarded, write_text
 from .options import ClusterOptions, Output, RunOptions
 from .trace import TraceOptions
@@ -26,7 +26,8 @@ def simulate(
 ) -> int:
     """Runs a trace through a simulated cluster, with the scheduler that serves, and tells what would come of it.
 
-    Ctrl-C ends it early: the report is of what had come to an end, and says so; exit status 130.
+    Ctrl-C ends it early: the report is of what had come to an end, and says so; exit status 130. Ends with 1 if the
+    policy failed, which costs the request that it was asked about.
 
     Parameters
     ----------
@@ -57,4 +58,7 @@ def simulate(
 
 
 def status(report: Report) -> int:
-    return 0 if report.complete else INTERRUPTED
+    if not report.complete:
+        return INTERRUPTED
+    # What a policy that fails leaves is no answer: the report has a note that says how.
+    return 1 if report.totals.get(FAILED) else 0

@@ -64,11 +64,16 @@ def find_policy(text: str) -> Policy:
     name, settings = split(text)
     maker = find_maker(name)
     try:
-        return make(maker, name, settings)
+        policy = make(maker, name, settings)
+        # Asked now: who lacks it would be noticed with the first hot prefix, hours later.
+        complete = callable(policy) and isinstance(policy.replicates, bool)
     except UnknownName:
         raise
     except Exception as error:
         raise UnknownName(f"the policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
+    if not complete:
+        raise UnknownName(f"{name!r} makes no policy: it can be called, and has a `replicates` that is True or False")
+    return policy
 
 
 def find_admission(text: str) -> Admission:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from ..cluster import View
 from .base import Ask, Choice, Policy
 
@@ -28,6 +30,8 @@ def decide(name: str, policy: Policy, view: View, ask: Ask, rng: random.Random) 
 def _fault(view: View, choice: Choice) -> str:
     if not isinstance(choice, Choice):
         return f"answered {choice!r} instead of a Choice"
+    if not isinstance(choice.fetch, bool | np.bool_):
+        return f"answered fetch={choice.fetch!r}, which is neither true nor false"
     prefill, decode, count = choice.prefill, choice.decode, len(view.workers)
     if not (0 <= prefill < count and 0 <= decode < count):
         return f"chose row {prefill} or {decode} of {count}"

@@ -9,6 +9,7 @@ moment.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -128,6 +129,8 @@ class Simulation:
         self._under_way = 0
         self.complete = self.interrupted = False
         self.notes: list[str] = []
+        #: Requests refused because the policy failed, by what it did.
+        self.failed_decisions: Counter[str] = Counter()
         self._tags = 0
         self._flows: dict[int, tuple[Callable[[bool], None], NodeModel, NodeModel]] = {}
         self._links_due = float("inf")

@@ -222,6 +222,8 @@ class RequestModel:
             self.state = State.BACKING_OFF
             self.sim.loop.after(LATER_PAUSE, self.start)
             return
+        if refusal.kind == "policy":
+            self.sim.failed_decisions[refusal.reason] += 1
         final = refusal.kind in ("late", "policy")
         if final or (self.sim.servable and (refusal.retry_after is None or self._failing_since is None)):
             self._refused()

@@ -13,7 +13,7 @@ import numpy as np
 
 from .gateway import RequestModel
 from .node import TIERS
-from .report import DONE, F64, I64, UNFINISHED, Records, Report, longest_tenth
+from .report import DONE, F64, FAILED, I64, UNFINISHED, Records, Report, longest_tenth
 
 if TYPE_CHECKING:
     from .cluster import Simulation
@@ -120,7 +120,7 @@ class Measure:
             provenance=self._provenance(description),
             digest=self._digest(records, series, totals),
             complete=sim.complete,
-            notes=sim.notes,
+            notes=[*sim.notes, *_failures(sim.failed_decisions)],
         )
 
     def _records(self) -> Records:
@@ -138,7 +138,10 @@ class Measure:
     def _totals(self) -> dict[str, float]:
         sim = self.sim
         workers, nodes = sim.workers.values(), sim.nodes.values()
+        failed = sim.failed_decisions.total()
         return {
+            # Not there where policies do what they should: their digests stay what they were before there was this.
+            **({FAILED: failed} if failed else {}),
             "seconds": sim.loop.now,
             "steps": sum(worker.steps for worker in workers),
             "evictions": sum(node.pool.evictions for node in nodes),
@@ -182,6 +185,11 @@ class Measure:
             digest.update(values.tobytes())
         digest.update(np.array(list(totals.values())).tobytes())
         return digest.hexdigest()
+
+
+def _failures(failed: Counter[str]) -> list[str]:
+    """A sentence for each of the most frequent."""
+    return [f"{count:,} requests were refused: {reason}" for reason, count in failed.most_common(5)]
 
 
 def _mean(values: list[float]) -> float:

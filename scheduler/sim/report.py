@@ -13,6 +13,8 @@ I64 = npt.NDArray[np.int64]
 
 #: Values of `Records.outcome`.
 DONE, REJECTED, DROPPED, UNFINISHED = range(4)
+#: The count, in `Report.totals`, of requests refused because the policy failed: there only if one did.
+FAILED = "failed decisions"
 
 
 @dataclass(frozen=True)

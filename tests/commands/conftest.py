@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from pyengine.scheduler import cli
+from pyengine.scheduler.cluster import View
+from pyengine.scheduler.policies import Ask, Choice
 
 
 @dataclass(frozen=True)
@@ -23,21 +26,31 @@ class Called:
 Conductor = Callable[..., Called]
 
 
-def install(folder: Path, name: str, where: str) -> None:
+def install(folder: Path, name: str, where: str, group: str = "pyengine.cluster_backends") -> None:
     """A distribution with one entry point, as pip would leave it."""
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[pyengine.cluster_backends]\n{name} = {where}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {where}\n")
+
+
+class Failing:
+    """A policy of another package with a fault."""
+
+    replicates = False
+
+    def __call__(self, view: View, ask: Ask, rng: random.Random) -> Choice:
+        raise ZeroDivisionError("no choice")
 
 
 @pytest.fixture
 def conductor(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conductor:
-    """`conductor ARGUMENTS` in this process, with the backends null and broken installed."""
+    """`conductor ARGUMENTS` in this process, with the backends null and broken and the policy failing installed."""
     packages = tmp_path / "packages"
     packages.mkdir()
     install(packages, "null", "tests.backends.null:NullBackend")
     install(packages, "broken", "tests.backends.null:Broken")
+    install(packages, "failing", "tests.commands.conftest:Failing", "pyengine.policies")
     monkeypatch.syspath_prepend(str(packages))
     importlib.invalidate_caches()
 

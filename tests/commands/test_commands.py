@@ -84,6 +84,10 @@ MISTAKES = {
         ["--backend", "broken:where=run"],
         "failed to run: ZeroDivisionError: no run",
     ),
+    "plugin that answers something else": (
+        ["--backend", "broken:where=answer"],
+        "failed to run: TypeError: it answered 5 instead of a Report",
+    ),
 }
 
 

@@ -78,6 +78,16 @@ def test_a_simulated_decision_is_explained(conductor: Conductor, tmp_path: Path)
     assert late.status == 2 and "the trace has no request 60: its last is 59" in late.err
 
 
+def test_a_policy_that_fails_is_named_and_is_no_success(conductor: Conductor) -> None:
+    says = "requests were refused: the policy 'failing' failed: ZeroDivisionError: no choice"
+    called = conductor("simulate", *GENERATED, "--policy", "failing")
+    assert called.status == 1 and f"note: 60 {says}" in called.out
+    called = conductor("compare", *GENERATED, "--policies", "random,failing", "--seeds", 1, "--jobs", 1)
+    assert called.status == 1 and f"note: 60 {says}" in called.out
+    called = conductor("plan", *GENERATED, "--policy", "failing", "--ttft", 1, "--tbt", 1)
+    assert called.status == 2 and called.err == f"conductor plan: error: 1P1D cannot be judged: 60 {says}\n"
+
+
 def test_an_explanation_that_is_interrupted_says_no_more(conductor: Conductor, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

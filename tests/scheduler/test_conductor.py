@@ -25,6 +25,7 @@ from pyengine.scheduler.events import (
     OrderReplicate,
     Replicated,
     SendToGateway,
+    SendToWorker,
     Tick,
     WorkerLost,
 )
@@ -39,6 +40,7 @@ from pyengine.scheduler.messages import (
     ProtocolError,
     Route,
     RouteEnded,
+    SetRole,
     ToConductor,
     WorkerAlive,
     WorkerHello,
@@ -228,6 +230,18 @@ def test_silence_loss_and_goodbye_end_a_worker() -> None:
         assert {world.plan(chain(i)).prefill.worker for i in range(8)} == {"both-1"}
         world.on(FromWorker(WorkerHello(info=worker("both-0", Role.BOTH, "node-0", incarnation=2))))
         assert 2 in {world.plan(chain(i)).prefill.incarnation for i in range(16)}
+
+
+def test_who_was_taken_for_dead_and_is_heard_again_is_asked_who_it_is() -> None:
+    """A process that was stopped for longer than anybody waits, and goes on: its link has stood."""
+    world = World(worker("both-0", Role.BOTH, "node-0"), worker("both-1", Role.BOTH, "node-1"))
+    world.wait(4.0, silent=("both-0",))
+    assert world.planned_alone(chain(1)).prefill.worker == "both-1"
+    assert world.alive("both-0") == [SendToWorker("both-0", SetRole(role=Role.BOTH))]
+    assert world.alive("both-1") == []
+    world.on(FromWorker(WorkerHello(info=world.workers["both-0"])))
+    assert world.alive("both-0") == []
+    assert {world.plan(chain(n)).prefill.worker for n in range(8)} == {"both-0", "both-1"}
 
 
 def test_a_worker_that_stands_still_with_work_queued_gets_no_more() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pyengine.scheduler import order
-from pyengine.scheduler.order import OVERDUE, PATIENCE, Line, Place
+from pyengine.scheduler.order import OVERDUE, PATIENCE, STALE, Line, Place
 
 
 class Oracle:
@@ -236,6 +236,24 @@ def test_what_is_remembered_of_tenants_is_limited(monkeypatch: pytest.MonkeyPatc
         line.served(place, 10)
         line.remove(place.number)
     assert len(line._classes[0]._served) <= 9
+
+
+def test_those_that_wait_no_more_are_not_remembered() -> None:
+    """Overload for days: somebody short always waits, and the long ones behind it come, grow late and go."""
+    line = Line()
+    for number in range(10_000):
+        line.push(Place(2 * number, float(number), latest=number + 9.0, seconds=0.1, patience=50.0))
+        line.push(Place(2 * number + 1, float(number), latest=number + 9.0, seconds=5.0, patience=50.0))
+        head = line.head(float(number))
+        assert head is not None
+        if number >= 1:
+            line.remove(2 * number - 2)
+        if number >= 20:
+            line.remove(2 * number - 39)
+        line.check()
+    assert len(line) == 21
+    (tenant,) = line._classes[0]._tenants.values()
+    assert max(len(heap) for heap in (tenant._timely, tenant._latest, tenant._late)) <= 2 * len(line) + STALE + 1
 
 
 def test_misuse_is_refused() -> None:

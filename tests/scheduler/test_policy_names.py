@@ -68,6 +68,25 @@ class Stray:
         return Choice(0, 0)
 
 
+class Unsaid:
+    def __call__(self, view, ask, rng):
+        return Choice(1, 0)
+
+
+class Odd:
+    replicates = True
+
+    def __call__(self, view, ask, rng):
+        return Choice(1, 0, terms={"good": [1, 2], "short": [1], "words": ["a", "b"]})
+
+
+class Undecided:
+    replicates = True
+
+    def __call__(self, view, ask, rng):
+        return Choice(1, 0, fetch=None)
+
+
 def unmakeable():
     raise OSError("no licence")
 '''
@@ -85,6 +104,10 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "last": "other_policies:Last",
         "raising": "other_policies:Raising",
         "stray": "other_policies:Stray",
+        "unsaid": "other_policies:Unsaid",
+        "odd": "other_policies:Odd",
+        "undecided": "other_policies:Undecided",
+        "number": "builtins:int",
         "unmakeable": "other_policies:unmakeable",
         "half-made": "half_made:Policy",
         "absent": "other_policies:Absent",
@@ -158,6 +181,8 @@ def test_a_wrong_admission_suggests_the_nearest() -> None:
         ("half-made", r"'half-made' \(half_made:Policy of other-policies\) cannot be loaded: RuntimeError: half made"),
         ("absent", r"'absent' .*cannot be loaded: AttributeError"),
         ("unmakeable", "'unmakeable' cannot be made: OSError: no licence"),
+        ("unsaid", "'unsaid' cannot be made: AttributeError: .*replicates"),
+        ("number", "'number' makes no policy: it can be called"),
         ("last:offset=one", "'offset' of 'last' must be a whole number, not 'one'"),
         ("lasst", "did you mean 'last'"),
     ],
@@ -172,6 +197,7 @@ def test_a_plugin_that_cannot_be_loaded_is_named(other_package: Path, text: str,
     [
         ("raising", "the policy 'raising' failed: ZeroDivisionError"),
         ("stray", "the policy 'stray' chose|the policy 'stray' gave"),
+        ("undecided", "the policy 'undecided' answered fetch=None, which is neither"),
     ],
 )
 def test_a_policy_that_fails_costs_one_request_and_is_counted(other_package: Path, policy: str, says: str) -> None:
@@ -185,6 +211,15 @@ def test_a_policy_that_fails_costs_one_request_and_is_counted(other_package: Pat
     assert world.conductor.counters()['pyengine_conductor_rejections_total{reason="policy"}'] == 2
     world.conductor.router.policy = find_policy("kvcache-centric")
     assert world.plan(chain(1)).prefill.worker == "b-prefill"
+
+
+def test_terms_that_are_no_columns_are_not_told(other_package: Path) -> None:
+    """A conductor that explains must not end by what a plugin calls a term."""
+    world = World(worker("a-decode", Role.DECODE, "n0"), worker("b-prefill", Role.PREFILL, "n1"), policy="odd")
+    world.plan(chain(1))
+    found = world.conductor.router.decisions.find(None)
+    assert found is not None
+    assert [each.terms for each in found.candidates] == [{"good": 1.0}, {"good": 2.0}]
 
 
 @pytest.mark.parametrize(

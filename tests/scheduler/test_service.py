@@ -31,6 +31,7 @@ from pyengine.scheduler.messages import (
     ClusterState,
     Codec,
     ConductorToGateway,
+    ConductorToWorker,
     Explain,
     Explained,
     GatewayHello,
@@ -39,6 +40,7 @@ from pyengine.scheduler.messages import (
     Rejected,
     Route,
     RouteEnded,
+    SetRole,
     WorkerAlive,
     WorkerHello,
     WorkerLeaving,
@@ -62,7 +64,7 @@ class Peer:
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.setsockopt(zmq.SNDTIMEO, int(PATIENCE * 1000))
         self._socket = dial(self._context.socket(zmq.DEALER), endpoint, key)
-        self._codec = Codec(ConductorToGateway)
+        self._codec = Codec(ConductorToGateway | ConductorToWorker)
 
     def send(self, *messages: Message) -> None:
         self._socket.send(self._codec.encode(list(messages)))
@@ -283,6 +285,23 @@ def test_a_worker_whose_link_is_gone_is_dead_at_once(dialled: Callable[[], Peer]
     gateway.expect(ClusterState, lambda state: len(state.workers) == 1)
     loop.close()
     gateway.expect(ClusterState, lambda state: not state.workers)
+
+
+def test_a_worker_that_was_held_up_is_asked_who_it_is(
+    dialled: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link stands all the time, so by itself it would say hello never more, and get no work."""
+    monkeypatch.setattr("pyengine.scheduler.cluster.DEAD_AFTER", 0.5)
+    gateway, loop = dialled(), dialled()
+    info = worker("both-0", Role.BOTH, "node-0")
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    loop.send(WorkerHello(info=info))
+    gateway.expect(ClusterState, lambda state: state.workers == (info,))
+    gateway.expect(ClusterState, lambda state: not state.workers)
+    loop.send(alive("both-0", {}))
+    assert loop.expect(SetRole).role is Role.BOTH
+    loop.send(WorkerHello(info=info))
+    gateway.expect(ClusterState, lambda state: state.workers == (info,))
 
 
 def test_what_an_earlier_life_of_a_worker_still_says_is_ignored(dialled: Callable[[], Peer]) -> None:
