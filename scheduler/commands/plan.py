@@ -38,7 +38,8 @@ def plan(
     backend: Annotated[str, Parameter(name="--backend")] = "sim",
     output: Output | None = None,
 ) -> int:
-    """Finds the cheapest cluster, in nodes, and its split between prefill and decode, that serves a trace well enough.
+    """Finds the cheapest cluster, in nodes, that serves a trace well enough: its split between prefill and decode, or
+    none, with workers of role both.
 
     Ends with 1 if no cluster up to the largest does; then it says which is best, and which objectives it would meet.
     Ctrl-C leaves what was tried.
@@ -54,7 +55,8 @@ def plan(
     nodes_max
         The largest cluster to try.
     cluster
-        A cluster file (or one that comes along) whose nodes and first prefill and decode workers are multiplied.
+        A cluster file (or one that comes along) whose nodes and first prefill and decode workers are multiplied; and
+        the first of role both, or else the first decode worker in that role.
     backend
         As for simulate; one that makes clusters.
     """
@@ -103,8 +105,8 @@ class Trial:
         # Now, so that a template without one of the roles is told before the first run.
         self.cluster(1, 1)
 
-    def __call__(self, prefill: int, decode: int) -> Point:
-        cluster = self.cluster(prefill, decode)
+    def __call__(self, prefill: int, decode: int, both: int) -> Point:
+        cluster = self.cluster(prefill, decode, both)
         requests = self._trace.made(cluster.block_tokens, self._run.seed)
         task = Task(requests=requests, description=requests.description, cluster=cluster, run=self._run)
         report = self._backend.run(task)
@@ -114,36 +116,38 @@ class Trial:
             raise BackendError(f"{prefill}P{decode}D cannot be judged: {'; '.join(report.notes)}")
         self._count += 1
         self._watch(self._count, None)
-        return self._point(prefill, decode, report)
+        return self._point(prefill, decode, both, report)
 
-    def cluster(self, prefill: int, decode: int) -> ClusterSpec:
+    def cluster(self, prefill: int, decode: int, both: int = 0) -> ClusterSpec:
         """Raises InputError if the template has nobody for a role."""
-        workers = (self._of(Role.PREFILL, prefill), self._of(Role.DECODE, decode))
+        counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.BOTH: both}
+        workers = tuple(self._of(role, count) for role, count in counts.items() if count)
         return msgspec.structs.replace(self._base, workers=workers)
 
     def _of(self, role: Role, count: int) -> WorkerSpec:
-        """Its first worker of the role, else the first of role both."""
-        for wanted in (role, Role.BOTH):
+        """Its first worker of the role, else the first of role both, or of decode for that."""
+        for wanted in (role, Role.BOTH if role is not Role.BOTH else Role.DECODE):
             for worker in self._base.workers:
                 if worker.role is wanted:
                     return msgspec.structs.replace(worker, role=role, count=count)
         raise InputError(f"the cluster file has no {role.value} worker to be multiplied: add one")
 
-    def _point(self, prefill: int, decode: int, report: Report) -> Point:
+    def _point(self, prefill: int, decode: int, both: int, report: Report) -> Point:
         slo = self._base.slo
         s = summarize(report, slo)
         self.facts = {name: value for name, value in report.provenance.items() if name != "cluster"}
         first, gaps = Slo(ttft=slo.ttft), Slo(tbt=slo.tbt)
-        stretches = (
+        both_longer, first_longer, gaps_longer = (
             needed_stretch(report.records, stretched, self._wanted, kept)
             for stretched, kept in ((slo, Slo()), (first, gaps), (gaps, first))
         )
-        return Point(prefill, decode, s.effective, s.met_ttft, s.met_tbt, *stretches)
+        met = s.effective, s.met_ttft, s.met_tbt
+        return Point(prefill, decode, *met, both_longer, first_longer, gaps_longer, both)
 
 
 def _text(search: Search, slo: Slo, facts: Mapping[str, object], complete: bool) -> str:
     rows = [
-        (f"{p.prefill}P{p.decode}D", p.nodes, percent(p.share), percent(p.ttft), percent(p.tbt), p.stretch)
+        (name_of(p), p.nodes, percent(p.share), percent(p.ttft), percent(p.tbt), p.stretch)
         for p in sorted(search.tried.values(), key=lambda p: (p.nodes, p.prefill))
     ]
     headers = ("cluster", "nodes", "within both", "TTFT", "TBT", "stretch")
@@ -162,13 +166,18 @@ def verdict(search: Search, slo: Slo, complete: bool) -> str:
         return f"So far the cheapest that suffices is {name_of(best)}." if best else "Nothing tried so far suffices."
     if best is not None:
         less = max((p for p in search.tried.values() if p.nodes == best.nodes - 1), key=lambda p: p.share, default=None)
-        beside = f" With {less.nodes} nodes it is {percent(less.share)} at best ({name_of(less)})." if less else ""
-        return f"{name_of(best)}: {best.nodes} nodes serve {percent(best.share)} within the objectives.{beside}"
+        beside = f" With {_nodes(less.nodes)} it is {percent(less.share)} at best ({name_of(less)})." if less else ""
+        serve = "serves" if best.nodes == 1 else "serve"
+        return f"{name_of(best)}: {_nodes(best.nodes)} {serve} {percent(best.share)} within the objectives.{beside}"
     top = max(search.tried.values(), key=lambda p: (p.share, -p.stretch))
     said = (
         f"No cluster of up to {search.most} nodes suffices: the best possible is {percent(top.share)} ({name_of(top)})."
     )
     return f"{said} {_instead(search, slo)}"
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def _instead(search: Search, slo: Slo) -> str:
@@ -188,7 +197,8 @@ def _instead(search: Search, slo: Slo) -> str:
 
 
 def name_of(point: Point) -> str:
-    return f"{point.prefill}P{point.decode}D"
+    """As 3P2D, or 5B for workers of role both."""
+    return f"{point.both}B" if point.both else f"{point.prefill}P{point.decode}D"
 
 
 def _document(search: Search, slo: Slo, facts: Mapping[str, object], complete: bool) -> dict[str, Any]:
@@ -207,6 +217,6 @@ def _document(search: Search, slo: Slo, facts: Mapping[str, object], complete: b
 def _lines(search: Search) -> dict[str, list[tuple[float, float]]]:
     """Share over prefill nodes, a line for each number of nodes."""
     lines: dict[str, list[tuple[float, float]]] = {}
-    for point in sorted(search.tried.values(), key=lambda p: (p.nodes, p.prefill)):
+    for point in sorted((p for p in search.tried.values() if not p.both), key=lambda p: (p.nodes, p.prefill)):
         lines.setdefault(f"{point.nodes} nodes", []).append((float(point.prefill), point.share))
     return lines

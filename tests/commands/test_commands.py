@@ -268,14 +268,15 @@ def test_compare_s_mistakes(arguments: list[str], complaint: str, conductor: Con
 
 
 def test_plan_finds_the_least_and_says_when_there_is_none(conductor: Conductor, trace: Path, tmp_path: Path) -> None:
-    """The null backend takes half a second whatever the cluster: two nodes do, or none."""
+    """The null backend takes half a second whatever the cluster: a node of role both does, or none."""
     file = tmp_path / "plan.json"
     well = conductor(
         "plan", "--trace", trace, "--ttft", 1, "--tbt", 1, "--backend", "null", "--json", file, "--plot",
         tmp_path / "plan.png",
     )  # fmt: skip
-    assert well.status == 0 and "1P1D: 2 nodes serve 100.0%" in well.out
-    assert json.loads(file.read_text())["best"]["prefill"] == 1
+    assert well.status == 0 and "1B: 1 node serves 100.0%" in well.out
+    found = json.loads(file.read_text())
+    assert found["best"]["both"] == 1 and [point["prefill"] for point in found["tried"]] == [1, 0]
     ill = conductor("plan", "--trace", trace, "--ttft", 0.1, "--tbt", 1, "--backend", "null", "--nodes-max", 4)
     assert ill.status == 1
     assert "No cluster of up to 4 nodes suffices: the best possible is 0.0%" in ill.out
