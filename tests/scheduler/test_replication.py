@@ -1,4 +1,4 @@
-"""Goal: a hot prefix gets one more copy where that is worth it, and an order that nobody answers blocks nothing for long.
+"""Goal: a hot prefix gets one more copy where that is worth it, and an unanswered order holds up none for long.
 Method: whole conductors, whose daemons answer no order. What is asked for is over at once, so only heat decides.
 """
 
