@@ -39,15 +39,10 @@ app = cyclopts.App(
     name="conductor", help="The global scheduler: it sends each request where its KV is, or moves the KV."
 )
 
-# Imported when they are called: `serve` starts without a simulator.
-for _command, _help in {
-    "simulate": "Runs a trace through a simulated cluster, with the scheduler that serves.",
-    "compare": "Compares policies on one trace: goodput curves, and which differences are real.",
-    "plan": "Finds the cheapest cluster, and its split, that serves a trace well enough.",
-    "explain": "Tells of one request every candidate, every term of the decision, and the choice.",
-    "replay": "Sends a trace to a live cluster and compares it with the simulation of the same.",
-}.items():
-    app.command(f"pyengine.scheduler.commands.{_command}:{_command}", name=_command, help=_help)
+#: Imported when they are called, or help is asked for: `serve` starts without a simulator.
+COMMANDS = ("simulate", "compare", "plan", "explain", "replay")
+for _command in COMMANDS:
+    app.command(f"pyengine.scheduler.commands.{_command}:{_command}", name=_command)
 
 
 @app.command
@@ -73,7 +68,8 @@ def serve(
     daemons
         HOST:PORT for daemons; port 0 takes any and the ready line tells it.
     policy
-        random, round-robin, least-loaded, kvcache-centric, or an entry point of the group pyengine.policies.
+        kvcache-centric, least-harm, or another of those that simulate has, with settings: name:knob=value,...; or an
+        entry point of the group pyengine.policies.
     admission
         none, or who refuses what would miss its latency objective: at-arrival, patient, predictive,
         predictive-system.
@@ -200,6 +196,10 @@ def _digest(text: str) -> int:
 
 
 def main() -> None:
+    if not sys.argv[1:] or sys.argv[1] in ("--help", "-h"):
+        # The list tells what each is for, in the words of its own help.
+        for name in COMMANDS:
+            app[name]
     sys.exit(app())
 
 

@@ -421,14 +421,14 @@ class Codec:
         return self._encoder.encode([PROTOCOL, *messages])
 
     def decode(self, frame: bytes) -> list[Message]:
-        """Raises ProtocolError for a frame of another protocol or with an unknown message."""
+        """Raises ProtocolError for a frame of another protocol, with an unknown message, or nested without end."""
         try:
             version, *raw = self._frame.decode(frame)
             protocol = msgspec.msgpack.decode(version, type=int)
             if protocol != PROTOCOL:
                 raise ProtocolError(f"peer speaks protocol {protocol}, this is {PROTOCOL}: upgrade the older one")
             return [self._decoder.decode(item) for item in raw]
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             if isinstance(error, ProtocolError):
                 raise
             raise ProtocolError(f"not a frame of this protocol: {error}") from error

@@ -183,7 +183,7 @@ class WorkerLinks(threading.Thread):
             try:
                 # Every message is an order. There are few, but who sends many is not to fill the memory.
                 self._in.extend(order for order in self._orders.decode(frame) if len(self._in) < INBOX)  # type: ignore[misc]
-            except (ProtocolError, RecursionError) as error:
+            except ProtocolError as error:
                 logger.warning("the conductor sent what this worker cannot read: %s", error)
             self.wake()
 
@@ -208,7 +208,7 @@ class WorkerLinks(threading.Thread):
             identity, frame = self._router.recv_multipart(zmq.NOBLOCK)[:2]
             try:
                 messages = self._codec.decode(frame)
-            except (ProtocolError, RecursionError) as error:
+            except ProtocolError as error:
                 logger.warning("a gateway sent what this worker cannot read: %s", error)
                 continue
             if identity not in self._gateways:

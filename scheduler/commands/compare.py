@@ -21,7 +21,7 @@ from ..report.table import cell, percent, table
 from ..sim.report import F64, FAILED
 from ..sim.spec import ClusterSpec, RunSpec
 from .contenders import contenders, cores, each, pool
-from .guard import INTERRUPTED, InputError, Watch, guarded, write_text
+from .guard import INTERRUPTED, InputError, Watch, guarded, told, write_text
 from .options import ClusterOptions, Flag, Output, at_least, positive
 from .trace import TraceOptions
 
@@ -122,10 +122,11 @@ def compare(
             "objectives": objectives(spec.slo),
             **grid.provenance(),
         }
-        print(grid.text(facts, complete))
-        write_text(output.json, dumps(grid.document(facts, complete)))
-        if output.plot is not None and grid.curves():
-            plot_curves(grid.curves(), ("requests/s offered", "goodput, requests/s"), output.plot, str(trace.trace))
+        with told(grid.text(facts, complete)):
+            write_text(output.json, dumps(grid.document(facts, complete)))
+            if output.plot is not None and grid.curves():
+                axes = ("requests/s offered", "goodput, requests/s")
+                plot_curves(grid.curves(), axes, output.plot, str(trace.trace))
         if not complete:
             return INTERRUPTED
         return 1 if grid.failed else 0

@@ -19,7 +19,7 @@ from ..messages import ClusterState, Explain, Explained
 from ..report.document import dumps
 from ..report.explained import explained
 from ..types import Slo
-from .guard import InputError, guarded, try_output, write_text
+from .guard import InputError, guarded, told, try_output, write_text
 from .options import ClusterOptions, RunOptions, at_least
 from .trace import TraceOptions
 from .unsent import MAX_TOKENS, Unsent, read_prompt
@@ -107,8 +107,8 @@ def explain(
             requests = options.made(spec.block_tokens, scheduled.seed)
             task = Task(requests=requests, description=requests.description, cluster=spec, run=scheduled)
             found = find_backend(backend).explain(task, number)
-        print(explained(found))
-        write_text(json_, dumps(msgspec.to_builtins(found)))
+        with told(explained(found)):
+            write_text(json_, dumps(msgspec.to_builtins(found)))
         return 0
 
     return guarded("explain", work)

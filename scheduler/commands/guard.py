@@ -5,9 +5,11 @@ Exit status: 0 done, 1 done and the answer is no, 2 impossible as asked, 130 sto
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pyengine.config import ConfigError
@@ -66,6 +68,24 @@ def write_text(path: Path | None, text: str) -> None:
             path.write_text(text)
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+@contextmanager
+def told(text: str) -> Iterator[None]:
+    """Prints a report; within, files are written. Where nobody reads any more (`| head`), or nothing fits, they are all
+    the same: InputError is raised behind them.
+    """
+    failure: OSError | None = None
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        failure = error
+        # What is left of it would be complained of once more when Python ends.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    yield
+    if failure is not None:
+        raise InputError(f"cannot write the report to stdout: {failure.strerror}")
 
 
 class Watch:

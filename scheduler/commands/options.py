@@ -59,9 +59,11 @@ class RunOptions:
     Parameters
     ----------
     policy
-        As `conductor serve` has them, and the rivals' that live beside the simulator; settings: name:knob=value,...
+        random, round-robin, least-loaded, least-queue-time, cache-aware, kvcache-centric, least-harm; models of others:
+        dynamo, sglang, llm-d, lmetric, preble, netkv; or an entry point of the group pyengine.policies. Settings:
+        name:knob=value,...
     admission
-        none, or one that refuses what would miss an objective.
+        none, or who refuses what would miss an objective: at-arrival, patient, predictive, predictive-system, baseline.
     roles
         Workers change between prefill and decode as the load asks.
     seed

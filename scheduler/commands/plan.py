@@ -20,7 +20,7 @@ from ..sim.spec import MAX_WORKERS, ClusterSpec, RunSpec, WorkerSpec
 from ..sim.specfile import load_cluster
 from ..types import Role, Slo
 from .compare import maker
-from .guard import INTERRUPTED, InputError, Watch, guarded, write_text
+from .guard import INTERRUPTED, InputError, Watch, guarded, told, write_text
 from .options import Output, RunOptions, at_least, positive, share
 from .search import Point, Search
 from .trace import TraceOptions
@@ -80,11 +80,12 @@ def plan(
         except KeyboardInterrupt:
             complete = False
         watch.close()
-        print(_text(search, slo, trial.facts, complete))
-        write_text(output.json, dumps(_document(search, slo, trial.facts, complete)))
-        if output.plot is not None and search.tried:
-            title = f"{trace.trace}: {objectives(slo)}"
-            plot_lines(_lines(search), ("prefill nodes", "share within the objectives"), wanted, output.plot, title)
+        with told(_text(search, slo, trial.facts, complete)):
+            write_text(output.json, dumps(_document(search, slo, trial.facts, complete)))
+            if output.plot is not None and search.tried:
+                title = f"{trace.trace}: {objectives(slo)}"
+                axes = ("prefill nodes", "share within the objectives")
+                plot_lines(_lines(search), axes, wanted, output.plot, title)
         if not complete:
             return INTERRUPTED
         return 0 if search.best is not None else 1

@@ -20,7 +20,7 @@ from ..sim.report import Report
 from ..sim.spec import ClusterSpec
 from ..sim.specfile import load_cluster, to_toml
 from ..types import Slo
-from .guard import INTERRUPTED, InputError, Watch, guarded, try_output, write_text
+from .guard import INTERRUPTED, WISHES, InputError, Watch, guarded, told, try_output, write_text
 from .options import Flag, Output, positive, run_spec
 from .trace import TraceOptions
 
@@ -100,16 +100,26 @@ def replay(
 
         reports = [run(live, known, "live requests")]
         assumed: list[str] = []
-        if reports[0].complete:
-            if found is not None and found.unmeasured:
-                found = live.cluster()
-                assumed.append("costs as they were fitted while this trace ran: the workers had measured none before")
-            with _saved(found, save_cluster) as discovered:
-                simulated = given or discovered
-                assert simulated is not None
-                assumed += found.assumed if found is not None and given is None else ()
-                reports.append(run(find_backend("sim"), simulated, "simulated requests"))
-        return _tell(reports, slo, [f"simulated with {sentence}" for sentence in assumed], output)
+        failure: ValueError | None = None
+        try:
+            if reports[0].complete:
+                if found is not None and found.unmeasured:
+                    found = live.cluster()
+                    assumed.append(
+                        "costs as they were fitted while this trace ran: the workers had measured none before"
+                    )
+                with _saved(found, save_cluster) as discovered:
+                    simulated = given or discovered
+                    assert simulated is not None
+                    assumed += found.assumed if found is not None and given is None else ()
+                    reports.append(run(find_backend("sim"), simulated, "simulated requests"))
+        except WISHES as error:
+            # What was measured took as long as the trace: it is told first.
+            failure = error
+        status = _tell(reports, slo, [f"simulated with {sentence}" for sentence in assumed], output)
+        if failure is not None:
+            raise failure
+        return status
 
     return guarded("replay", work)
 
@@ -119,19 +129,23 @@ def _tell(reports: list[Report], slo: Slo, assumed: list[str], output: Output) -
     live, first = reports[0], summaries[0]
     found = gaps(first, summaries[1]) if len(reports) == 2 and reports[1].complete else []
     if found:
-        print(provenance({**live.provenance, "simulated as": reports[1].provenance.get("fidelity", "")}))
-        print(f"\nobjectives: {objectives(slo)}; {_counts(first)} live, {_counts(summaries[1])} simulated\n")
-        print(gap_table(found))
-        print("\n".join(f"\nnote: {note}" for note in [*live.notes, *reports[1].notes, *assumed]))
+        notes = [f"note: {note}" for note in [*live.notes, *reports[1].notes, *assumed]]
+        shown = [
+            provenance({**live.provenance, "simulated as": reports[1].provenance.get("fidelity", "")}),
+            f"objectives: {objectives(slo)}; {_counts(first)} live, {_counts(summaries[1])} simulated",
+            gap_table(found),
+            *notes,
+        ]
     else:
-        print(text(live, first, slo))
+        shown = [text(live, first, slo)]
     names = ("live", "simulated")
     parts = {
         name: document(report, summary, slo) for name, report, summary in zip(names, reports, summaries, strict=False)
     }
-    write_text(output.json, dumps({"complete": bool(found), **parts, "differences": found, "assumed": assumed}))
-    if output.plot is not None:
-        plot_run(live, slo, output.plot)
+    with told("\n\n".join(shown)):
+        write_text(output.json, dumps({"complete": bool(found), **parts, "differences": found, "assumed": assumed}))
+        if output.plot is not None:
+            plot_run(live, slo, output.plot)
     return 0 if found else INTERRUPTED
 
 

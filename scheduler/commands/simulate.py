@@ -11,7 +11,7 @@ from ..report.document import document, dumps, text
 from ..report.plots import plot_run
 from ..report.summary import summarize
 from ..sim.report import FAILED, Report
-from .guard import INTERRUPTED, Watch, guarded, write_text
+from .guard import INTERRUPTED, Watch, guarded, told, write_text
 from .options import ClusterOptions, Output, RunOptions
 from .trace import TraceOptions
 
@@ -48,10 +48,10 @@ def simulate(
         report = where.run(task, watch)
         watch.close()
         summary = summarize(report, spec.slo)
-        print(text(report, summary, spec.slo))
-        write_text(output.json, dumps(document(report, summary, spec.slo)))
-        if output.plot is not None:
-            plot_run(report, spec.slo, output.plot)
+        with told(text(report, summary, spec.slo)):
+            write_text(output.json, dumps(document(report, summary, spec.slo)))
+            if output.plot is not None:
+                plot_run(report, spec.slo, output.plot)
         return status(report)
 
     return guarded("simulate", work)

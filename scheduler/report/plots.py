@@ -96,7 +96,10 @@ def _figure(rows: int, columns: int) -> tuple[Any, Any]:
 
 def _save(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize="small")
-    figure.savefig(path, dpi=110)
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise NoPlots(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _title(provenance: Mapping[str, object]) -> str:

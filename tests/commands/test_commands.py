@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pyengine.scheduler import cli
 from pyengine.scheduler.commands import compare as compare_module
 from pyengine.scheduler.commands.contenders import contenders
 from pyengine.scheduler.commands.guard import InputError
@@ -23,6 +24,24 @@ from pyengine.scheduler.types import Slo
 
 from ..report.records import records, report
 from .conftest import Conductor, install
+
+
+@pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+def test_help_tells_what_each_command_is_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list has a sentence of each; a command's own help has all that its statuses mean."""
+    said = {
+        ("--help",): "Finds the cheapest cluster",
+        ("plan", "--help"): "Ends with 1 if no cluster up to the largest does",
+        ("simulate", "--help"): "exit status 130",
+    }
+    for arguments, sentence in said.items():
+        monkeypatch.setattr(sys, "argv", ["conductor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        assert sentence in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_simulate_reports_as_text_json_and_picture(conductor: Conductor, trace: Path, tmp_path: Path) -> None:
@@ -38,6 +57,22 @@ def test_simulate_reports_as_text_json_and_picture(conductor: Conductor, trace: 
     assert found["complete"] and found["summary"]["requests"] == 30 and found["summary"]["effective"] == 1.0
     assert found["provenance"]["seed"] == 4 and found["records"]["ttft"] == [0.25] * 30
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("where", ["closed", "/dev/full"])
+def test_files_are_written_where_nobody_reads_the_report(
+    where: str, conductor: Conductor, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`conductor simulate --json FILE | head -1`; and a disk that is full."""
+    file = tmp_path / "report.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") if where == "closed" else Path(where).open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        called = conductor("simulate", "--trace", trace, "--backend", "null", "--json", file)
+    reason = "Broken pipe" if where == "closed" else "No space left on device"
+    assert called.err == f"conductor simulate: error: cannot write the report to stdout: {reason}\n"
+    assert called.status == 2 and json.loads(file.read_text())["complete"]
 
 
 def test_objectives_on_the_command_line_replace_the_file_s(conductor: Conductor, trace: Path, tmp_path: Path) -> None:
@@ -313,6 +348,19 @@ def test_replay_needs_a_live_cluster(conductor: Conductor, trace: Path, tmp_path
     assert "tells nothing of its cluster" in conductor("replay", "--trace", trace, "--backend", "null").err
     wrong = conductor("replay", "--trace", trace, "--backend", "null", "--save-cluster", tmp_path / "x.json")
     assert "ends in .toml" in wrong.err
+
+
+def test_what_was_measured_is_told_where_it_cannot_be_simulated(
+    conductor: Conductor, trace: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "replay.json"
+    called = conductor(
+        "replay", "--trace", trace, "--backend", "null", "--cluster", "small", "--speed", "1e-8", "--json", file
+    )  # fmt: skip
+    assert called.status == 2 and "a year at most can be simulated" in called.err
+    assert "fidelity" in called.out and "none: nothing is computed" in called.out
+    found = json.loads(file.read_text())
+    assert not found["complete"] and found["live"]["summary"]["done"] == 30 and "simulated" not in found
 
 
 THIRD_PARTY = """

@@ -4,8 +4,10 @@ on a small cluster; real processes of the fake model for what is live.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.request import Request, urlopen
@@ -21,8 +23,9 @@ from pyengine.scheduler.types import Role, Slo
 from tests.system.conftest import FAKE_SLOW, fake_server
 
 from ..report.records import records, report
-from .conftest import Conductor
+from .conftest import Conductor, install
 
+DOCUMENTATION = Path(__file__).parents[2] / "docs" / "conductor.md"
 GENERATED = ("--trace", "generated", "--limit", "60", "--cluster", "small")
 
 
@@ -91,6 +94,24 @@ def test_a_policy_that_fails_is_named_and_is_no_success(conductor: Conductor) ->
     assert called.status == 1 and f"note: 60 {says}" in called.out
     called = conductor("plan", *GENERATED, "--policy", "failing", "--ttft", 1, "--tbt", 1)
     assert called.status == 2 and called.err == f"conductor plan: error: 1P1D cannot be judged: 60 {says}\n"
+
+
+def test_the_policy_of_the_documentation_is_one_file_and_one_entry_point(
+    conductor: Conductor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As somebody else would add it: what stands in docs/conductor.md, word by word."""
+    chapter = DOCUMENTATION.read_text().partition("## Adding a policy\n")[2].partition("\n## ")[0]
+    blocks = dict(re.findall(r"```(python|toml)\n(.*?)```", chapter, re.DOTALL))
+    (group,) = tomllib.loads(blocks["toml"])["project"]["entry-points"].items()
+    ((name, where),) = group[1].items()
+    (tmp_path / "my_package.py").write_text(blocks["python"])
+    install(tmp_path, name, where, group[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    called = conductor("simulate", *GENERATED, "--policy", "fewest-tokens:queue=0.5")
+    assert called.status == 0 and re.search("^done +60$", called.out, re.MULTILINE), called.out + called.err
+    explained = conductor("explain", *GENERATED, "--policy", "fewest-tokens", "--request", 40)
+    assert explained.status == 0 and "left" in explained.out
 
 
 def test_an_explanation_that_is_interrupted_says_no_more(conductor: Conductor, monkeypatch: pytest.MonkeyPatch) -> None:

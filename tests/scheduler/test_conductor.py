@@ -163,6 +163,21 @@ def test_dram_of_another_node_is_preferred_to_its_ssd_and_others_stand_in() -> N
     assert plan.cached_blocks == 4
 
 
+def test_only_who_is_to_send_is_busy_with_it() -> None:
+    """Of two that hold a prefix one sends; the other, who would stand in, has as much time as before."""
+    world = World(
+        worker("both-0", Role.BOTH, "node-0"),
+        *(worker(f"decode-{k}", Role.DECODE, f"node-{k}") for k in (1, 2)),
+    )
+    keys = chain(*range(4))
+    world.store("node-1", keys[:3])
+    world.store("node-2", keys)
+    plan = world.plan(keys)
+    assert parts(plan.sources) == [("node-2", 0, 4, Medium.DRAM), ("node-1", 0, 3, Medium.DRAM)]
+    busy = {name: world.conductor.links.queue(name, world.now) for name in ("node-1", "node-2")}
+    assert busy["node-2"] > busy["node-1"] == 0.0
+
+
 def test_reading_from_ssd_counts_and_measured_loads_correct_it() -> None:
     world = twins()
     keys = chain(*range(64))

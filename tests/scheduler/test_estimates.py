@@ -11,7 +11,7 @@ import random
 import pytest
 
 from pyengine.scheduler.changes import Change, pack
-from pyengine.scheduler.events import FromGateway, FromWorker, SendToGateway, WorkerLost
+from pyengine.scheduler.events import DaemonGone, FromGateway, FromWorker, SendToGateway, WorkerLost
 from pyengine.scheduler.explanation import Candidate, Explanation
 from pyengine.scheduler.link_cost import LINK_DELAY, LINK_RATE
 from pyengine.scheduler.messages import (
@@ -241,6 +241,9 @@ def test_short_prompts_may_run_inside_decode_batches_that_keep_their_objective()
     made.planned_alone(keys, 170, slo=Slo(tbt=0.05))
     assert row(made, "decode-1").inlines, "what is cached need not be computed"
     assert not row(made, "prefill-0").inlines
+    assert may(17, slo=Slo(tbt=0.05))
+    made.on(DaemonGone(made.pools["node-1"].node))
+    assert not may(17, slo=Slo(tbt=0.05)), "nothing it computes is cached, nor moved"
 
 
 def test_what_came_corrects_what_is_predicted() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -17,7 +18,7 @@ from pyengine.scheduler.inflight import GRACE, SHORTEST, STRIDE_TOKENS, Coming, 
 from pyengine.scheduler.messages import WorkerHello
 from pyengine.scheduler.types import Role
 
-from .world import BLOCK, World, chain, worker
+from .world import BLOCK, NAMESPACE, World, chain, worker
 
 STRIDE = STRIDE_TOKENS // BLOCK
 WORKERS = ("a", "b", "c")
@@ -127,6 +128,16 @@ def test_requests_remembered_have_a_limit() -> None:
     real.check()
 
 
+def test_who_is_planned_anew_is_expected_for_as_long_as_the_new_plan_says() -> None:
+    real = Inflight()
+    real.add(("g", 1), PROMPTS[0], BLOCK, {"a": 0.5}, 0.0)
+    real.add(("g", 1), PROMPTS[0], BLOCK, {"a": 20.0}, 0.0)
+    real.expire(SHORTEST + 1.0)
+    assert len(real) == 1
+    real.expire(GRACE * 20.0)
+    assert len(real) == 0
+
+
 def pair() -> World:
     world = World(*(worker(f"both-{i}", Role.BOTH, f"node-{i}", pages=4000) for i in range(2)))
     for name in world.workers:
@@ -146,6 +157,8 @@ def test_a_burst_with_one_prefix_computes_it_once() -> None:
     assert sorted(computed)[-1] == 201 * BLOCK + 5
     assert all(tokens <= STRIDE_TOKENS + BLOCK + 5 for tokens in sorted(computed)[:-1])
     assert all(3.2 < plan.predicted_ttft < 4.5 for plan in plans[1:])
+    # Behind the first, its own line is as quick to notice that the head is there as anybody.
+    assert not any(plan.sources for plan in plans if plan.prefill.worker == plans[0].prefill.worker)
     # The other worker fetches the head once; whom it gets meanwhile waits for that.
     others = [plan for plan in plans if plan.prefill.worker != plans[0].prefill.worker]
     assert others[0].sources[0].node == plans[0].prefill.node
@@ -177,6 +190,22 @@ def test_who_computes_nothing_else_fetches_what_another_is_about_to_have() -> No
     other = world.plan(chain(*head, 2))
     assert (first.prefill.worker == idle, other.prefill.worker == idle) == (False, True)
     assert not other.sources
+
+
+def test_what_a_neighbour_on_the_same_node_computes_is_not_moved() -> None:
+    world = World(*(worker(f"both-{i}", Role.BOTH, "node-0", pages=4000) for i in range(2)))
+    for name in world.workers:
+        world.measured(name, 0.001)
+    head = list(range(200))
+    first = world.plan(chain(*head, 1))
+    other = world.plan(chain(*head, 2), exclude=(first.prefill.worker,))
+    (source,) = other.sources
+    assert source.node == other.prefill.node and source.ready > 3.0
+    view = world.conductor.cluster.view("model", NAMESPACE.digest(), 0, world.now)
+    assert view is not None
+    row = [info.worker for info in view.workers].index(other.prefill.worker)
+    rest = view.prefill_seconds_of(row, 201 * BLOCK + 5, 200 // STRIDE * STRIDE * BLOCK)
+    assert other.predicted_ttft == pytest.approx(source.ready + rest, abs=1e-6)
 
 
 def test_expectations_end_with_their_request_their_worker_and_their_time() -> None:

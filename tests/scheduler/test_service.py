@@ -335,6 +335,8 @@ def test_frames_of_another_protocol_are_refused_and_nothing_breaks(dialled: Call
     stranger, gateway = dialled(), dialled()
     stranger._socket.send(b"\x92\x63\x80")
     stranger._socket.send_multipart([b""])
+    # Arrays within arrays, as deep as the frame is long.
+    stranger._socket.send(b"\x92\x01" + b"\x91" * 100_000 + b"\x01")
     stranger._socket.send_multipart([b"a", b"b", b"c"])
     gateway.send(GatewayHello(gateway="g", incarnation=1))
     gateway.expect(ClusterState)
