@@ -36,6 +36,8 @@ def every(mask: Bools) -> bool:
     return bool(np.count_nonzero(mask) == mask.size)
 
 
+#: Roles that are asked for with every plan: to look up an enum's member takes longer than to compare it.
+PREFILL, BOTH = Role.PREFILL, Role.BOTH
 #: Workers and daemons remembered after their death, for their counters.
 MAX_DEAD = 1024
 #: A worker whose progress stands still for so long with work queued gets no more of it. A step of a big prompt on a
@@ -45,6 +47,8 @@ STUCK_AFTER = 30.0
 
 #: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
 SPARE_SLOTS = 1
+#: What a slot of a pool's DRAM may be.
+SLOT_STATES = ("free", "cached", "pinned", "reserved", "quarantine")
 #: Corrections that differ by less are one: they would only rewrite rows.
 SAME_FACTOR = 0.01
 
@@ -158,13 +162,16 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of. blocks: published by it, once for each medium."""
+    """One node's daemon as last heard of. blocks: published by it, once for each medium. _named: the counters of its
+    slots, which are asked for with each cold block.
+    """
 
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     blocks: int = 0
+    _named: dict[str, str] = field(default_factory=dict)
 
     @property
     def takes(self) -> bool:
@@ -173,8 +180,11 @@ class Daemon:
 
     def slots(self, *states: str) -> int:
         """Slots of its DRAM that are in one of these states, as far as it has told."""
-        label = f'pyengine_pool_blocks{{node="{self.node.node}",tier="dram",state='
-        return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
+        if not self._named:
+            label = f'pyengine_pool_blocks{{node="{self.node.node}",tier="dram",state='
+            self._named = {state: f'{label}"{state}"}}' for state in SLOT_STATES}
+        counters, named = self.counters, self._named
+        return sum([counters.get(named[state], 0) for state in states])
 
 
 # Neither frozen nor with slots: one is built for each request, of the columns of the one before (`Group.view`).
@@ -358,7 +368,7 @@ class Group:
         info, cost = worker.info, worker.cost
         base, token, context, sequence, history = cost.coefficients
         step, right = base, worker.correction
-        if info.role is Role.BOTH:
+        if info.role is BOTH:
             # Beside prefill, each decode step is part of it.
             step += sequence * worker.running + history * worker.running_context
         daemon = daemons.get(info.node.node)
@@ -373,7 +383,7 @@ class Group:
         )
         floats = (step * right, token * right, context * right, sequence, history, base, cost.error, right)
         bools = (
-            info.role is Role.BOTH,
+            info.role is BOTH,
             info.role.prefills and free,
             info.role.decodes and free,
             daemon is not None and daemon.takes and daemon.node.incarnation == info.node.incarnation,
@@ -393,7 +403,7 @@ class Group:
         running = worker.running + worker.queued_requests + plans.sequences
         kept = worker.running_context + worker.expected_tokens + plans.context
         gap = 0.0
-        if info.role is not Role.PREFILL:
+        if info.role is not PREFILL:
             # A decode step carries every sequence.
             step, _, _, sequence, history = worker.cost.coefficients
             gap = step + sequence * (running + 1) + history * kept

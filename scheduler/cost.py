@@ -26,9 +26,10 @@ PRIOR: F64 = np.array(UNMEASURED.coefficients)
 PRIOR_WEIGHT = 0.01
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
 FORGETTING = 0.99
-#: Of the prior, what each sample brings back.
-FRESH = (1 - FORGETTING) * PRIOR_WEIGHT
 EYE: F64 = np.eye(len(PRIOR))
+#: Of the prior, what each sample brings back: to the vector, and to the matrix.
+FRESH = (1 - FORGETTING) * PRIOR_WEIGHT
+FRESH_EYE: F64 = FRESH * EYE
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 
@@ -112,6 +113,6 @@ class StepCost:
         if work.decode_sequences:
             self.decode_context = work.decode_context / work.decode_sequences
         row = features * PRIOR / seconds
-        self._matrix = FORGETTING * self._matrix + row[:, None] * row + FRESH * EYE
+        self._matrix = FORGETTING * self._matrix + row[:, None] * row + FRESH_EYE
         self._vector = FORGETTING * self._vector + row + FRESH
         self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR

@@ -94,10 +94,10 @@ class Forecast:
         self._lengths = lengths
         self._row: dict[Key, int] = {}
         self._keys: list[Key] = []
-        self._columns: dict[str, npt.NDArray[Any]] = {
-            **{name: np.zeros(FIRST_ROWS) for name in _FLOATS},
-            **{name: np.zeros(FIRST_ROWS, dtype=np.int64) for name in _INTS},
-        }
+        #: [column, row] each, and their columns by name.
+        self._floats: F64 = np.zeros((len(_FLOATS), FIRST_ROWS))
+        self._ints: Ints = np.zeros((len(_INTS), FIRST_ROWS), dtype=np.int64)
+        self._columns = self._named()
         self._workers = _Names()
         self._tenants = _Names()
         # By number of the worker: its gap, who runs there without a plan, and up to when its requests are counted.
@@ -121,7 +121,9 @@ class Forecast:
             return
         row = len(self._keys)
         if row == len(self._columns["joins"]):
-            self._columns = {name: np.concatenate([c, np.zeros_like(c)]) for name, c in self._columns.items()}
+            self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
+            self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)], axis=1)
+            self._columns = self._named()
         self._keys.append(key)
         self._row[key] = row
         self._rows.clear()
@@ -159,8 +161,8 @@ class Forecast:
         if last != key:
             self._keys[row] = last
             self._row[last] = row
-            for values in self._columns.values():
-                values[row] = values[len(self._keys)]
+            for table in (self._floats, self._ints):
+                table[:, row] = table[:, len(self._keys)]
 
     def heartbeat(self, worker: str, running: int, gap: float, now: float) -> None:
         """The worker runs so many sequences, and should give each a token per `gap` seconds."""
@@ -327,6 +329,9 @@ class Forecast:
         return context
 
     # -- columns ---------------------------------------------------------------------------------------------------
+
+    def _named(self) -> dict[str, npt.NDArray[Any]]:
+        return dict(zip((*_FLOATS, *_INTS), (*self._floats, *self._ints), strict=True))
 
     def _of(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name][: len(self._keys)]
