@@ -253,6 +253,13 @@ class View:
         return self.context_seconds / 2
 
     @cached_property
+    def prompt_gap(self) -> F64:
+        """[W] by which a token of a prompt lengthens the gap between tokens; 0 where nothing is decoded. Groups keep
+        it.
+        """
+        return np.array([float(info.role.decodes) for info in self.workers]) * self.history_seconds
+
+    @cached_property
     def step_tokens(self) -> int:
         """Tokens that every worker computes in one step. Groups keep it."""
         return int(self.max_tokens_per_step.min())
@@ -346,6 +353,7 @@ class Group:
             min(min(info.pages, info.pool_slots - SPARE_SLOTS) * spec.block_tokens, info.max_positions) - 1
             for info in self._infos
         )
+        self._decoding = np.array([float(info.role.decodes) for info in self._infos])
         #: A column of zeros: numpy takes twice as long with the number.
         self._nothing = np.zeros(count)
         # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
@@ -437,6 +445,7 @@ class Group:
                 **self._bools.columns(),
                 # What a view would work out of these itself, each anew.
                 "half_context": self._floats.columns()["context_seconds"] / 2,
+                "prompt_gap": self._decoding * self._floats.columns()["history_seconds"],
                 "step_tokens": int(self._ints.columns()["max_tokens_per_step"].min()),
             }
         load = self._load_floats.columns()
