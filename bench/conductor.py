@@ -15,6 +15,7 @@ clock says nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import time
@@ -24,7 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.common import line, note, percentile
+from bench.conductor_parts import clocks, table
 from bench.index import packed_chains
+from pyengine import _native
 from pyengine.scheduler.changes import Change, pack
 from pyengine.scheduler.conductor import Conductor
 from pyengine.scheduler.events import (
@@ -106,7 +109,7 @@ class Cluster:
 
     def __init__(self, nodes: int, blocks: int, policy: str, seed: int = 0) -> None:
         self.draw = random.Random(seed)
-        self.conductor = Conductor(policy=policy, index=NativeIndex())
+        self.conductor = Conductor(policy=policy, index=NativeIndex(), inflight=_native.Inflight())
         self.now = 1000.0
         self.infos = [info(number) for number in range(nodes)]
         self.codec = Codec(ToConductor)
@@ -274,9 +277,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the blocks, fewer decisions")
     parser.add_argument("--policy", default="kvcache-centric")
     parser.add_argument("--nodes", type=int, help="one size only")
-    parser.add_argument("--profile", action="store_true", help="where the time goes, instead of figures")
+    parser.add_argument("--parts", action="store_true", help="what a decision is made of, instead of figures")
     arguments = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    # As the service does: nobody looks for garbage among what was imported.
+    gc.freeze()
     blocks = QUICK_BLOCKS if arguments.quick else BLOCKS
     count = QUICK_DECISIONS if arguments.quick else DECISIONS
     for nodes, rate in SIZES:
@@ -286,12 +291,10 @@ def main() -> None:
         cluster = Cluster(nodes, blocks, arguments.policy)
         note(f"{nodes} nodes, {blocks} blocks: made in {time.perf_counter() - start:.1f} s")
         run(cluster, 200, rate, False, False)
-        if arguments.profile:
-            import cProfile
-
-            profile = cProfile.Profile(time.process_time)
-            profile.runcall(run, cluster, count // 4, rate, False, False)
-            profile.print_stats("tottime")
+        if arguments.parts:
+            with clocks() as taken:
+                run(cluster, count, rate, True, True)
+            note("\n".join(table(taken, count)))
             continue
         for case, events, heartbeats in (
             ("decisions", False, False),

@@ -90,7 +90,7 @@ def candidates(cluster: Cluster, route: Route, turn: int, now: float) -> Candida
                 masks = narrower
                 filters.append((reason, masks))
     view.prefills, view.decodes = masks.prefills, masks.decodes
-    view.tbt = view.tbt + (view.tbt > 0) * view.history_seconds * route.prompt_tokens
+    view.tbt = view.tbt + view.prompt_gap * route.prompt_tokens
     return Candidates(view, tuple(filters))
 
 

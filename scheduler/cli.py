@@ -99,6 +99,7 @@ def serve(
             seed=seed,
             first_order=time.time_ns(),
             index=NativeIndex(),
+            inflight=_native.Inflight(),
         )
         service = Service(conductor, listen, daemons, _native.derive_key(key, "session"), tls=tls)
     except (ConfigError, LinkError, UnknownName, ValueError, _native.GiveUpError) as error:

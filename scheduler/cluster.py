@@ -36,6 +36,8 @@ def every(mask: Bools) -> bool:
     return bool(np.count_nonzero(mask) == mask.size)
 
 
+#: Roles that are asked for with every plan: to look up an enum's member takes longer than to compare it.
+PREFILL, BOTH = Role.PREFILL, Role.BOTH
 #: Workers and daemons remembered after their death, for their counters.
 MAX_DEAD = 1024
 #: A worker whose progress stands still for so long with work queued gets no more of it. A step of a big prompt on a
@@ -45,6 +47,8 @@ STUCK_AFTER = 30.0
 
 #: Slots of a pool that no grant of a whole prompt may take: they keep blocks in transit moving.
 SPARE_SLOTS = 1
+#: What a slot of a pool's DRAM may be.
+SLOT_STATES = ("free", "cached", "pinned", "reserved", "quarantine")
 #: Corrections that differ by less are one: they would only rewrite rows.
 SAME_FACTOR = 0.01
 
@@ -159,13 +163,16 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of. blocks: published by it, once for each medium."""
+    """One node's daemon as last heard of. blocks: published by it, once for each medium. _named: the counters of its
+    slots, which are asked for with each cold block.
+    """
 
     node: Node
     up: bool
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     blocks: int = 0
+    _named: dict[str, str] = field(default_factory=dict)
 
     @property
     def takes(self) -> bool:
@@ -174,8 +181,11 @@ class Daemon:
 
     def slots(self, *states: str) -> int:
         """Slots of its DRAM that are in one of these states, as far as it has told."""
-        label = f'pyengine_pool_blocks{{node="{self.node.node}",tier="dram",state='
-        return sum(self.counters.get(f'{label}"{state}"}}', 0) for state in states)
+        if not self._named:
+            label = f'pyengine_pool_blocks{{node="{self.node.node}",tier="dram",state='
+            self._named = {state: f'{label}"{state}"}}' for state in SLOT_STATES}
+        counters, named = self.counters, self._named
+        return sum([counters.get(named[state], 0) for state in states])
 
 
 # Neither frozen nor with slots: one is built for each request, of the columns of the one before (`Group.view`).
@@ -242,6 +252,13 @@ class View:
     def half_context(self) -> F64:
         """[W] half of `context_seconds`, which halves no column of each request instead. Groups keep it."""
         return self.context_seconds / 2
+
+    @cached_property
+    def prompt_gap(self) -> F64:
+        """[W] by which a token of a prompt lengthens the gap between tokens; 0 where nothing is decoded. Groups keep
+        it.
+        """
+        return np.array([float(info.role.decodes) for info in self.workers]) * self.history_seconds
 
     @cached_property
     def step_tokens(self) -> int:
@@ -337,6 +354,7 @@ class Group:
             min(min(info.pages, info.pool_slots - SPARE_SLOTS) * spec.block_tokens, info.max_positions) - 1
             for info in self._infos
         )
+        self._decoding = np.array([float(info.role.decodes) for info in self._infos])
         #: A column of zeros: numpy takes twice as long with the number.
         self._nothing = np.zeros(count)
         # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
@@ -359,7 +377,7 @@ class Group:
         info, cost = worker.info, worker.cost
         base, token, context, sequence, history = cost.coefficients
         step, right = base, worker.correction
-        if info.role is Role.BOTH:
+        if info.role is BOTH:
             # Beside prefill, each decode step is part of it.
             step += sequence * worker.running + history * worker.running_context
         daemon = daemons.get(info.node.node)
@@ -374,7 +392,7 @@ class Group:
         )
         floats = (step * right, token * right, context * right, sequence, history, base, cost.error, right)
         bools = (
-            info.role is Role.BOTH,
+            info.role is BOTH,
             info.role.prefills and free,
             info.role.decodes and free,
             daemon is not None and daemon.takes and daemon.node.incarnation == info.node.incarnation,
@@ -394,7 +412,7 @@ class Group:
         running = worker.running + worker.queued_requests + plans.sequences
         kept = worker.running_context + worker.expected_tokens + plans.context
         gap = 0.0
-        if info.role is not Role.PREFILL:
+        if info.role is not PREFILL:
             # A decode step carries every sequence.
             step, _, _, sequence, history = worker.cost.coefficients
             gap = step + sequence * (running + 1) + history * kept
@@ -428,6 +446,7 @@ class Group:
                 **self._bools.columns(),
                 # What a view would work out of these itself, each anew.
                 "half_context": self._floats.columns()["context_seconds"] / 2,
+                "prompt_gap": self._decoding * self._floats.columns()["history_seconds"],
                 "step_tokens": int(self._ints.columns()["max_tokens_per_step"].min()),
             }
         load = self._load_floats.columns()

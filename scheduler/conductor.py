@@ -40,6 +40,7 @@ from .events import (
 )
 from .explanation import Explanation
 from .feed import Feed
+from .inflight import Expectations, Inflight
 from .messages import (
     DEAD_AFTER,
     Clear,
@@ -91,6 +92,7 @@ class Conductor:
     first_order: number of the first order to a daemon. One that outlives a conductor still answers its orders, and
     such an answer is not to be taken for one to this conductor's: so it is higher than any that was given before.
     index: empty; what nodes hold. None: the plain one, which is slow. Another of its kind is made for device pages.
+    inflight: empty; what planned requests will leave. None: the plain one.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Conductor:
         seed: int = 0,
         first_order: int = 1,
         index: Index | None = None,
+        inflight: Expectations | None = None,
     ) -> None:
         self.cluster = Cluster()
         self.index: Index = PrefixIndex() if index is None else index
@@ -109,7 +112,9 @@ class Conductor:
         self.pages: Index = type(self.index)()
         self.feed = Feed(self.index)
         self.outlook = Outlook(find_admission(admission), roles)
-        self.router = Router(self.cluster, self.index, self.pages, policy, self.outlook, seed)
+        # An empty one is false.
+        inflight = Inflight() if inflight is None else inflight
+        self.router = Router(self.cluster, self.index, self.pages, inflight, policy, self.outlook, seed)
         self.links = self.router.links
         self.replicator = Replicator(self.index, first_order)
         self.dropper = Dropper(self.index, self.replicator)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from .cluster import Daemon
+from .cluster import SLOT_STATES, Daemon
 from .events import OrderForget
 from .prefix_index import Index
 from .replication import Replicator
@@ -71,11 +71,11 @@ class Dropper:
         holders = [node for node in self._index.holders(key) if node in daemons and daemons[node].takes]
         if len(holders) <= KEEP:
             return []
-        by_room = sorted(holders, key=lambda node: (-free_share(daemons[node]), node))
-        return [node for node in by_room[KEEP:] if free_share(daemons[node]) < SHORT]
+        by_room = sorted((-free_share(daemons[node]), node) for node in holders)
+        return [node for share, node in by_room[KEEP:] if -share < SHORT]
 
 
 def free_share(daemon: Daemon) -> float:
     """Of its DRAM's slots; 1 as long as it has not told."""
-    slots = daemon.slots("free", "cached", "pinned", "reserved", "quarantine")
+    slots = daemon.slots(*SLOT_STATES)
     return daemon.slots("free") / slots if slots else 1.0

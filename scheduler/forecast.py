@@ -34,6 +34,7 @@ FIRST_ROWS = 256
 #: Gap between tokens (seconds) of a worker that nobody has told anything of.
 UNKNOWN_GAP = 0.05
 
+#: Columns, in the order in which `add` writes them.
 _FLOATS = ("joins", "done", "length", "leaves", "tbt", "prefill_seconds")
 _INTS = ("prefill", "decode", "prompt", "most", "table", "priority", "tenant", "seen")
 
@@ -94,10 +95,10 @@ class Forecast:
         self._lengths = lengths
         self._row: dict[Key, int] = {}
         self._keys: list[Key] = []
-        self._columns: dict[str, npt.NDArray[Any]] = {
-            **{name: np.zeros(FIRST_ROWS) for name in _FLOATS},
-            **{name: np.zeros(FIRST_ROWS, dtype=np.int64) for name in _INTS},
-        }
+        #: [column, row] each, and their columns by name.
+        self._floats: F64 = np.zeros((len(_FLOATS), FIRST_ROWS))
+        self._ints: Ints = np.zeros((len(_INTS), FIRST_ROWS), dtype=np.int64)
+        self._columns = self._named()
         self._workers = _Names()
         self._tenants = _Names()
         # By number of the worker: its gap, who runs there without a plan, and up to when its requests are counted.
@@ -121,29 +122,30 @@ class Forecast:
             return
         row = len(self._keys)
         if row == len(self._columns["joins"]):
-            self._columns = {name: np.concatenate([c, np.zeros_like(c)]) for name, c in self._columns.items()}
+            self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
+            self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)], axis=1)
+            self._columns = self._named()
         self._keys.append(key)
         self._row[key] = row
         self._rows.clear()
         decode = self._number(entry.decode, now)
-        values: dict[str, float] = {
-            "prefill": self._number(entry.prefill, now),
-            "decode": decode,
-            "joins": max(entry.joins, now),
-            "prompt": entry.prompt,
-            "most": entry.most,
-            "table": entry.table,
-            "tbt": entry.tbt,
-            "prefill_seconds": entry.prefill_seconds,
-            "priority": entry.priority,
-            "tenant": self._tenants.number(entry.tenant),
-            "done": 0.0,
-            "seen": 0,
-            "length": entry.length,
-            "leaves": max(entry.joins, now) + entry.length * float(self._gap[decode]),
-        }
-        for name, value in values.items():
-            self._columns[name][row] = value
+        joins = max(entry.joins, now)
+        # Cell by cell, in the order of their names: numpy takes longer to make a row of a tuple.
+        floats, ints = self._floats, self._ints
+        floats[0, row] = joins
+        floats[1, row] = 0.0
+        floats[2, row] = entry.length
+        floats[3, row] = joins + entry.length * self._gap.item(decode)
+        floats[4, row] = entry.tbt
+        floats[5, row] = entry.prefill_seconds
+        ints[0, row] = self._number(entry.prefill, now)
+        ints[1, row] = decode
+        ints[2, row] = entry.prompt
+        ints[3, row] = entry.most
+        ints[4, row] = entry.table
+        ints[5, row] = entry.priority
+        ints[6, row] = self._tenants.number(entry.tenant)
+        ints[7, row] = 0
 
     def end(self, key: Key) -> None:
         """The request is over, or was never known."""
@@ -159,8 +161,8 @@ class Forecast:
         if last != key:
             self._keys[row] = last
             self._row[last] = row
-            for values in self._columns.values():
-                values[row] = values[len(self._keys)]
+            for table in (self._floats, self._ints):
+                table[:, row] = table[:, len(self._keys)]
 
     def heartbeat(self, worker: str, running: int, gap: float, now: float) -> None:
         """The worker runs so many sequences, and should give each a token per `gap` seconds."""
@@ -327,6 +329,9 @@ class Forecast:
         return context
 
     # -- columns ---------------------------------------------------------------------------------------------------
+
+    def _named(self) -> dict[str, npt.NDArray[Any]]:
+        return dict(zip((*_FLOATS, *_INTS), (*self._floats, *self._ints), strict=True))
 
     def _of(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name][: len(self._keys)]

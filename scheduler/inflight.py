@@ -5,6 +5,9 @@
 
 A key names its whole prefix, so whoever expects a block expects all before it: only every so many of a prompt's keys
 are kept, and its last. An expectation that proves wrong costs a miss and a recompute, never a wrong answer.
+
+`Expectations` is the contract. `Inflight` is its plain twin, which tests believe; `_native.Inflight` is the fast one,
+which serves. Both answer alike.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from .types import KEY_BYTES
 
@@ -29,6 +32,33 @@ SHORTEST = 2.0
 Coming: TypeAlias = tuple[int, float]
 
 
+class Expectations(Protocol):
+    """Requests, by gateway and number, and the blocks that they will leave. keys: 16 bytes per block, in order."""
+
+    def __len__(self) -> int:
+        """Requests whose blocks are expected."""
+
+    def add(
+        self, request: tuple[str, int], keys: bytes, block_tokens: int, workers: dict[str, float], now: float
+    ) -> None:
+        """The request was planned. keys: of the prompt's full blocks; workers: when each will have all of them."""
+
+    def end(self, request: tuple[str, int]) -> None:
+        """It is over, however: what it has left is in the index."""
+
+    def lost(self, worker: str) -> None:
+        """The worker is gone: what it was to compute, or to receive, will not come."""
+
+    def expire(self, now: float) -> None:
+        """Promises that are late by far are none."""
+
+    def find(self, keys: bytes, block_tokens: int, now: float) -> dict[str, Coming]:
+        """By worker, what is expected there of this prompt; who expects nothing is left out."""
+
+    def check(self) -> None:
+        """Raises if the two directions disagree."""
+
+
 @dataclass(slots=True, eq=False)
 class _Promise:
     """One request's blocks. keys: those that are kept. workers: when each has all of them."""
@@ -39,23 +69,13 @@ class _Promise:
     until: float
 
 
-@dataclass(slots=True, eq=False)
-class _Shared:
-    """Of a block that several requests bring. workers: when the first of them is there, kept, as who looks for a hot
-    prefix would else go through all its requests. requests: by worker, when each of them is there.
-    """
-
-    workers: dict[str, float]
-    requests: dict[str, dict[tuple[str, int], float]]
-
-
-#: Who expects a block, and when it is there: `workers`. Most are expected of one request only, the end of its own
-#: prompt: then it is that promise, which costs no more dictionaries.
-_Expected: TypeAlias = _Promise | _Shared
+#: Who expects a block: by worker, when it is there, of each request that brings it. Most are expected of one request
+#: only, the end of its own prompt: then it is that promise, which costs no more dictionaries.
+_Expected: TypeAlias = "_Promise | dict[str, dict[tuple[str, int], float]]"
 
 
 class Inflight:
-    """The promises by request, and the workers at which each key is expected."""
+    """The plain twin: the promises by request, and the workers at which each key is expected."""
 
     def __init__(self) -> None:
         self._promises: dict[tuple[str, int], _Promise] = {}
@@ -73,7 +93,6 @@ class Inflight:
         workers: dict[str, float],
         now: float,
     ) -> None:
-        """The request was planned. keys: of the prompt's full blocks; workers: when each will have all of them."""
         self.end(request)
         kept = [_key(keys, n) for n in marks(len(keys) // KEY_BYTES, block_tokens)]
         if not kept:
@@ -87,18 +106,16 @@ class Inflight:
                 self._expected[key] = promise
                 continue
             if isinstance(expected, _Promise):
-                expected = self._expected[key] = _Shared(expected.workers.copy(), _by_worker(expected))
+                first = expected.request
+                expected = {worker: {first: ready} for worker, ready in expected.workers.items()}
+                self._expected[key] = expected
             for worker, ready in workers.items():
-                expected.requests.setdefault(worker, {})[request] = ready
-                first = expected.workers.get(worker)
-                if first is None or ready < first:
-                    expected.workers[worker] = ready
+                expected.setdefault(worker, {})[request] = ready
         self.expire(now)
         while len(self._promises) > MAX_REQUESTS:
             self.end(next(iter(self._promises)))
 
     def end(self, request: tuple[str, int]) -> None:
-        """It is over, however: what it has left is in the index."""
         promise = self._promises.pop(request, None)
         if promise is None:
             return
@@ -107,23 +124,19 @@ class Inflight:
             if isinstance(expected, _Promise):
                 del self._expected[key]
                 continue
-            for worker, ready in promise.workers.items():
-                requests = expected.requests[worker]
+            for worker in promise.workers:
+                requests = expected[worker]
                 del requests[request]
                 if not requests:
-                    del expected.requests[worker], expected.workers[worker]
-                elif expected.workers[worker] == ready:
-                    expected.workers[worker] = min(requests.values())
-            if not expected.requests:
+                    del expected[worker]
+            if not expected:
                 del self._expected[key]
 
     def lost(self, worker: str) -> None:
-        """The worker is gone: what it was to compute, or to receive, will not come."""
         for request in [name for name, promise in self._promises.items() if worker in promise.workers]:
             self.end(request)
 
     def expire(self, now: float) -> None:
-        """Promises that are late by far are none."""
         while self._ends and self._ends[0][0] <= now:
             until, request = heapq.heappop(self._ends)
             promise = self._promises.get(request)
@@ -133,19 +146,24 @@ class Inflight:
             self._ends = [(promise.until, request) for request, promise in self._promises.items()]
             heapq.heapify(self._ends)
 
-    def find(self, keys: bytes, blocks: int, block_tokens: int, now: float) -> dict[str, Coming]:
-        """By worker, what is expected there of this prompt's first `blocks` blocks; who expects nothing is left out."""
+    def find(self, keys: bytes, block_tokens: int, now: float) -> dict[str, Coming]:
         if not self._promises:
             return {}
         coming: dict[str, Coming] = {}
-        shared = self._shared(keys, blocks, block_tokens)
+        shared = self._shared(keys, len(keys) // KEY_BYTES, block_tokens)
         # Whoever expects a longer part expects the shortest.
-        everybody = len(shared[0][1].workers) if shared else 0
+        everybody = len(_by_worker(shared[0][1])) if shared else 0
         for n, expected in reversed(shared):
             if len(coming) == everybody:
                 break
-            for worker, ready in expected.workers.items():
+            if isinstance(expected, _Promise):
+                for worker, ready in expected.workers.items():
+                    if worker not in coming:
+                        coming[worker] = (n, ready if ready > now else now)
+                continue
+            for worker, requests in expected.items():
                 if worker not in coming:
+                    ready = min(requests.values())
                     coming[worker] = (n, ready if ready > now else now)
         return coming
 
@@ -174,9 +192,6 @@ class Inflight:
             for worker, ready in promise.workers.items()
         }
         assert told == known, "an expectation has no request, or a request's is forgotten"
-        for expected in self._expected.values():
-            first = {worker: min(requests.values()) for worker, requests in _by_worker(expected).items()}
-            assert expected.workers == first, "a worker is expected to have a block at another time than its first request"
         everything = [_by_worker(expected) for expected in self._expected.values()]
         assert all(workers and all(workers.values()) for workers in everything), "an empty entry is kept"
         assert len(self._promises) <= MAX_REQUESTS, "too many requests are remembered"
@@ -200,4 +215,4 @@ def _key(keys: bytes, n: int) -> bytes:
 def _by_worker(expected: _Expected) -> dict[str, dict[tuple[str, int], float]]:
     if isinstance(expected, _Promise):
         return {worker: {expected.request: ready} for worker, ready in expected.workers.items()}
-    return expected.requests
+    return expected

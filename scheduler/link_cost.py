@@ -45,6 +45,8 @@ class LinkCost:
         self._usual_ssd: float | None = None
         #: Bytes per second between a node's DRAM and the pages of its workers; NaN: not measured.
         self._device: F64 = np.zeros(0)
+        #: What `rates` says of a sender that was never measured.
+        self._flat: tuple[tuple[int, float], F64] = ((0, 0.0), np.zeros(0))
         #: Whether any of these was measured.
         self.copies_measured = False
 
@@ -60,7 +62,11 @@ class LinkCost:
         places = self._places(to)
         known = self._rates.get(self._slot.get(source, -1))
         if known is None:
-            return np.full(len(to), self._assumed(False))
+            # Nobody writes to it: one will do until something else is assumed, or another group asks.
+            kind = len(to), self._assumed(False)
+            if self._flat[0] != kind:
+                self._flat = kind, np.full(*kind)
+            return self._flat[1]
         rates = known[places]
         rates[np.isnan(rates)] = self._assumed(False)
         return rates

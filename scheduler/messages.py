@@ -8,7 +8,7 @@ Every message about a request carries (request, attempt); whoever gets one of a 
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -69,9 +69,14 @@ class Route(Message, frozen=True):
     admitted: bool = False
 
     def __post_init__(self) -> None:
+        slo = self.slo
         lengths = 0 <= self.prompt_tokens <= MOST and 0 <= self.max_tokens <= MOST
-        promised = [each for each in (self.slo.ttft, self.slo.tbt, self.slo.deadline) if each is not None]
-        times = 0.0 <= self.waited < math.inf and all(each >= 0.0 for each in promised)
+        times = (
+            0.0 <= self.waited < math.inf
+            and (slo.ttft is None or slo.ttft >= 0.0)
+            and (slo.tbt is None or slo.tbt >= 0.0)
+            and (slo.deadline is None or slo.deadline >= 0.0)
+        )
         if not lengths or not times or abs(self.priority) > MOST:
             numbers = (self.prompt_tokens, self.max_tokens, self.waited, self.priority, self.slo)
             raise ValueError(f"a request's numbers are negative or none: {numbers}")
@@ -412,9 +417,9 @@ class ProtocolError(ValueError):
 class Codec:
     """Encodes lists of messages and decodes frames of one union."""
 
-    def __init__(self, union: object) -> None:
-        self._decoder = msgspec.msgpack.Decoder(union)
-        self._frame = msgspec.msgpack.Decoder(list[msgspec.Raw])
+    def __init__(self, union: Any) -> None:
+        # The protocol's number and the messages in one pass, which takes a third of the time that a pass for each does.
+        self._decoder = msgspec.msgpack.Decoder(list[int | union])
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, messages: list[Message]) -> bytes:
@@ -423,15 +428,28 @@ class Codec:
     def decode(self, frame: bytes) -> list[Message]:
         """Raises ProtocolError for a frame of another protocol, with an unknown message, or nested without end."""
         try:
-            version, *raw = self._frame.decode(frame)
-            protocol = msgspec.msgpack.decode(version, type=int)
-            if protocol != PROTOCOL:
-                raise ProtocolError(f"peer speaks protocol {protocol}, this is {PROTOCOL}: upgrade the older one")
-            return [self._decoder.decode(item) for item in raw]
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            if isinstance(error, ProtocolError):
-                raise
+            protocol, *messages = self._decoder.decode(frame)
+        except (ValueError, RecursionError) as error:
+            _refuse_another(frame)
             raise ProtocolError(f"not a frame of this protocol: {error}") from error
+        if protocol != PROTOCOL:
+            _refuse_another(frame)
+            raise ProtocolError("not a frame of this protocol: it has no number")
+        for message in messages:
+            if type(message) is int:
+                raise ProtocolError("not a frame of this protocol: a number is no message")
+        return messages  # type: ignore[return-value]
+
+
+def _refuse_another(frame: bytes) -> None:
+    """Raises ProtocolError if the frame is of another protocol, whose messages nobody here knows."""
+    try:
+        version, *_ = msgspec.msgpack.decode(frame, type=list[msgspec.Raw])
+        protocol = msgspec.msgpack.decode(version, type=int)
+    except (ValueError, RecursionError):
+        return
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"peer speaks protocol {protocol}, this is {PROTOCOL}: upgrade the older one")
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]

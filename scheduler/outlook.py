@@ -232,13 +232,14 @@ class Outlook:
 
 def _work(view: View, ask: Ask, choice: Choice) -> Work:
     row, tokens = choice.prefill, ask.prompt_tokens
-    prefix = int(ask.prefix[row])
+    # `item`: numbers of numpy's own are slow to calculate with.
+    prefix = ask.prefix.item(row)
     cached = (max(ask.best, prefix) if choice.fetch else prefix) * view.block_tokens
     rest = tokens - cached
-    steps = -(-rest // max(int(view.max_tokens_per_step[row]), 1))
+    steps = -(-rest // max(view.max_tokens_per_step.item(row), 1))
     # What the worker computes, and not what its predictions are corrected by, which is for waits.
-    right = float(view.correction[row])
-    each = float(view.token_seconds[row] + view.context_seconds[row] * (tokens + cached + 1) / 2) / right
+    right = view.correction.item(row)
+    each = (view.token_seconds.item(row) + view.context_seconds.item(row) * (tokens + cached + 1) / 2) / right
     context = tokens + ask.output_tokens / 2
     decode = decode_seconds(view, choice.decode, context, ask.output_tokens, ask.slo.tbt)
-    return Work(steps * float(view.base_seconds[row]) + rest * each, decode)
+    return Work(steps * view.base_seconds.item(row) + rest * each, decode)

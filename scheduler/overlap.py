@@ -14,11 +14,11 @@ import numpy as np
 
 from .cluster import Ints, View
 from .cost import F64
-from .inflight import Inflight
+from .inflight import Expectations
 from .link_cost import LinkCost
 from .prefix_index import Index, Run
 from .spreading import spread
-from .types import KEY_BYTES, Medium
+from .types import Medium
 
 #: Views whose slots are remembered.
 MAX_VIEWS = 64
@@ -56,7 +56,7 @@ class Overlap:
 class Overlaps:
     """Reads all indexes for one view at a time."""
 
-    def __init__(self, index: Index, pages: Index, inflight: Inflight) -> None:
+    def __init__(self, index: Index, pages: Index, inflight: Expectations) -> None:
         self._index, self._pages, self._inflight = index, pages, inflight
         self._node_slots = _Slots(index)
         self._worker_slots = _Slots(pages)
@@ -71,9 +71,11 @@ class Overlaps:
         if match.best:
             # Which node it is does not depend on slots: they tell who came first.
             (most,) = (match.held == match.held[match.held.argmax()]).nonzero()
-            on_ssd = match.ssd[most]
-            source_ssd = int(on_ssd[on_ssd.argmin()])
-            source = max([self._index.name(slot) for slot in most[on_ssd == source_ssd].tolist()])
+            if len(most) > 1:
+                on_ssd = match.ssd[most]
+                most = most[on_ssd == on_ssd[on_ssd.argmin()]]
+            source_ssd = int(match.ssd[most[0]])
+            source = max([self._index.name(slot) for slot in most.tolist()])
         names = self._worker_slots.of(view.workers, lambda: [info.worker for info in view.workers])
         device = self._pages.match(keys).held[names]
         has = np.maximum(held[view.node], device)
@@ -82,7 +84,7 @@ class Overlaps:
 
     def _coming(self, view: View, keys: bytes, has: Ints, now: float) -> tuple[Ints, F64]:
         """[W] each, or of length 0 if nobody will have more than he has."""
-        found = self._inflight.find(keys, len(keys) // KEY_BYTES, view.block_tokens, now)
+        found = self._inflight.find(keys, view.block_tokens, now)
         coming, ready = NOBODY
         if found:
             rows = self._rows_of(view)

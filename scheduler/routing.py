@@ -20,7 +20,7 @@ from .cluster import Assigned, Cluster, View
 from .estimates import Estimate, estimate, inlines, soonest
 from .explaining import Decision, Decisions, explain, unserved
 from .explanation import Explanation
-from .inflight import Inflight
+from .inflight import Expectations
 from .link_cost import LinkCost
 from .messages import Route, RouteEnded
 from .outlook import Judgement, Outlook
@@ -70,12 +70,21 @@ class _Considered:
 class Router:
     """Plans under way by (gateway, request). nodes: the daemon's node by name, to name sources."""
 
-    def __init__(self, cluster: Cluster, index: Index, pages: Index, policy: str, outlook: Outlook, seed: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        index: Index,
+        pages: Index,
+        inflight: Expectations,
+        policy: str,
+        outlook: Outlook,
+        seed: int,
+    ) -> None:
         self.policy_name = policy
         self.policy = find_policy(policy)
         self.outlook = outlook
         self.links = LinkCost()
-        self.inflight = Inflight()
+        self.inflight = inflight
         self.accuracy = Accuracy()
         self.decisions = Decisions()
         self.plans = 0

@@ -35,16 +35,16 @@ Number = TypeVar("Number", float, F64)
 
 def decode_gap(view: View, row: int, sequences: Number, context: Number) -> Number:
     """Seconds of a step of this worker that decodes so many sequences with `context` tokens together, and no prompt."""
-    base, sequence, history = view.base_seconds[row], view.sequence_seconds[row], view.history_seconds[row]
-    return float(base) + float(sequence) * sequences + float(history) * context
+    sequence, history = view.sequence_seconds.item(row), view.history_seconds.item(row)
+    return view.base_seconds.item(row) + sequence * sequences + history * context
 
 
 def most_sequences(view: View, row: int, context: float, gap: float) -> float:
     """Sequences of `context` tokens each that the worker can decode, a token per `gap` seconds for each; at least 1."""
-    each = float(view.sequence_seconds[row] + view.history_seconds[row] * context)
-    by_time = max(gap - float(view.base_seconds[row]), 0.0) / each if each > 0.0 else math.inf
-    by_room = float(view.pages[row] * view.block_tokens) / max(context, 1.0)
-    return max(min(by_time, by_room, float(view.max_sequences[row])), 1.0)
+    each = view.sequence_seconds.item(row) + view.history_seconds.item(row) * context
+    by_time = max(gap - view.base_seconds.item(row), 0.0) / each if each > 0.0 else math.inf
+    by_room = view.pages.item(row) * view.block_tokens / max(context, 1.0)
+    return max(min(by_time, by_room, float(view.max_sequences.item(row))), 1.0)
 
 
 def decode_seconds(view: View, row: int, context: float, output: float, tbt: float | None) -> float:

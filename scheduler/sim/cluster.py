@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import msgspec
 
+from pyengine._native import Inflight
+
 from ..conductor import Conductor
 from ..events import (
     DaemonGone,
@@ -115,6 +117,7 @@ class Simulation:
             roles="auto" if run.roles else "fixed",
             seed=run.seed,
             index=NativeIndex(),
+            inflight=Inflight(),
         )
         self._looks_twice = hasattr(find_admission(run.admission), "prefilled")
         self.nodes: dict[str, NodeModel] = {}

@@ -5,6 +5,7 @@ Method: random operations against a list of promises that is searched in full; t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,16 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pyengine import _native
 from pyengine.scheduler import inflight
 from pyengine.scheduler.events import DaemonGone, FromWorker, WorkerLost
-from pyengine.scheduler.inflight import GRACE, SHORTEST, STRIDE_TOKENS, Coming, Inflight, marks
+from pyengine.scheduler.inflight import GRACE, SHORTEST, STRIDE_TOKENS, Coming, Expectations, Inflight, marks
 from pyengine.scheduler.messages import WorkerHello
 from pyengine.scheduler.types import Role
 
 from .world import BLOCK, NAMESPACE, World, chain, worker
 
+#: The plain twin, and the one that serves.
+KINDS = (Inflight, _native.Inflight)
 STRIDE = STRIDE_TOKENS // BLOCK
 WORKERS = ("a", "b", "c")
+#: A gateway's numbers are any of 64 bits, and two gateways may have the same.
+REQUESTS = [("g", 0), ("g", 1), ("g", -1), ("g", 2**64 - 1), ("h", 0), ("h", 1)]
 #: Prompts that begin alike for a while: the first goes on for longest.
 PROMPTS = [
     b"".join(chain(*range(40))),
@@ -50,31 +56,35 @@ class Promise:
 class InflightMachine(RuleBasedStateMachine):
     """The oracle keeps every promise and looks through all of them."""
 
+    @staticmethod
+    def empty() -> Expectations:
+        return Inflight()
+
     @initialize()
     def begin(self) -> None:
-        self.real, self.now = Inflight(), 0.0
+        self.real, self.now = self.empty(), 0.0
         self.promises: dict[tuple[str, int], Promise] = {}
 
     @rule(
-        request=st.integers(0, 5),
+        request=st.sampled_from(REQUESTS),
         keys=st.sampled_from(PROMPTS),
         count=st.integers(0, 40),
-        workers=st.lists(st.sampled_from(WORKERS), min_size=1, max_size=2, unique=True),
-        after=st.floats(0, 20),
+        workers=st.dictionaries(st.sampled_from(WORKERS), st.floats(0, 20), min_size=1, max_size=2),
+        ragged=st.sampled_from([b"", b"no key"]),
     )
-    def add(self, request: int, keys: bytes, count: int, workers: list[str], after: float) -> None:
-        ready = {name: self.now + after for name in workers}
-        self.real.add(("g", request), keys[: count * 16], BLOCK, ready, self.now)
-        self.promises.pop(("g", request), None)
+    def add(self, request: tuple[str, int], keys: bytes, count: int, workers: dict[str, float], ragged: bytes) -> None:
+        ready = {name: self.now + after for name, after in workers.items()}
+        self.real.add(request, keys[: count * 16] + ragged, BLOCK, ready, self.now)
+        self.promises.pop(request, None)
         if count:
-            until = self.now + max(GRACE * after, SHORTEST)
-            self.promises["g", request] = Promise(keys[: count * 16], ready, until)
+            until = self.now + max(GRACE * (max(ready.values()) - self.now), SHORTEST)
+            self.promises[request] = Promise(keys[: count * 16], ready, until)
         self.promises = {key: each for key, each in self.promises.items() if each.until > self.now}
 
-    @rule(request=st.integers(0, 5))
-    def end(self, request: int) -> None:
-        self.real.end(("g", request))
-        self.promises.pop(("g", request), None)
+    @rule(request=st.sampled_from(REQUESTS))
+    def end(self, request: tuple[str, int]) -> None:
+        self.real.end(request)
+        self.promises.pop(request, None)
 
     @rule(name=st.sampled_from(WORKERS))
     def lose(self, name: str) -> None:
@@ -105,7 +115,7 @@ class InflightMachine(RuleBasedStateMachine):
                 ready = [each.workers[name] for each in same if name in each.workers]
                 if ready:
                     expected[name] = (n, max(min(ready), self.now))
-        assert self.real.find(keys, len(keys) // 16, BLOCK, self.now) == expected
+        assert self.real.find(keys, BLOCK, self.now) == expected
 
     @invariant()
     def consistent(self) -> None:
@@ -113,15 +123,28 @@ class InflightMachine(RuleBasedStateMachine):
         assert len(self.real) == len(self.promises)
 
 
-InflightMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+class NativeMachine(InflightMachine):
+    @staticmethod
+    def empty() -> Expectations:
+        return _native.Inflight()
+
+
+for machine in (InflightMachine, NativeMachine):
+    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestInflight = InflightMachine.TestCase
+TestNativeInflight = NativeMachine.TestCase
 
 
-def test_requests_remembered_have_a_limit() -> None:
-    real, most = Inflight(), inflight.MAX_REQUESTS
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_remembered_have_a_limit(kind: Callable[[], Expectations]) -> None:
+    real, most = kind(), inflight.MAX_REQUESTS
     keys = PROMPTS[0]
     for request in range(most + 10):
         real.add(("g", request), keys, BLOCK, {"a": 1.0}, 0.0)
+    assert len(real) == most
+    # The oldest are forgotten: these are not known.
+    for request in range(10):
+        real.end(("g", request))
     assert len(real) == most
     real.expire(1e9)
     assert len(real) == 0

@@ -6,10 +6,13 @@
 //! old one had is not seen any more; it is swept out page by page while changes come in. A dump is staged as a life of its
 //! own that is not seen until it is adopted.
 //!
+//! `inflight.rs` knows which holder will have which block: what planned requests will leave.
+//!
 //! A match does not rely on a holder of a block to hold what is before it: pools evict any block. It looks at each.
 
 pub mod changes;
 mod index;
+pub mod inflight;
 mod matching;
 mod table;
 

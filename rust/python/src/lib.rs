@@ -6,6 +6,7 @@ mod buffers;
 mod daemon;
 mod errors;
 mod index;
+mod inflight;
 mod keys;
 mod model;
 mod objects;
@@ -25,6 +26,8 @@ mod _native {
     use super::errors::{BugError, GiveUpError, RetryError, TransferError};
     #[pymodule_export]
     use super::index::{Match, PrefixIndex};
+    #[pymodule_export]
+    use super::inflight::Inflight;
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
