@@ -105,6 +105,8 @@ class Worker:
         #: Requests that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
         self.accepted: list[int] = []
         self._taken: list[int] = []
+        #: Seconds so far in the model, and beside it in the rounds of the loop that had a step (`WorkerService.serve`).
+        self.model_seconds = self.loop_seconds = 0.0
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
@@ -295,6 +297,7 @@ class Worker:
         began = time.perf_counter()
         tokens = self._execute(step.slices)
         seconds = time.perf_counter() - began
+        self.model_seconds += seconds
         work = self.batcher.work(step)
         self.counters["prefill"] += work.prefill_tokens
         self.counters["decode"] += work.decode_sequences

@@ -22,6 +22,8 @@ TERMS = ("step", "prompt_token", "prompt_context_token", "decoding_sequence", "d
 
 _SAMPLE = re.compile(r'^pyengine_cost_seconds\{worker="([^"]+)",per="(\w+)"\} (\S+)$', re.MULTILINE)
 _SAMPLES = re.compile(r'^pyengine_cost_samples_total\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
+_STEPS = re.compile(r'^pyengine_worker_steps_total\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
+_BESIDE = re.compile(r'^pyengine_worker_seconds_total\{worker="([^"]+)",of="loop"\} (\S+)$', re.MULTILINE)
 _POLICY = re.compile(r'^pyengine_conductor_plans_total\{policy="([^"]+)"\}', re.MULTILINE)
 
 
@@ -92,6 +94,7 @@ def describe(workers: list[Facts], metrics: str) -> Found:
                 pages=worker.pages,
                 max_tokens_per_step=worker.max_tokens_per_step,
                 max_sequences=worker.max_sequences,
+                step_overhead=_beside(worker.worker, metrics),
             )
             for worker in workers
         ),
@@ -123,3 +126,9 @@ def _fit(worker: str, metrics: str) -> StepTime | None:
         )
     except ModelError as error:
         raise BackendError(f"{worker} says of its costs what cannot be: {error}") from None
+
+
+def _beside(worker: str, metrics: str) -> float:
+    """Seconds of a step that the worker's loop has spent beside the model, on average; 0 before the first."""
+    steps, seconds = (float(dict(each.findall(metrics)).get(worker, 0.0)) for each in (_STEPS, _BESIDE))
+    return seconds / steps if steps else 0.0
