@@ -320,6 +320,7 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
         **{f'pyengine_cached_tokens_total{{{label},tier="{tier}"}}': counters[f"cached_{tier}"] for tier in TIERS},
         f"pyengine_worker_steps_total{{{label}}}": counters["steps"],
         f'pyengine_worker_seconds_total{{{label},of="model"}}': worker.model_seconds,
+        f'pyengine_worker_seconds_total{{{label},of="predicted"}}': worker.predicted_seconds,
         f'pyengine_worker_seconds_total{{{label},of="loop"}}': worker.loop_seconds,
         f"vllm:num_preemptions_total{{{label}}}": counters["preempted"],
         f'pyengine_worker_blocks_total{{{label},event="stored"}}': moved["stored_blocks"],

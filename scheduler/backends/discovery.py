@@ -23,7 +23,7 @@ TERMS = ("step", "prompt_token", "prompt_context_token", "decoding_sequence", "d
 _SAMPLE = re.compile(r'^pyengine_cost_seconds\{worker="([^"]+)",per="(\w+)"\} (\S+)$', re.MULTILINE)
 _SAMPLES = re.compile(r'^pyengine_cost_samples_total\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
 _STEPS = re.compile(r'^pyengine_worker_steps_total\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
-_BESIDE = re.compile(r'^pyengine_worker_seconds_total\{worker="([^"]+)",of="loop"\} (\S+)$', re.MULTILINE)
+_SECONDS = re.compile(r'^pyengine_worker_seconds_total\{worker="([^"]+)",of="(\w+)"\} (\S+)$', re.MULTILINE)
 _POLICY = re.compile(r'^pyengine_conductor_plans_total\{policy="([^"]+)"\}', re.MULTILINE)
 
 
@@ -112,15 +112,20 @@ def describe(workers: list[Facts], metrics: str) -> Found:
 
 
 def _fit(worker: str, metrics: str) -> StepTime | None:
-    """The worker's own cost model; None before it has measured a step."""
+    """The worker's own cost model; None before it has measured a step. Its steps are as long as they were on average: a
+    fit of relative errors is below the mean where steps vary, by their variance.
+    """
     measured = {name: float(count) for name, count in _SAMPLES.findall(metrics)}
     terms = {term: float(value) for name, term, value in _SAMPLE.findall(metrics) if name == worker}
     if not measured.get(worker) or set(TERMS) - set(terms):
         return None
+    predicted, factor = _seconds(worker, "predicted", metrics), 1.0
+    if predicted:
+        factor = _seconds(worker, "model", metrics) / predicted
     try:
         return StepTime.from_fit(
             worker,
-            [terms[term] for term in TERMS],
+            [factor * terms[term] for term in TERMS],
             about=f"the worker {worker}, fitted by itself",
             source=f"{measured[worker]:,.0f} steps of a live cluster",
         )
@@ -130,5 +135,9 @@ def _fit(worker: str, metrics: str) -> StepTime | None:
 
 def _beside(worker: str, metrics: str) -> float:
     """Seconds of a step that the worker's loop has spent beside the model, on average; 0 before the first."""
-    steps, seconds = (float(dict(each.findall(metrics)).get(worker, 0.0)) for each in (_STEPS, _BESIDE))
-    return seconds / steps if steps else 0.0
+    steps = float(dict(_STEPS.findall(metrics)).get(worker, 0.0))
+    return _seconds(worker, "loop", metrics) / steps if steps else 0.0
+
+
+def _seconds(worker: str, of: str, metrics: str) -> float:
+    return sum(float(value) for name, what, value in _SECONDS.findall(metrics) if (name, what) == (worker, of))
