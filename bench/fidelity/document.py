@@ -29,9 +29,9 @@ BESIDE = f"""## What the figures rest on
 * **The fake backend's steps** take what a cost model says, and the simulator has the same.
 * **Computed steps.** The simulator is told how long they take by the workers that compute: their own fits (the same
   five coefficients that the conductor decides by, times what steps took on average by what was predicted), and what
-  their loops spend beside the model, told every {EVERY:g} s while the load in question ran, and averaged. So what is compared is all but the speed of a matrix
-  product: who computes what, when, with whom, and what that does to whoever waits. Where goodput peaks is sought with
-  costs from a trace of its own.
+  their loops spend beside the model, told every {EVERY:g} s while the load in question ran, and averaged. So what is
+  compared is all but the speed of a matrix product: who computes what, when, with whom, and what that does to whoever
+  waits. Where goodput peaks is sought with costs from a trace of its own.
 * **Cores that are shared.** Each worker has a core; gateway, conductor, daemons and client have none of their own where
   there are no others. They are little, and a worker's step would let each of them wait for milliseconds: so workers
   give way to them (niceness {GIVES_WAY}). What they take of a core makes steps longer, and is in their costs.
