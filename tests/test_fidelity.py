@@ -6,27 +6,35 @@ four workers, stopped in its second turn.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from bench.fidelity import costs
 from bench.fidelity.clusters import FAKE, REAL
 from bench.fidelity.constants import Constants, fit
+from bench.fidelity.costs import mean
 from bench.fidelity.document import document
 from bench.fidelity.machine import Load, Watched, pin
 from bench.fidelity.runs import RUN, Found, Turn
 from bench.fidelity.traces import made, parts_of, singles
+from pyengine.scheduler.backends import Found as Told
 from pyengine.scheduler.report.fidelity import Gap
 from pyengine.scheduler.report.summary import summarize
 from pyengine.scheduler.sim.cluster import simulate
+from pyengine.scheduler.sim.compute import StepTime
 from pyengine.scheduler.sim.report import Records
-from pyengine.scheduler.types import Slo
+from pyengine.scheduler.sim.spec import ClusterSpec, WorkerSpec
+from pyengine.scheduler.types import Role, Slo
 
+from .backends.null import NullBackend
 from .sim.worlds import BLOCK, KV_BYTES, cluster, model
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +56,45 @@ def test_the_constants_of_a_cluster_are_found(tmp_path: Path) -> None:
     # A cluster that is faster than its model says has none below nothing.
     none = fit(simulated(Constants()), KV_BYTES, slower)
     assert (none.step_overhead, none.message_delay, none.handoff_delay) == (0.0, 0.0, 0.0)
+
+
+def _told(*factors: float) -> list[Told]:
+    """A worker's costs and loop, told several times."""
+    worker = WorkerSpec(role=Role.BOTH, count=1, model="w")
+    return [
+        Told(
+            ClusterSpec(workers=(msgspec.structs.replace(worker, step_overhead=factor),)),
+            {"w": StepTime.from_fit("w", [factor * each for each in (1.0, 2.0, 3.0, 4.0, 5.0)], about="", source="")},
+        )
+        for factor in factors
+    ]
+
+
+class _Telling(NullBackend):
+    """Tells something else each time."""
+
+    def __init__(self, told: list[Told]) -> None:
+        self.told = told
+        self.all = threading.Event()
+
+    def cluster(self) -> Told:
+        if len(self.told) == 1:
+            self.all.set()
+        return self.told[0] if len(self.told) == 1 else self.told.pop(0)
+
+
+def test_costs_are_the_mean_of_what_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = mean(_told(1.0, 2.0, 6.0))
+    assert found.spec.workers[0].step_overhead == 3.0
+    step, each = found.models["w"].decode_coefficients[:2]
+    assert (step, each) == (3.0, 12.0), "predictions are linear in the coefficients"
+    monkeypatch.setattr(costs, "EVERY", 1e-3)
+    telling = _Telling(_told(8.0, 8.0, 8.0))
+    with costs.Told(telling) as told:
+        telling.all.wait(60.0)
+    assert told.between(0.0, math.inf).spec.workers[0].step_overhead == 8.0
+    with pytest.raises(RuntimeError, match="told of no costs between -2 and -1 s"):
+        told.between(-2.0, -1.0)
 
 
 def test_parts_are_apart_and_the_same_each_time() -> None:

@@ -2,7 +2,7 @@
 
 Four numbers, once for all runs of a cluster, each from the one figure that it moves, in this order:
 
-    step_overhead   gaps between tokens, less the model's step
+    step_overhead   gaps between tokens, less the model's step and what the worker's loop says it spends beside it
     message_delay   time to the first token, by the number of messages that the simulator counts for it
     handoff_delay   time from the first token to the second: the hand-off, as far as it is the same for all prompts
     handoff_rate    what longer prompts add to that, by their bytes
@@ -36,7 +36,9 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
         replace = msgspec.structs.replace
         return replace(
             spec,
-            workers=tuple(replace(worker, step_overhead=self.step_overhead) for worker in spec.workers),
+            workers=tuple(
+                replace(worker, step_overhead=worker.step_overhead + self.step_overhead) for worker in spec.workers
+            ),
             message_delay=self.message_delay,
             handoff_delay=self.handoff_delay,
             handoff_rate=self.handoff_rate,

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from bench.fidelity.clusters import Setting
+from bench.fidelity.costs import EVERY
+from bench.fidelity.machine import GIVES_WAY
 from bench.fidelity.runs import Found, Turn
 from pyengine.scheduler.report.document import objectives
 from pyengine.scheduler.report.table import cell
@@ -14,7 +16,7 @@ HEAD = """# Live against simulated
 
 Written by `make fidelity`; not to be edited. The same generated trace goes to a cluster that `pyengine serve` has
 started, over HTTP as `conductor replay` sends it, and through the simulator: same conductor, policy, batcher, pools,
-heartbeats and cost model. Each turn has a trace and a cluster of its own; a difference is (simulated - live) / live,
+heartbeats and costs. Each turn has a trace and a cluster of its own; a difference is (simulated - live) / live,
 the median over the turns. TBT is the mean of the longest tenth of a request's gaps.
 """
 
@@ -22,34 +24,54 @@ PREFERRED = """Others used the machine meanwhile, so the live clusters and their
 (`--preferred`: niceness -20).
 """
 
-BESIDE = """## What the simulator does not model
+BESIDE = f"""## What the figures rest on
+
+* **The fake backend's steps** take what a cost model says, and the simulator has the same.
+* **Computed steps.** The simulator is told how long they take by the workers that compute: their own fits (the same
+  five coefficients that the conductor decides by, times what steps took on average by what was predicted), and what
+  their loops spend beside the model, told every {EVERY:g} s while the load in question ran, and averaged. So what is
+  compared is all but the speed of a matrix product: who computes what, when, with whom, and what that does to whoever
+  waits. Where goodput peaks is sought with costs from a trace of its own.
+* **Cores that are shared.** Each worker has a core; gateway, conductor, daemons and client have none of their own where
+  there are no others. They are little, and a worker's step would let each of them wait for milliseconds: so workers
+  give way to them (niceness {GIVES_WAY}). What they take of a core makes steps longer, and is in their costs.
+
+## What the simulator does not model
 
 * **HTTP, tokenization, detokenization and Python's loops.** What they cost one request alone is in four constants
-  (below each cluster), measured on it while it was idle, once, and the same for all its turns and loads. What they cost
-  more under load, as processes wait for a processor and one loop for the requests before it, is not: live tails are
-  longer than simulated ones.
+  (above, with each cluster), measured on it while it was idle, once, and the same for all its turns and loads. What
+  they cost more under load, as processes wait for a processor and one loop for the requests before it, is not: live
+  tails are longer than simulated ones.
 * **The granularity of sleep.** A worker of the fake backend keeps its steps' times to about 0.2 ms where it gets a
   processor at once; where it is woken late, the step is late. The tables of the machine say by how much a process was.
 * **First contacts.** The first transfer between two nodes opens a session, the first request to a worker a connection.
   The seconds at the start of each load do not count, and do most of this.
-* **Copies on the loop.** A worker copies KV between its pool and its pages between two steps, and all that runs there
-  waits; simulated copies run beside the steps. That is nothing for the fake backend's few bytes, and tens of
-  milliseconds a prompt for a model that computes on a core: its gaps' tail is longer than simulated.
-* **Cores that are shared.** Gateway, conductor, daemons and client take their part of the cores to which workers are
-  pinned, if there are no others. The more there is to do, the slower each step: where "own" in the table of the machine
-  comes near the number of cores, the machine sets the times, and the simulation is too good.
+* **When copies run.** A worker copies KV between its pool and its pages in its loop, between two steps. What that takes
+  is in the overhead of the mean step; simulated, it is spread over all steps, live it is in some gaps and not in
+  others.
 * **Costs as they vary.** A simulated step takes what the cost model says; a computed one varies with the processor's
-  caches, and with what else runs beside it.
+  caches, and with what else runs beside it. TBT is the mean of the longest tenth of a request's gaps, two or three of
+  them here, so whatever varies makes it longer: with steps 10 % longer or shorter by chance, by about as much.
+* **Messages that wait for a processor.** A token is late by what its gateway, or the client, waits for a core, and
+  its gap is longer by that. Where two workers fill two cores ("own" near "of" in the table of the machine), that is
+  some milliseconds often, and tens now and then ("late p99", "late max"): the machine sets the tail of gaps.
 * **Chance.** Live messages overtake each other; a request that is routed differently meets another queue. Near the peak
   that moves tails of a few hundred requests by more than all of the above: the range over the turns shows it.
 
 ## What comparing has found
 
-The first comparison had every TTFT of the simulation about 55 ms, or 20 %, too short. A worker looks at messages and
-at what its pool answers between two steps only: a prompt that comes while it computes waits for the step's end, its
-question to the pool is answered within a millisecond, and the answer is seen after one step more. The simulator does
-the same now (`WorkerModel._answer`), and the difference is gone. A worker that waited that millisecond before it plans
-would save its short prompts a step.
+Each of these was a difference between live and simulated first, and is mended in what serves:
+
+* A worker looks at messages and at what its pool answers between two steps only: a prompt that came while it computed
+  waited for that step's end and, if there was something else to compute, for one step more: for an answer that takes
+  0.2 ms. It waits for it now before it plans. Simulated, that makes the first token of short prompts 9 to 17 % sooner
+  at workers that prefill and decode, and up to 3 % at those that prefill only.
+* A batch of one took 37 ms on SmolLM2, a batch of two 25: a single row went through weights that are not packed. It
+  goes through the packed ones now (22 ms).
+* The first use of every 512 KV pages stopped a CPU worker for 0.85 s: numpy asks for huge pages, and a KV page lies in
+  180 of them. It lies in small ones now.
+* A client that asks for token ids had two at once, a gap too late, wherever a token ends in the middle of a character.
+* A full garbage collection looked for 0.5 s through what a worker had imported.
 """
 
 #: Beside those that are judged.

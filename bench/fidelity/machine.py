@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,8 @@ import numpy as np
 
 #: Seconds between two looks of the probe at the clock.
 EVERY = 5e-3
+#: Niceness by which a worker stands behind what shares its core with it: one tenth of the weight.
+GIVES_WAY = 10
 _HZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -86,8 +89,7 @@ def busy_seconds() -> float:
 
 def pin(process: int, core: int) -> None:
     """All threads of a process, and those they start, to one core."""
-    for thread in Path(f"/proc/{process}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
+    _each_thread(process, lambda thread: os.sched_setaffinity(thread, {core}))
 
 
 def hurry(wanted: bool) -> None:
@@ -102,13 +104,34 @@ def prefer(processes: Sequence[int], niceness: int) -> None:
     Raises PermissionError.
     """
     for process in processes:
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+        _each_thread(process, lambda thread: _prefer(thread, niceness))
         # Between sessions it is the group's that counts, where there are such groups.
         group = Path(f"/proc/{process}/autogroup")
         if group.exists():
             group.write_text(str(niceness))
+
+
+def give_way(processes: Sequence[int]) -> None:
+    """All else that wants their cores has them at once: it is little, and would wait for milliseconds each time."""
+    for process in processes:
+        _each_thread(process, _give_way)
+
+
+def _each_thread(process: int, call: Callable[[int], None]) -> None:
+    """Of those that a process has now; threads may end meanwhile."""
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            call(int(thread.name))
+
+
+def _prefer(thread: int, niceness: int) -> None:
+    os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def _give_way(thread: int) -> None:
+    niceness = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, min(niceness + GIVES_WAY, 19))
 
 
 def _probe(pipe: Connection) -> None:

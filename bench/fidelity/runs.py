@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import itertools
 import os
 import tempfile
 import time
@@ -16,7 +18,8 @@ import numpy as np
 from bench.common import line, note
 from bench.fidelity.clusters import Setting, cores
 from bench.fidelity.constants import Constants, fit
-from bench.fidelity.machine import Load, Watched, hurry, pin, prefer
+from bench.fidelity.costs import Told
+from bench.fidelity.machine import Load, Watched, give_way, hurry, pin, prefer
 from bench.fidelity.traces import Part, made, parts_of, singles
 from bench.server import Server
 from pyengine.scheduler.backends import Task, find_backend
@@ -32,8 +35,13 @@ RUN = RunSpec(exact_limits=True, write_through=True)
 AS_GOOD = 0.99
 #: Seconds until all workers have told their costs.
 START = 60.0
+#: Seeds of the traces by which it is sought: one of some seconds has sessions by chance, and is no turn's.
+SEEKING = (0, -1, -2)
 #: Share of the rate with the most goodput.
 NEAR = 0.9
+#: Where goodput still rises at the highest of a setting's rates, higher ones are tried, each so many times the last;
+#: at most so many.
+HIGHER, HIGHER_AT_MOST = 1.15, 12
 
 
 class Interrupted(Exception):
@@ -82,43 +90,56 @@ class Comparison:
         setting = self.setting
         with self._serving() as server:
             live = find_backend(f"live:url={server.base}")
-            said = live.cluster()
-            assert said is not None
+            first = said = live.cluster()
+            assert said is not None and first is not None
             block_tokens = said.spec.block_tokens
             count, every, prompt, output = setting.single
             alone = singles(count, every, prompt, output, block_tokens)
             note(f"{setting.name}: {count} single requests")
-            report = self._live(server, alone, said.spec, [])[0]
+            report = self._live(server, alone, said.spec)[0]
             if setting.learns:
+                first = live.cluster()
+                assert first is not None
                 parts = parts_of(
                     [("learning", setting.rates[len(setting.rates) // 2])], 0.0, setting.seconds, setting.rest
                 )
                 note(f"{setting.name}: a trace for the workers to learn their costs by")
-                self._live(server, made(parts, setting.kinds, 0, block_tokens), said.spec, [])
-                said = live.cluster()
-                assert said is not None
-            if said.unmeasured:
-                raise RuntimeError(f"{', '.join(said.unmeasured)} measured no costs: let the trace be longer")
-        plain = setting.spec(said, self.folder)
+                with Told(live) as told:
+                    self._live(server, made(parts, setting.kinds, 0, block_tokens), said.spec)
+                said = told.between(parts[0].first, parts[0].last)
+            if first.unmeasured:
+                raise RuntimeError(f"{', '.join(first.unmeasured)} measured no costs: send more single requests")
+        # Requests alone are told from the others by what steps cost while they were alone.
+        plain = setting.spec(first, self._scratch())
         constants = fit(report.records, plain.kv_bytes, lambda these: _simulated(alone, these.put(plain)).records)
         self.found.constants = constants
-        self._spec = constants.put(plain)
+        self._spec = constants.put(setting.spec(said, self._scratch()))
         note(f"{setting.name}: {constants.text}")
         self._seek()
 
     def _seek(self) -> None:
         setting, spec, curve = self.setting, self._spec, self.found.curve
         assert spec is not None
-        for rate in setting.rates:
+        higher = itertools.accumulate(itertools.repeat(HIGHER, HIGHER_AT_MOST), lambda a, b: a * b)
+        for rate in (*setting.rates, *(setting.rates[-1] * by for by in higher)):
+            if len(curve) >= len(setting.rates) and not self._rises():
+                break
             parts = parts_of([("", rate)], setting.warm, setting.seconds, setting.rest)
-            report = _simulated(made(parts, setting.kinds, 0, spec.block_tokens), spec)
-            summary = summarize(_part(report, parts[0]), setting.slo)
-            curve.append((rate, summary.goodput))
-            line("fidelity", f"{setting.name} simulated goodput at {rate:g}/s", summary.goodput, "requests/s")
+            goodput = 0.0
+            for seed in SEEKING:
+                report = _simulated(made(parts, setting.kinds, seed, spec.block_tokens), spec)
+                goodput += summarize(_part(report, parts[0]), setting.slo).goodput / len(SEEKING)
+            curve.append((rate, goodput))
+            line("fidelity", f"{setting.name} simulated goodput at {rate:g}/s", goodput, "requests/s")
         most = max(goodput for _, goodput in curve)
         peak = self.found.peak = next(rate for rate, goodput in curve if goodput >= AS_GOOD * most)
         rates = [("low", setting.low * peak), ("near the peak", NEAR * peak)]
         self._parts = parts_of(rates, setting.warm, setting.seconds, setting.rest)
+
+    def _rises(self) -> bool:
+        """Whether the most goodput so far, or as good as that, is at one of the two highest rates."""
+        goodput = [each for _, each in self.found.curve]
+        return max(goodput[-2:]) >= AS_GOOD * max(goodput)
 
     def turn(self, seed: int) -> None:
         """One trace through both."""
@@ -126,10 +147,12 @@ class Comparison:
         assert spec is not None, "prepared"
         trace = made(self._parts, setting.kinds, seed, spec.block_tokens)
         note(f"{setting.name}: turn {seed}, {self._parts[-1].last + setting.rest:.0f} s")
-        with self._serving() as server:
-            live, load = self._live(server, trace, spec, self._parts)
-        simulated = _simulated(trace, spec)
+        with self._serving() as server, contextlib.ExitStack() as stack:
+            told = stack.enter_context(Told(find_backend(f"live:url={server.base}"))) if setting.learns else None
+            live, load = self._live(server, trace, spec)
         for part in self._parts:
+            costs = self._as_told(told, part) if told is not None else spec
+            simulated = _simulated(trace, costs)
             one, other = (summarize(_part(report, part), setting.slo) for report in (live, simulated))
             found = gaps(one, other)
             self.found.turns.append(
@@ -173,6 +196,8 @@ class Comparison:
             if self.preferred:
                 hurry(False)
                 prefer([os.getpid(), server.pid, *server.children().values()], -20)
+            if setting.pinned:
+                give_way([process for name, process in server.children().items() if _works(name)])
             note(f"{setting.name}: the cluster serves after {time.monotonic() - began:.0f} s")
             yield server
         finally:
@@ -187,8 +212,19 @@ class Comparison:
         for number, name in enumerate(workers):
             pin(known[name], here[number % len(here)])
 
-    def _live(self, server: Server, trace: Trace, spec: ClusterSpec, parts: list[Part]) -> tuple[Report, Load]:
+    def _as_told(self, told: Told, part: Part) -> ClusterSpec:
+        """The cluster, its steps as long as its workers said while this part's requests came."""
+        assert self.found.constants is not None, "prepared"
+        return self.found.constants.put(self.setting.spec(told.between(part.first, part.last), self._scratch()))
+
+    def _scratch(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def _live(self, server: Server, trace: Trace, spec: ClusterSpec) -> tuple[Report, Load]:
         """Raises Interrupted."""
+        # A collection of all that this process has imported would be a gap of a tenth of a second.
+        gc.collect()
+        gc.freeze()
         with Watched(list(server.children().values())) as watched:
             task = Task(requests=trace, description=trace.description, cluster=spec, run=RUN)
             report = find_backend(f"live:url={server.base}").run(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -71,6 +72,8 @@ def run_gateway(
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
+            # What was imported is never garbage: no collection is to look through it while clients wait.
+            gc.freeze()
             host, port = listener.getsockname()[:2]
             ready({"gateway": config.gateway, "host": host, "port": port})
         await serving

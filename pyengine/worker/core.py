@@ -105,6 +105,9 @@ class Worker:
         #: Attempts that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
         self.accepted: list[SequenceId] = []
         self._taken: list[SequenceId] = []
+        #: Seconds so far: in the model, as predicted just before each step, and beside the model in the rounds of the
+        #: loop that had a step (`WorkerService.serve`).
+        self.model_seconds = self.predicted_seconds = self.loop_seconds = 0.0
         self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
@@ -296,6 +299,8 @@ class Worker:
         tokens = self._execute(step.slices)
         seconds = time.perf_counter() - began
         work = self.batcher.work(step)
+        self.model_seconds += seconds
+        self.predicted_seconds += self.batcher.cost.seconds(work)
         self.counters["prefill"] += work.prefill_tokens
         self.counters["decode"] += work.decode_sequences
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0

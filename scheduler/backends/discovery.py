@@ -22,6 +22,8 @@ TERMS = ("step", "prompt_token", "prompt_context_token", "decoding_sequence", "d
 
 _SAMPLE = re.compile(r'^pyengine_cost_seconds\{worker="([^"]+)",per="(\w+)"\} (\S+)$', re.MULTILINE)
 _SAMPLES = re.compile(r'^pyengine_cost_samples_total\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
+_STEPS = re.compile(r'^pyengine_worker_steps_total\{worker="([^"]+)"\} (\S+)$', re.MULTILINE)
+_SECONDS = re.compile(r'^pyengine_worker_seconds_total\{worker="([^"]+)",of="(\w+)"\} (\S+)$', re.MULTILINE)
 _POLICY = re.compile(r'^pyengine_conductor_plans_total\{policy="([^"]+)"\}', re.MULTILINE)
 
 
@@ -92,6 +94,7 @@ def describe(workers: list[Facts], metrics: str) -> Found:
                 pages=worker.pages,
                 max_tokens_per_step=worker.max_tokens_per_step,
                 max_sequences=worker.max_sequences,
+                step_overhead=_beside(worker.worker, metrics),
             )
             for worker in workers
         ),
@@ -109,17 +112,32 @@ def describe(workers: list[Facts], metrics: str) -> Found:
 
 
 def _fit(worker: str, metrics: str) -> StepTime | None:
-    """The worker's own cost model; None before it has measured a step."""
+    """The worker's own cost model; None before it has measured a step. Its steps are as long as they were on average: a
+    fit of relative errors is below the mean where steps vary, by their variance.
+    """
     measured = {name: float(count) for name, count in _SAMPLES.findall(metrics)}
     terms = {term: float(value) for name, term, value in _SAMPLE.findall(metrics) if name == worker}
     if not measured.get(worker) or set(TERMS) - set(terms):
         return None
+    predicted, factor = _seconds(worker, "predicted", metrics), 1.0
+    if predicted:
+        factor = _seconds(worker, "model", metrics) / predicted
     try:
         return StepTime.from_fit(
             worker,
-            [terms[term] for term in TERMS],
+            [factor * terms[term] for term in TERMS],
             about=f"the worker {worker}, fitted by itself",
             source=f"{measured[worker]:,.0f} steps of a live cluster",
         )
     except ModelError as error:
         raise BackendError(f"{worker} says of its costs what cannot be: {error}") from None
+
+
+def _beside(worker: str, metrics: str) -> float:
+    """Seconds of a step that the worker's loop has spent beside the model, on average; 0 before the first."""
+    steps = float(dict(_STEPS.findall(metrics)).get(worker, 0.0))
+    return _seconds(worker, "loop", metrics) / steps if steps else 0.0
+
+
+def _seconds(worker: str, of: str, metrics: str) -> float:
+    return sum(float(value) for name, what, value in _SECONDS.findall(metrics) if (name, what) == (worker, of))

@@ -248,6 +248,24 @@ def test_workers_become_a_cluster_with_their_own_costs(tmp_path: Path) -> None:
     assert "nobody has measured" in found.assumed[0]
 
 
+def test_what_a_worker_spends_beside_the_model_is_an_overhead_of_its_steps() -> None:
+    beside = 'pyengine_worker_seconds_total{worker="d",of="loop"} 0.5\n'
+    beside += 'pyengine_worker_steps_total{worker="d"} 200\n'
+    found = describe([facts("p", Role.PREFILL), facts("d", Role.DECODE)], metrics("p", "d") + beside)
+    assert [worker.step_overhead for worker in found.spec.workers] == [0.0, 0.5 / 200]
+
+
+def test_costs_are_as_long_as_steps_were_on_average() -> None:
+    told = "".join(
+        f'pyengine_worker_seconds_total{{worker="d",of="{of}"}} {value}\n'
+        for of, value in (("model", 6), ("predicted", 5))
+    )
+    both = [facts("p", Role.PREFILL), facts("d", Role.DECODE)]
+    plain, found = describe(both, metrics("p", "d")), describe(both, metrics("p", "d") + told)
+    for name, factor in (("p", 1.0), ("d", 1.2)):
+        assert found.models[name].seconds([], 3, 100) == pytest.approx(factor * plain.models[name].seconds([], 3, 100))
+
+
 def test_what_cannot_be_simulated_is_said() -> None:
     both = [facts("p", Role.PREFILL), facts("d", Role.DECODE)]
     with pytest.raises(BackendError, match="several models"):
