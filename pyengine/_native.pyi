@@ -784,7 +784,13 @@ class PoolModel:
     def release(self, tag: int) -> bool:
         """Lets go of all that the tag has; what it has not committed is lost. False if it had nothing."""
     def drop(self, keys: _Bytes) -> int:
-        """Drops these blocks from DRAM and SSD, but for those in use. Returns how many."""
+        """Drops these blocks from DRAM, but for those in use, as a daemon that is told to forget them: what the SSD has
+        stays. Returns how many.
+        """
+    def restart(self) -> None:
+        """The node's next life: DRAM is empty, nobody holds anything, and the SSD has what it had. Changes begin anew,
+        with what is there; counts go on.
+        """
     def changes(self) -> bytes:
         """What has changed since the last call, as `scheduler/changes.py` packs it."""
     def digest(self) -> tuple[int, bytes]:

@@ -14,6 +14,7 @@ a question costs no more for the workers that it is not about.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,15 @@ class Forecast:
         #: Rows by decode worker, as long as nobody comes or goes.
         self._rows: dict[int, Ints] = {}
         self.unforeseen = 0
+
+    def aside(self, lengths: LengthPredictor) -> Forecast:
+        """Another that foresees the same: to be asked, and not to be told of anybody. Who is in it is not copied."""
+        other = copy.copy(self)
+        other._lengths = lengths
+        other._columns = {name: column.copy() for name, column in self._columns.items()}
+        other._gap, other._strangers, other._settled = self._gap.copy(), self._strangers.copy(), self._settled.copy()
+        other._heard, other._rows = self._heard.copy(), self._rows.copy()
+        return other
 
     def __len__(self) -> int:
         return len(self._keys)

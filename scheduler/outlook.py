@@ -7,6 +7,7 @@ them knows nothing of the others. The conductor calls: `length` and `judge` for 
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,16 @@ class Outlook:
         self._roles = roles
         self._known: dict[Key, _Known] = {}
         self._planned_at = self._looked_at = -math.inf
+
+    def aside(self) -> Outlook:
+        """Another that foresees the same, to be asked: what that changes, it changes there. It is told of nothing.
+
+        What is known of each request that was planned is not copied, as nobody asks about that: it is most of all.
+        """
+        other = copy.copy(self)
+        other.lengths, other.shares, other._admission = copy.deepcopy((self.lengths, self.shares, self._admission))
+        other.forecast = self.forecast.aside(other.lengths)
+        return other
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -135,8 +135,7 @@ class Router:
     def explain(self, gateway: str, route: Route, now: float) -> Explanation:
         """What would be decided, and why; nothing is. Raises Refused if nobody could serve it at all."""
         # Whoever asks brings what is foreseen up to date, and draws: here both are copies.
-        drawn, outlook = copy.deepcopy((self._random, self.outlook))
-        considered = self._consider(route, outlook, drawn, now)
+        considered = self._consider(route, self.outlook.aside(), copy.deepcopy(self._random), now)
         refusal = considered.judgement.refusal
         return explain(gateway, considered.decision, None, refusal.reason if refusal is not None else "")
 

@@ -30,6 +30,7 @@ from ..events import (
     Replicated,
     SendToGateway,
     SendToWorker,
+    TellMoved,
     Tick,
     WorkerLost,
 )
@@ -274,8 +275,10 @@ class Simulation:
                     self.loop.after(self.delay, self.nodes[node].forget, keys)
                 case OrderDump(node):
                     self.loop.after(self.delay, self._dump, node)
+                case TellMoved(node, _, left):
+                    self.loop.after(self.delay, self._moved, node, left)
                 case _:
-                    pass  # TellMoved, OrderMembers, OrderClear: nobody drains, shares objects or clears here
+                    pass  # OrderMembers, OrderClear: nobody shares objects or clears here
 
     def turned_away(self, request: int) -> bool:
         """Whether a request is refused after all, now that its prompt is computed: only models of others look twice."""
@@ -354,6 +357,28 @@ class Simulation:
     # -- failures --------------------------------------------------------------------------------------------------
 
     def _fail(self, failure: Failure) -> None:
+        node = self.nodes[failure.node] if failure.node is not None else None
+        if node is None or failure.drains <= 0.0:
+            self._die(failure)
+        elif node.up and node.draining is None:
+            node.draining = failure
+            self.conduct(node.heartbeat())
+            self.loop.after(failure.drains, self._stop, node, failure)
+
+    def _moved(self, name: str, left: int) -> None:
+        """How far the node's drain is, says the conductor, which it does after each of its heartbeats."""
+        node = self.nodes[name]
+        busy = any(worker.jobs for worker in self.workers.values() if worker.node is node)
+        if node.draining is not None and not left and node.idle and not busy:
+            self._stop(node, node.draining)
+
+    def _stop(self, node: NodeModel, failure: Failure) -> None:
+        """Its drain is over, or its time."""
+        if node.draining is failure:
+            node.draining = None
+            self._die(failure)
+
+    def _die(self, failure: Failure) -> None:
         names = [failure.worker] if failure.worker is not None else []
         if failure.node is not None:
             names += [worker.name for worker in self.workers.values() if worker.node.name == failure.node]

@@ -20,6 +20,7 @@ from ..messages import LoadSample
 from ..types import KEY_BYTES, Node, Source
 from .compute import StepTime
 from .pool import NodePool
+from .spec import Failure
 
 if TYPE_CHECKING:
     from .cluster import Simulation
@@ -68,11 +69,13 @@ class NodeModel:
         self.ssd_rate = share * spec.ssd_rate
         self.device_rate = share * spec.device_rate
         self.up = True
+        #: It takes on nothing new, as it will be stopped.
+        self.draining: Failure | None = None
         self.hits = 0
+        self.pool = NodePool(self._spec, self.sim.block_tokens, self._costs)
         self._open()
 
     def _open(self) -> None:
-        self.pool = NodePool(self._spec, self.sim.block_tokens, self._costs)
         self.sequence = 0
         self.waiting: deque[Grant] = deque()
         #: What is on its way here, and who waits for it.
@@ -89,15 +92,18 @@ class NodeModel:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        """The machine is gone, with all it holds. What was on its SSD is not read again by its next life."""
-        self.up = False
+        """The machine is gone, with all it holds but what is on its SSD."""
+        self.up, self.draining = False, None
         self.waiting.clear()
         self.coming.clear()
 
     def revive(self) -> None:
+        """Its next life finds what the SSD has, and tells of it as of all that is new."""
+        self.pool.restart()
         self.node = Node(self.name, self.node.address, self.node.incarnation + 1)
         self.up = True
         self._open()
+        self.report()
 
     # -- reports to the conductor ----------------------------------------------------------------------------------
 
@@ -128,7 +134,7 @@ class NodeModel:
         free = self.pool.free
         slots = f'pyengine_pool_blocks{{node="{self.name}",tier="dram",state='
         counters = {f'{slots}"free"}}': free, f'{slots}"cached"}}': self.dram - free}
-        return DaemonHeartbeat(self.node, self.sequence, count, digest, counters)
+        return DaemonHeartbeat(self.node, self.sequence, count, digest, counters, self.draining is not None)
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +166,11 @@ class NodeModel:
             self.report()
         if self.waiting:
             self._serve()
+
+    @property
+    def idle(self) -> bool:
+        """Nobody holds anything, nor waits for it, nor is anything on its way."""
+        return not self.waiting and not self.coming and self.pool.available == self.dram - 1
 
     def leading(self, keys: bytes) -> tuple[int, int]:
         """Blocks of the longest prefix that DRAM has, and of the longest that DRAM and SSD have together."""
@@ -200,6 +211,9 @@ class NodeModel:
 
         then: called when no more comes, with the tier in which each block that came was found. place: of the first.
         """
+        if self.draining is not None:
+            then({})
+            return
         Bringing(self, keys, sources, then, place).go()
 
     def read_ssd(self, blocks: int, then: Callable[[bool], None]) -> None:
@@ -222,11 +236,10 @@ class NodeModel:
 
     def check(self) -> None:
         """Raises AssertionError if something is held for nobody: to be called when nobody is there."""
-        assert not self.waiting, f"{self.name}: somebody waits for slots"
-        assert not self.coming, f"{self.name}: something is on its way"
         self.pool.check()
         held = self.dram - 1 - self.pool.available
-        assert not held, f"{self.name}: {held} slots are held for nobody"
+        about = f"{len(self.waiting)} wait for slots, {len(self.coming)} are on their way, {held} are held"
+        assert self.idle, f"{self.name}: {about}, for nobody"
 
 
 class Bringing:

@@ -53,6 +53,10 @@ class NodePool:
         self.changes = self.model.changes
         self.check = self.model.check
 
+    def restart(self) -> None:
+        """The node's next life: the SSD has what it had, and nothing else is there."""
+        self.model.restart()
+
     @property
     def count(self) -> int:
         """Blocks in DRAM and on the SSD; one that is on both counts twice, as in a daemon's heartbeat."""

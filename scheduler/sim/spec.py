@@ -67,12 +67,17 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """At `at` seconds a worker, or a node with all on it, dies; it is back after `seconds` (None: never)."""
+    """At `at` seconds a worker, or a node with all on it, dies; it is back `seconds` later (None: never).
+
+    drains: a node that is stopped, not one that dies: it takes on nothing new, and goes, with its workers, as soon as
+    they have nothing to do and the conductor has had moved what it alone has; after so many seconds at the latest.
+    """
 
     at: float
     worker: str | None = None
     node: str | None = None
     seconds: float | None = None
+    drains: float = 0.0
 
 
 class RunSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

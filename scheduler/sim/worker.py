@@ -125,6 +125,9 @@ class WorkerModel(Steps):
         job = self.jobs[work.id] = Job(work, sequence)
         self._accepted.append(work.id)
         work.request.begun(self, job)
+        if self.node.draining is not None and work.part != "both":
+            self._fail(job, "retry")  # no grant is given, and none is opened elsewhere
+            return
         if work.part == "decode":
             job.tag = self.sim.tag()
             keys, private = work.keys, int(len(work.keys) // KEY_BYTES * self.sim.block_tokens < work.prompt_tokens)
@@ -259,7 +262,8 @@ class WorkerModel(Steps):
         sequence = job.sequence
         limit = min(cacheable_blocks(len(sequence.tokens), self.sim.block_tokens), len(sequence.keys))
         keys = b"".join(sequence.keys[:limit])
-        here = self.node.leading(keys)[0] if self.node.up and self._pooled else 0
+        finds = self.node.up and self.node.draining is None and self._pooled
+        here = self.node.leading(keys)[0] if finds else 0
         if here:
             tag = self.sim.tag()
             if self.node.take(tag, keys[: here * KEY_BYTES], 0):

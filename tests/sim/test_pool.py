@@ -72,6 +72,26 @@ def test_evicted_blocks_are_on_the_ssd() -> None:
     pool.check()
 
 
+def test_what_is_dropped_stays_on_the_ssd_and_so_does_all_there_when_the_node_restarts() -> None:
+    pool = pool_of(4, 2)
+    for tag, ids in enumerate(((1, 2, 3), (4, 5, 6), (1, 2, 3))):
+        assert pool.take(tag, join(*ids))
+        pool.commit(tag, join(*ids))
+        pool.release(tag)
+    assert pool.find(join(1, 2, 3)) == bytes([DRAM] * 3)
+    # The SSD has what made room last.
+    on_ssd = [change.key for change in unpack(pool.changes()) if change.tier == SSD and not change.removed][-2:]
+    assert pool.drop(join(1, 2, 3)) == 3 and pool.drop(join(1, 2, 3)) == 0
+    assert pool.find(b"".join(on_ssd)) == bytes([SSD, SSD]), "what was dropped went nowhere"
+    assert pool.take(9, join(7, 8)) and pool.changes()
+    pool.restart()
+    assert pool.find(b"".join(on_ssd)) == bytes([SSD, SSD]) and pool.find(join(7)) == b""
+    told = list(unpack(pool.changes()))
+    assert [change.key for change in told] == on_ssd and all(change.tier == SSD for change in told)
+    assert (pool.count, pool.available) == (2, 3) and not pool.release(9)
+    pool.check()
+
+
 def test_bad_calls() -> None:
     pool = pool_of(4)
     with pytest.raises(GiveUpError, match="can never be taken together: the pool has 4 slots"):
@@ -183,7 +203,7 @@ def test_beside_a_naive_pool(seed: int, dram: int, ssd: int, evict: str) -> None
     draw = random.Random(seed)
     pool, naive = pool_of(dram, ssd, evict), Naive(dram, ssd)
     for _ in range(80):
-        what = draw.choice(["take", "take", "take", "commit", "commit", "release", "release", "drop"])
+        what = draw.choice(["take", "take", "take", "commit", "commit", "release", "release", "drop", "restart"])
         wanted = keys(*(10 * depth + draw.randint(0, 1) for depth in range(draw.randint(1, 5))))
         # Who takes no head of a prefix leaves it to others, who may let it go under him.
         start = draw.choice((0, 0, draw.randrange(len(wanted))))
@@ -229,11 +249,19 @@ def test_beside_a_naive_pool(seed: int, dram: int, ssd: int, evict: str) -> None
         elif what == "release":
             assert pool.release(tag) == (naive.tags.pop(tag, None) is not None)
         elif what == "drop":
-            going = [key for key in wanted if naive.idle(key) and (key in naive.dram or key in naive.ssd)]
+            going = [key for key in wanted if naive.idle(key) and key in naive.dram]
             assert pool.drop(joined) == len(going)
             for key in going:
-                expected += [Change(True, DRAM, key)] if naive.dram.pop(key, None) else []
-                expected += [Change(True, SSD, key)] if naive.ssd.pop(key, None) else []
+                del naive.dram[key]
+                expected.append(Change(True, DRAM, key))
+        elif what == "restart" and draw.random() < 0.3:
+            evictions = pool.evictions
+            pool.restart()
+            naive.dram.clear()
+            naive.tags.clear()
+            # To whoever knows nothing of it, all that is there is told.
+            expected += naive.ssd.values()
+            assert pool.evictions == evictions
         assert list(unpack(pool.changes())) == expected
         found = pool.find(joined)
         for key, tier in zip(wanted, found, strict=False):

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from pyengine.scheduler.calibration import probes
 from pyengine.scheduler.changes import RECORD
-from pyengine.scheduler.events import BlocksChanged, Event, FromGateway, FromWorker, OrderReplicate
+from pyengine.scheduler.events import BlocksChanged, DaemonGone, Event, FromGateway, FromWorker, OrderReplicate
 from pyengine.scheduler.messages import Message, Planned, Rejected, Route, RouteEnded, WorkerAlive
 from pyengine.scheduler.sim.cluster import Simulation
 from pyengine.scheduler.sim.spec import ClusterSpec, Failure, NodeSpec, RunSpec
@@ -154,6 +155,43 @@ def test_cold_copies_are_forgotten_where_room_is_short(tmp_path: Path) -> None:
     last = blocks(*range(10))[-1]
     assert len(conductor.index.holders(last)) == 2
     assert sum(node.leading(last)[0] for node in heard.simulation.nodes.values()) == 2
+
+
+def gone_at(heard: Heard, node: str) -> float:
+    return next(when for when, said in heard.said if isinstance(said, DaemonGone) and said.node.node == node)
+
+
+def test_a_node_that_drains_leaves_what_is_hot_to_others_and_loses_nothing(tmp_path: Path) -> None:
+    """One of two nodes holds what all ask for. While it drains it finishes its answer, and gets nothing new."""
+    spec = cluster(model(tmp_path), prefill=0, decode=0, both=2, node=NodeSpec(dram_tokens=4096, link_rate=1e8))
+    first = [request(0.1, range(8), output=2), request(1.0, range(8), output=2), request(4.9, range(8), output=500)]
+    rows = [*first, *(request(6.0 + n, [*range(8), 90 + n], output=20) for n in range(10))]
+    policy = "kvcache-centric:replicates=false"
+    home = Heard(rows[:1], spec, policy=policy).run().plans[0].prefill.node.node
+    stopped = Failure(at=5.0, node=home, drains=60.0)
+    heard = Heard(rows, spec, policy=policy, failures=(stopped,)).run()
+    report = heard.simulation.measure.report("")
+    assert {plan.prefill.node.node for plan in heard.plans[:3]} == {home}
+    assert home not in {plan.prefill.node.node for plan in heard.plans[3:]}
+    assert (report.totals["retries"], set(report.records.outcome.tolist())) == (0, {0})
+    assert report.records.finished[2] < gone_at(heard, home) < report.records.finished[2] + 2.0
+    assert (report.records.cached[3:] == 8 * BLOCK).all()
+    assert not report.records.tiers["peer_dram"][3:].any(), "it was there before anybody asked"
+    assert heard.simulation.replicated == 8
+    # A node that dies leaves nothing.
+    died = Heard(rows, spec, policy=policy, failures=(msgspec.structs.replace(stopped, drains=0.0),)).run()
+    assert (died.simulation.replicated, died.simulation.measure.report("").totals["retries"]) == (0, 1)
+    assert gone_at(died, home) == pytest.approx(5.0, abs=0.01)
+
+
+def test_a_drain_takes_no_longer_than_it_may(tmp_path: Path) -> None:
+    spec = cluster(model(tmp_path), prefill=0, decode=0, both=2)
+    rows = [request(0.1 + n / 10, [n], output=800) for n in range(4)]
+    heard = Heard(rows, spec, failures=(Failure(at=2.0, node="n0000", drains=1.5, seconds=1.0),)).run()
+    assert gone_at(heard, "n0000") == pytest.approx(3.5, abs=0.01)
+    report = heard.simulation.measure.report("")
+    assert report.totals["retries"] > 0
+    assert [model.held for model in heard.simulation.requests] == [800] * 4
 
 
 def test_the_gateway_tells_how_an_attempt_ended(tmp_path: Path) -> None:

@@ -224,6 +224,19 @@ def test_what_left_dram_is_read_from_the_ssd(tmp_path: Path) -> None:
     assert report.records.tiers["ssd"].tolist()[-1] == 128
 
 
+def test_a_node_that_comes_back_reads_what_its_ssd_has_and_nothing_else(tmp_path: Path) -> None:
+    """The first of ten prompts had left DRAM when the node died, the last was there only."""
+    node = NodeSpec(dram_tokens=40 * BLOCK, ssd_tokens=400 * BLOCK, link_rate=1e8, device_rate=1e9, ssd_rate=1e8)
+    spec = cluster(model(tmp_path), node=node, prefill=0, decode=0, both=1, pages=20)
+    requests = [request(n * 1.0, range(100 * n, 100 * n + 8)) for n in range(10)]
+    requests += [request(20.0, range(8)), request(21.0, range(900, 908))]
+    simulation = simulated(requests, spec, failures=(Failure(at=15.0, node="n0000", seconds=2.0),))
+    records = simulation.measure.report("").records
+    assert records.outcome.tolist() == [0] * 12
+    assert records.cached.tolist()[-2:] == [128, 0]
+    assert records.tiers["ssd"].tolist()[-2] == 128
+
+
 def test_reads_of_an_ssd_are_one_after_the_other(tmp_path: Path) -> None:
     node = NodeSpec(dram_tokens=40 * BLOCK, ssd_tokens=400 * BLOCK, link_rate=1e8, device_rate=1e12, ssd_rate=1e5)
     spec = cluster(model(tmp_path, token=1e-6), node=node, prefill=0, decode=0, both=1, pages=20)

@@ -87,6 +87,7 @@ def cases(draw: st.DrawFn) -> Case:
                 worker=None if node_too else names[number],
                 node=f"n{number:04}" if node_too else None,
                 seconds=draw(st.sampled_from([0.2, 2.0])),
+                drains=draw(st.sampled_from([0.0, 0.3, 5.0])) if node_too else 0.0,
             )
         )
     run = {

@@ -90,6 +90,10 @@ impl PoolModel {
         self.with(|model| model.drop_blocks(&keys))
     }
 
+    fn restart(&self) -> PyResult<()> {
+        self.with(|model| model.restart())
+    }
+
     fn changes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let changes = self.with(|model| model.take_changes())?;
         Ok(PyBytes::new(py, &changes))

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use pyengine_transfer::messages::GrantMode;
 use pyengine_transfer::pool::model::NoMemory;
-use pyengine_transfer::pool::model::{Hits, PoolModel};
+use pyengine_transfer::pool::model::{CHANGE_BYTES, Hits, PoolModel, Where};
 use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{Evict, Gone, POLICIES, Policy};
 use pyengine_transfer::pool::{Change, Granting, Holder, Place, Pool, Wish};
@@ -592,6 +592,36 @@ fn tier_keeps_what_was_read() {
     assert!(ssd(&mut model, 0), "it was moved on");
     assert!(ssd(&mut model, 8), "its segment is not the oldest yet");
     assert!(model.counts().in_ssd <= 256);
+    model.check();
+}
+
+// Goal: an order to forget leaves the tier alone, and a node's next life finds there what its last one had written.
+// Method: memory for one block beside the one in use; packed changes are read by their lengths and their second byte.
+#[test]
+fn tier_outlives_drops_and_restarts() {
+    let mut model = PoolModel::new(lru(), &Costs::default(), 2, 8, true).unwrap();
+    let keys: Vec<BlockKey> = (1..=4).map(|k| BlockKey([k; 16])).collect();
+    for (tag, key) in keys.iter().enumerate() {
+        assert!(model.take(tag as u64, vec![*key], 0, 0, BlockKey::default()).unwrap());
+        model.commit(tag as u64, &[*key]).unwrap();
+        model.release(tag as u64);
+    }
+    let before = model.counts();
+    assert_eq!((before.in_dram, before.in_ssd, before.evictions), (2, 2, 2));
+    assert_eq!(model.drop_blocks(&keys), 2);
+    assert_eq!(model.find(&keys), [Where::Ssd; 2], "what was dropped did not go there");
+    assert!(model.take(9, vec![keys[0]], 0, 0, BlockKey::default()).unwrap());
+    model.restart();
+    assert_eq!(model.find(&keys), [Where::Ssd; 2]);
+    let told = model.take_changes();
+    assert_eq!(
+        told.chunks(CHANGE_BYTES).map(|one| (one[0], one[1], one[8])).collect::<Vec<_>>(),
+        [(0, 2, 1), (0, 2, 2)]
+    );
+    assert!(!model.release(9), "nobody holds anything");
+    let after = model.counts();
+    assert_eq!((after.in_dram, after.in_ssd, after.evictions), (0, 2, 2));
+    assert_eq!(model.digest().0, 2);
     model.check();
 }
 

@@ -75,6 +75,8 @@ const CHANGES_LIMIT: usize = 1 << 30;
 #[derive(Debug)]
 pub struct PoolModel {
     pool: Pool<NoMemory>,
+    policy: &'static Policy,
+    costs: Costs,
     ssd: Log,
     counts: Counts,
     /// The keys that each tag has taken, in their order.
@@ -91,7 +93,7 @@ impl PoolModel {
     ///
     /// # Errors
     /// Give up: a capacity that is impossible.
-    pub fn new(policy: &Policy, costs: &Costs, dram: u32, ssd: u32, changes: bool) -> Result<Self, Error> {
+    pub fn new(policy: &'static Policy, costs: &Costs, dram: u32, ssd: u32, changes: bool) -> Result<Self, Error> {
         if !(LEAST..=LIMIT).contains(&dram) || ssd > LIMIT {
             return Err(Error::give_up(format!(
                 "a model of {dram} blocks in DRAM and {ssd} on SSD is impossible: use {LEAST} to {LIMIT}, and at most {LIMIT}"
@@ -99,6 +101,8 @@ impl PoolModel {
         }
         Ok(Self {
             pool: Pool::new(NoMemory, dram, 0, 1, policy.make(costs)),
+            policy,
+            costs: *costs,
             ssd: Log::new(ssd),
             counts: Counts::default(),
             taken: FxHashMap::default(),
@@ -196,23 +200,32 @@ impl PoolModel {
         had
     }
 
-    /// Drops these blocks wherever they are, but for those that are in use. Returns how many.
+    /// Drops these blocks from memory, but for those that are in use, as a daemon does when it is told to forget them:
+    /// what the tier has of them stays there. Returns how many.
     pub fn drop_blocks(&mut self, keys: &[BlockKey]) -> u64 {
         let mut dropped = 0;
         for key in keys {
-            let outcome = self.pool.drop_block(key);
             // What was dropped does not go to the tier, as what made room does.
-            if outcome == Dropped::Now {
+            if self.pool.drop_block(key) == Dropped::Now {
                 self.places.remove(key);
+                dropped += 1;
             }
             self.absorb();
-            let on_ssd = outcome != Dropped::Held && self.ssd.remove(key);
-            if let Some(changes) = self.changes.as_mut().filter(|_| on_ssd) {
-                pack_removed(changes, Where::Ssd, *key);
-            }
-            dropped += u64::from(outcome == Dropped::Now || on_ssd);
         }
         dropped
+    }
+
+    /// The node's next life: nothing is in memory, and nobody holds anything; the tier has what it had. The changes
+    /// tell of a node that had nothing before, and what was counted goes on.
+    pub fn restart(&mut self) {
+        self.counts = self.counts();
+        self.pool = Pool::new(NoMemory, self.pool.slots(), 0, 1, self.policy.make(&self.costs));
+        self.taken.clear();
+        self.places.clear();
+        if let Some(changes) = &mut self.changes {
+            changes.clear();
+            self.ssd.blocks().for_each(|place| pack_stored(changes, Where::Ssd, place));
+        }
     }
 
     /// What has changed since the last call, packed.
@@ -272,6 +285,8 @@ impl PoolModel {
     pub fn counts(&self) -> Counts {
         let Tally { evictions, .. } = self.pool.tally();
         let (in_dram, in_ssd) = (self.pool.index.len() as u64, self.ssd.len() as u64);
+        // Of earlier lives as well.
+        let evictions = self.counts.evictions + evictions;
         Counts { evictions, dropped: self.ssd.dropped, in_dram, in_ssd, ..self.counts }
     }
 

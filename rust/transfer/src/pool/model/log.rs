@@ -12,7 +12,7 @@ use crate::types::BlockKey;
 #[derive(Debug)]
 pub(super) struct Log {
     capacity: usize,
-    /// Oldest first. Those whose number is not that of `here` any more were removed meanwhile.
+    /// Oldest first. Those whose number is not that of `here` any more were given up meanwhile.
     order: VecDeque<(Place, u64)>,
     here: FxHashMap<BlockKey, Block>,
     written: u64,
@@ -79,13 +79,17 @@ impl Log {
         true
     }
 
-    /// True if it was there.
-    pub(super) fn remove(&mut self, key: &BlockKey) -> bool {
-        let was = self.here.remove(key).is_some();
-        if was {
+    /// Those that are there, the oldest first.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = Place> {
+        let here =
+            |(place, number): &&(Place, u64)| self.here.get(&place.key).is_some_and(|block| block.number == *number);
+        self.order.iter().filter(here).map(|(place, _)| *place)
+    }
+
+    fn remove(&mut self, key: &BlockKey) {
+        if self.here.remove(key).is_some() {
             self.mark(*key);
         }
-        was
     }
 
     fn reclaim(&mut self, gone: &mut impl FnMut(BlockKey)) {
@@ -109,9 +113,7 @@ impl Log {
     }
 
     pub(super) fn check(&self) {
-        let listed =
-            |(place, number): &&(Place, u64)| self.here.get(&place.key).is_some_and(|block| block.number == *number);
-        assert_eq!(self.order.iter().filter(listed).count(), self.here.len(), "the tier's order and its blocks differ");
+        assert_eq!(self.blocks().count(), self.here.len(), "the tier's order and its blocks differ");
         assert!(self.here.len() <= self.capacity, "the tier is too full");
         assert!(self.order.len() <= 2 * self.capacity + 1, "the tier remembers too much");
         let mut xor = [0; 16];
