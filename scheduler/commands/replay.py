@@ -64,10 +64,10 @@ def replay(
     seed
         Of the jitter and the simulation.
     ttft
-        Objective for the time to the first token, seconds; instead of the cluster file's. The simulated cluster keeps to
-        it (it holds first tokens, and its policy and admission weigh it): as the live one was started, --slo-ttft there.
+        Objective for the time to the first token, seconds; instead of the cluster file's. The simulated cluster keeps
+        to it, holding first tokens by it: name what the live one was started with (--slo-ttft).
     tbt
-        Objective for the time between tokens, seconds; instead of the file's; likewise, --slo-tbt there.
+        Objective for the time between tokens, seconds; instead of the file's; likewise (--slo-tbt).
     """
     trace, output = trace or TraceOptions(), output or Output()
 
