@@ -73,9 +73,9 @@ class Route(Message, frozen=True):
         lengths = 0 <= self.prompt_tokens <= MOST and 0 <= self.max_tokens <= MOST
         times = (
             0.0 <= self.waited < math.inf
-            and (slo.ttft is None or slo.ttft >= 0.0)
-            and (slo.tbt is None or slo.tbt >= 0.0)
-            and (slo.deadline is None or slo.deadline >= 0.0)
+            and (slo.ttft is None or slo.ttft > 0.0)
+            and (slo.tbt is None or slo.tbt > 0.0)
+            and (slo.deadline is None or slo.deadline > 0.0)
         )
         if not lengths or not times or abs(self.priority) > MOST:
             numbers = (self.prompt_tokens, self.max_tokens, self.waited, self.priority, self.slo)
@@ -183,9 +183,27 @@ class Explained(Message, frozen=True):
 
 
 class WorkerHello(Message, frozen=True):
-    """Dialled in (again): all that the conductor must know."""
+    """Dialled in (again): all that the conductor must know.
+
+    Raises ValueError, so that no frame with it is taken, for a worker that cannot be: it would be divided by.
+    """
 
     info: WorkerInfo
+
+    def __post_init__(self) -> None:
+        info, kv = self.info, self.info.namespace.kv
+        counts = (info.max_positions, info.pages, info.max_tokens_per_step, info.max_sequences, kv.block_tokens)
+        try:
+            block_bytes = kv.block_bytes
+        except (KeyError, ValueError):
+            block_bytes = 0  # of an unknown dtype, or layers of several shapes
+        if (
+            min(counts) < 1
+            or info.pool_slots < 0
+            or not 0 < block_bytes <= MOST
+            or max(*counts, info.pool_slots) > MOST
+        ):
+            raise ValueError(f"worker {info.worker!r} says what no worker is: {counts}, {info.pool_slots}, {kv}")
 
 
 class CostFit(msgspec.Struct, frozen=True):

@@ -64,9 +64,10 @@ def replay(
     seed
         Of the jitter and the simulation.
     ttft
-        Objective for the time to the first token, seconds; instead of the cluster file's.
+        Objective for the time to the first token, seconds; instead of the cluster file's. The simulated cluster keeps
+        to it, holding first tokens by it: name what the live one was started with (--slo-ttft).
     tbt
-        Objective for the time between tokens, seconds; instead of the file's.
+        Objective for the time between tokens, seconds; instead of the file's; likewise (--slo-tbt).
     """
     trace, output = trace or TraceOptions(), output or Output()
 

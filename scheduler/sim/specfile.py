@@ -116,6 +116,8 @@ def check_cluster(spec: ClusterSpec) -> None:
 def _sizes(spec: ClusterSpec) -> None:
     """Raises SpecError for pools without room for a block, and for what no simulation has room for."""
     node, block = spec.node, spec.block_tokens
+    if spec.kv_bytes < 4:
+        raise SpecError(f"kv_bytes must be 4 at least, a number in 16 bits for key and value, not {spec.kv_bytes}")
     if block * spec.kv_bytes > MOST_BLOCK_BYTES:
         raise SpecError(f"kv_bytes {spec.kv_bytes:,}: a block of {block} tokens has {MOST_BLOCK_BYTES:,} bytes at most")
     if node.dram_tokens < 2 * block:

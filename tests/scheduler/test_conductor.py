@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,7 +50,7 @@ from pyengine.scheduler.messages import (
 from pyengine.scheduler.native_index import NativeIndex
 from pyengine.scheduler.policies import POLICIES
 from pyengine.scheduler.prefix_index import Index, PrefixIndex
-from pyengine.scheduler.types import Medium, Namespace, Node, Role, Slo, Source
+from pyengine.scheduler.types import KvGroup, KvSpec, Medium, Namespace, Node, Role, Slo, Source
 
 from .world import BLOCK, NAMESPACE, SPEC, World, chain, worker
 
@@ -525,6 +526,7 @@ def test_heartbeats_with_a_load_that_nobody_can_have_are_no_frames(load: dict[st
         ("Route", {"prompt_tokens": 1 << 62}),
         ("Route", {"slo": {"tbt": float("nan")}}),
         ("Route", {"slo": {"deadline": -1.0}}),
+        ("Route", {"slo": {"ttft": 0.0}}),
         ("RouteEnded", {"ttft": float("inf")}),
         ("RouteEnded", {"tbt": float("nan")}),
         ("RouteEnded", {"generated": -1}),
@@ -538,6 +540,34 @@ def test_what_no_request_has_is_no_frame(kind: str, wrong: dict[str, object]) ->
     assert codec.decode(codec.encode([good])) == [good]
     frame = msgspec.msgpack.encode([PROTOCOL, {"type": kind, **msgspec.structs.asdict(good), **wrong}])
     with pytest.raises(ProtocolError, match=r"no number|negative or none"):
+        codec.decode(frame)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens_per_step": 0},
+        {"max_sequences": -1},
+        {"pages": 0},
+        {"pages": 1 << 62},
+        {"pool_slots": -1},
+        {"kv": KvSpec((), 16)},
+        {"kv": KvSpec((KvGroup(2, 2, 16, "float8"),), 16)},
+        {"kv": KvSpec((KvGroup(2, 2, 16, "float32"), KvGroup(2, 2, 8, "float32")), 16)},
+        {"kv": KvSpec((KvGroup(2, 2, 16, "float32"),), 0)},
+    ],
+)
+def test_a_worker_that_cannot_be_is_no_frame(wrong: dict[str, Any]) -> None:
+    """Estimates divide by what it says of itself: one such worker would end every decision."""
+    codec = Codec(ToConductor)
+    good = WorkerHello(info=worker("w", Role.BOTH, "n"))
+    assert codec.decode(codec.encode([good])) == [good]
+    info = good.info
+    if kv := wrong.pop("kv", None):
+        wrong = {"namespace": msgspec.structs.replace(info.namespace, kv=kv)}
+    plain = msgspec.to_builtins(msgspec.structs.replace(info, **wrong), builtin_types=(bytes,))
+    frame = msgspec.msgpack.encode([PROTOCOL, {"type": "WorkerHello", "info": plain}])
+    with pytest.raises(ProtocolError, match="says what no worker is"):
         codec.decode(frame)
 
 

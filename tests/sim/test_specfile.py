@@ -83,6 +83,7 @@ def test_the_clusters_that_come_along_are_sound() -> None:
         (PAIR + "[node]\ndram_tokens = 9_000_000_000_000_000_000", "node.dram_tokens must be at most"),
         (PAIR + "pages = 900_000_000", "pages, more than can be simulated"),
         (f"kv_bytes = {10**9}\n" + PAIR, "kv_bytes 1,000,000,000: a block of 512 tokens has"),
+        ("kv_bytes = 3\n" + PAIR, "kv_bytes must be 4 at least"),
         (f"kv_bytes = {10**23}\n" + PAIR, "kv_bytes"),
         (PAIR + "block_tokens = 1.5", "block_tokens"),
         ("workers = 3", "workers"),
