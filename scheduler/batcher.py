@@ -14,12 +14,14 @@ through the backend; `observe` how long that took; `finish(step, tokens)` says w
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
 
+from .ahead import NOTHING, tell
 from .blocks import BlockPool
 from .cost import StepCost, StepWork, context_of
 from .room import Room
@@ -44,6 +46,11 @@ class QueueFull(Busy):
 
 class TooLarge(ValueError):
     """The sequence can never fit here; the text is for the client."""
+
+
+def _have(sequence: Sequence) -> int:
+    """Tokens it need not compute any more, as far as is known."""
+    return sequence.computed if sequence.state is State.RUNNING else max(sequence.computed, sequence.available)
 
 
 class Batcher:
@@ -76,7 +83,7 @@ class Batcher:
         self.sequences: dict[SequenceId, Sequence] = {}
         #: Of this worker's steps, as `observe` has seen them.
         self.cost = StepCost()
-        #: Prompt tokens accepted and still to be computed here.
+        #: Prompt tokens accepted and still to be computed here: what pools supply is not, once that is known.
         self.queued_tokens = 0
         #: Tokens that will lie in pages here while those decode that hold no pages yet.
         self.expected_tokens = 0
@@ -102,11 +109,22 @@ class Batcher:
         """Predicted, until all prompts accepted so far are computed beside what decodes now."""
         if not self.queued_tokens:
             return 0.0
-        step, token, context, sequence, history = self.cost.fit().coefficients
-        decodes = [s for s in self._running if s.computed >= s.prompt_tokens]
-        step += sequence * len(decodes) + history * sum(s.computed for s in decodes)
+        step, token, context = self._step_costs()
         tokens = self.queued_tokens
         return -(-tokens // self.max_tokens) * step + tokens * token + self._queued_context * context
+
+    def queue_ahead(self, now: float) -> tuple[float, ...]:
+        """How long a newcomer waits, by its length: see `ahead.py`. Empty: for all of the queue."""
+        if not self.queued_tokens:
+            return NOTHING
+        waiting = (self._in[State.HELD].values(), self._in[State.WAITING].values(), self._loading.values())
+        return tell(itertools.chain(*waiting, self._running), self._step_costs(), self.max_tokens, now)
+
+    def _step_costs(self) -> tuple[float, float, float]:
+        """Of a step beside what decodes now, of a prompt's token, of one of its context."""
+        step, token, context, sequence, history = self.cost.fit().coefficients
+        decodes = [s for s in self._running if s.computed >= s.prompt_tokens]
+        return step + sequence * len(decodes) + history * sum(s.computed for s in decodes), token, context
 
     @property
     def running(self) -> int:
@@ -537,8 +555,9 @@ class Batcher:
         """Counts what of its prompt is still to be computed here."""
         owed = context = 0
         if sequence.state is not State.FINISHED and (sequence.started or not sequence.handed_off):
-            owed = max(sequence.prompt_tokens - sequence.computed, 0)
-            context = context_of(sequence.computed, sequence.prompt_tokens) if owed else 0
+            have = _have(sequence)
+            owed = max(sequence.prompt_tokens - have, 0)
+            context = context_of(have, sequence.prompt_tokens) if owed else 0
         self.queued_tokens += owed - sequence.owed
         self._queued_context += context - sequence.owed_context
         sequence.owed, sequence.owed_context = owed, context
@@ -565,8 +584,8 @@ class Batcher:
         assert self._running == sorted(self._in[State.RUNNING].values(), key=_arrival), "who runs is told in two ways"
         assert self.running_context == sum(s.computed for s in self._running), "running tokens are miscounted"
         owed = [s for s in self.sequences.values() if s.state is not State.FINISHED and (s.started or not s.handed_off)]
-        assert self.queued_tokens == sum(max(s.prompt_tokens - s.computed, 0) for s in owed), "the queue is miscounted"
-        context = sum(context_of(min(s.computed, s.prompt_tokens), s.prompt_tokens) for s in owed)
+        assert self.queued_tokens == sum(max(s.prompt_tokens - _have(s), 0) for s in owed), "the queue is miscounted"
+        context = sum(context_of(min(_have(s), s.prompt_tokens), s.prompt_tokens) for s in owed)
         assert self._queued_context == context, "the queue's context is miscounted"
         waiting = [*self._in[State.HELD].values(), *self._in[State.WAITING].values()]
         expected = sum(len(s.tokens) + 1 for s in waiting if not s.first_only)

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from .ahead import NOTHING, Ends, Given, Queues
 from .cost import F64, UNMEASURED
 from .messages import DEAD_AFTER, HEARTBEAT_EVERY, CostFit, WorkerAlive
 from .recent import Recent
@@ -26,8 +27,8 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-def some(mask: Bools) -> bool:
-    """Whether any row is true. Several times as fast as `any`, and each decision asks it a dozen times."""
+def some(mask: Bools | F64) -> bool:
+    """Whether any row is true, or not zero. Several times as fast as `any`, and each decision asks it a dozen times."""
     return bool(np.count_nonzero(mask))
 
 
@@ -56,8 +57,9 @@ SAME_FACTOR = 0.01
 class Assigned(msgspec.Struct, frozen=True):
     """What a plan adds to its worker until heartbeats show it.
 
-    seconds: of prefill. prompt_tokens: to be computed. context: tokens whose KV it will keep while it decodes, and
-    pages those will fill. attempt: of its request, which may come to the same worker again.
+    seconds: of prefill; point: it goes before those at this point of `ahead.py` and beyond. prompt_tokens: to be
+    computed. context: tokens whose KV it will keep while it decodes, and pages those will fill. attempt: of its
+    request, which may come to the same worker again.
     """
 
     at: float
@@ -67,6 +69,7 @@ class Assigned(msgspec.Struct, frozen=True):
     context: int = 0
     pages: int = 0
     attempt: int = 0
+    point: int = 0
 
 
 @dataclass(slots=True)
@@ -104,6 +107,7 @@ class Worker:
     queued_requests: int = 0
     queued_tokens: int = 0
     queue_seconds: float = 0.0
+    queue_ahead: tuple[float, ...] = NOTHING
     running: int = 0
     running_context: int = 0
     expected_tokens: int = 0
@@ -114,35 +118,43 @@ class Worker:
     assigned: dict[tuple[str, int], Assigned] = field(default_factory=dict)
     plans: Sums = field(default_factory=Sums)
     recent: Recent = field(default_factory=Recent)
-    _until: float | None = None
+    given: Given = field(default_factory=Given)
+    _ends: Ends | None = None
 
     @property
     def stuck(self) -> bool:
         return self.heard - self.moved > STUCK_AFTER
 
     @property
-    def busy_until(self) -> float:
-        """When all prompts accepted or planned so far are computed: one after the other, and never before they come."""
-        if self._until is None:
-            until = self.told + self.queue_seconds * self.correction
+    def ends(self) -> F64:
+        """[POINTS + 1] when all prompts accepted or planned so far are computed that go before a newcomer, by its
+        length (`ahead.py`): one after the other, and never before they come.
+        """
+        if self._ends is None:
+            self._ends = Ends(self.told, self.queue_ahead, self.queue_seconds, self.correction)
             for plan in self.assigned.values():
-                if plan.at > until:
-                    until = plan.at
-                until += plan.seconds
-            self._until = until
-        return self._until
+                if plan.seconds:
+                    self._ends.add(plan.at, plan.seconds, plan.point)
+        return self._ends.times
+
+    @property
+    def busy_until(self) -> float:
+        """When all of them are."""
+        return float(self.ends[-1])
 
     def changed(self) -> None:
         """Its queue was told anew: when it ends is to be worked out again."""
-        self._until = None
+        self._ends = None
 
     def assign(self, key: tuple[str, int], plan: Assigned) -> None:
         """It is charged with one more plan, the latest."""
         self.unassign(key)
         self.assigned[key] = plan
         self.plans.add(plan)
-        if self._until is not None:
-            self._until = max(self._until, plan.at) + plan.seconds
+        if plan.seconds:
+            self.given.add(plan.at, plan.seconds, plan.point)
+        if plan.seconds and self._ends is not None:
+            self._ends.add(plan.at, plan.seconds, plan.point)
 
     def unassign(self, key: tuple[str, int]) -> bool:
         """It is not charged with this plan any more; False: it was not."""
@@ -151,12 +163,12 @@ class Worker:
             return False
         self.plans.add(plan, -1)
         if plan.seconds:
-            self._until = None
+            self._ends = None
         return True
 
     def keep(self, assigned: dict[tuple[str, int], Assigned]) -> None:
         """It is charged with these plans only."""
-        self.assigned, self.plans, self._until = assigned, Sums(), None
+        self.assigned, self.plans, self._ends = assigned, Sums(), None
         for plan in assigned.values():
             self.plans.add(plan)
 
@@ -301,7 +313,7 @@ LOAD_INTS = (
     "recent_computed",
     "recent_output",
 )
-LOAD_FLOATS = ("queue_seconds", "tbt")
+LOAD_FLOATS = ("tbt",)
 INTS = ("node", "pages", "pool_slots", "max_positions", "max_tokens_per_step", "max_sequences")
 FLOATS = (
     "step_seconds",
@@ -355,9 +367,8 @@ class Group:
             for info in self._infos
         )
         self._decoding = np.array([float(info.role.decodes) for info in self._infos])
-        #: A column of zeros: numpy takes twice as long with the number.
-        self._nothing = np.zeros(count)
-        # Of what a view shows, `queue_seconds` only is told otherwise: as the time when the queue will have ended.
+        # Of what a view shows, `queue_seconds` only is told otherwise: as the times when the queue will have ended.
+        self._queues = Queues(count)
         self._load_ints = _Table(LOAD_INTS, count, np.int64)
         self._load_floats = _Table(LOAD_FLOATS, count, np.float64)
         # Apart, as these stay the same from one plan to the next: a view takes them over as they are.
@@ -404,6 +415,7 @@ class Group:
             self._written[row], self._kept = (ints, floats, bools), None
             self._ints.cells()[:, row] = ints
             self._floats.cells()[:, row] = floats
+            self._queues.measure(row, step / info.max_tokens_per_step + token, context)
             self._bools.cells()[:, row] = bools
 
     def charge(self, worker: Worker, daemons: dict[str, Daemon]) -> None:
@@ -429,8 +441,11 @@ class Group:
         ints[6, row] = recent.prompt
         ints[7, row] = recent.computed
         ints[8, row] = recent.output
-        floats[0, row] = worker.busy_until
-        floats[1, row] = gap
+        floats[0, row] = gap
+        if worker.queue_seconds or plans.prompt_tokens:
+            self._queues.write(row, worker.ends, worker.given)
+        else:
+            self._queues.clear(row)
 
     def view(self, turn: int, now: float) -> View:
         """A snapshot that later heartbeats do not change."""
@@ -455,8 +470,12 @@ class Group:
         view.__dict__.update(self._kept)
         view.__dict__.update(self._load_ints.columns())
         view.turn, view.tbt = turn, load["tbt"]
-        view.queue_seconds = np.maximum(load["queue_seconds"] - now, self._nothing)
+        view.queue_seconds = self._queues.seconds(now)
         return view
+
+    def queue_before(self, tokens: int, cached: Ints, now: float) -> F64:
+        """[W] of the queue of each worker, what goes before a newcomer of so many tokens, without what is cached."""
+        return self._queues.before(tokens, cached, now)
 
 
 class Cluster:
@@ -492,8 +511,9 @@ class Cluster:
                 worker.keep(known.assigned)
                 worker.queued_tokens, worker.queued_requests = known.queued_tokens, known.queued_requests
                 worker.queue_seconds, worker.told = known.queue_seconds, known.told
+                worker.queue_ahead = known.queue_ahead
                 worker.running_context, worker.expected_tokens = known.running_context, known.expected_tokens
-                worker.recent = known.recent
+                worker.recent, worker.given = known.recent, known.given
         worker.free_pages = info.pages if not worker.running else 0
         self.workers[info.worker] = worker
         self.workers.move_to_end(info.worker)
@@ -514,7 +534,7 @@ class Cluster:
         worker.progress = message.progress
         worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens
         worker.running, worker.free_pages = message.running, message.free_pages
-        worker.queue_seconds = message.queue_seconds
+        worker.queue_seconds, worker.queue_ahead = message.queue_seconds, message.queue_ahead
         worker.running_context, worker.expected_tokens = message.running_context, message.expected_tokens
         worker.counters = message.counters
         if message.cost.measured or not worker.cost.measured:
@@ -533,6 +553,8 @@ class Cluster:
             if len(left) < len(worker.assigned):
                 worker.keep(left)
         worker.recent.expire(now)
+        if worker.queue_seconds:
+            worker.given.pass_by(now)
         self.touch(message.worker)
         return True
 
@@ -625,6 +647,10 @@ class Cluster:
                 return None
             group = self._groups[model, namespace] = Group(members, self.daemons)
         return group.view(turn, now)
+
+    def queue_before(self, model: str, namespace: bytes, tokens: int, cached: Ints, now: float) -> F64:
+        """[W] of the queues in the view of these, what goes before a newcomer, without what is cached [W] of it."""
+        return self._groups[model, namespace].queue_before(tokens, cached, now)
 
     def counters(self) -> dict[str, float]:
         """All counters that workers and daemons have reported, those of the dead included; equal names are summed."""

@@ -23,6 +23,9 @@ DEAD_AFTER = 3.0
 
 #: No worker has so many tokens of anything; sums over all of them are still exact.
 MOST = 1 << 40
+#: Lengths of prompts, in seconds, for which a worker tells its queue (`ahead.py`): from a step of a small model to what
+#: hardly anybody has, by half octaves.
+QUEUE_LENGTHS = tuple(2.0 ** (k / 2) for k in range(-12, 9))
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -250,10 +253,10 @@ class WorkerAlive(Message, frozen=True):
 
     progress: rounds of the worker's loop, which turns every second at least, also while all wait for KV from elsewhere;
     it stands still when the loop hangs. queued_tokens: prompt tokens accepted and not computed yet; queue_seconds:
-    until they are, as the worker predicts. running_context: tokens in the pages of what runs; expected_tokens: that
-    those accepted will bring there that have no pages yet. accepted: (request, attempt) taken in since the last
-    heartbeat: what was planned for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample
-    name.
+    until they are, as the worker predicts. queue_ahead: how long a newcomer waits, by its length (`ahead.py`); empty:
+    for all of the queue. running_context: tokens in the pages of what runs; expected_tokens: that those accepted will
+    bring there that have no pages yet. accepted: (request, attempt) taken in since the last heartbeat: what was planned
+    for them is in these numbers now. cost: as fitted so far. counters by Prometheus sample name.
 
     Raises ValueError, so that no frame with them is taken, for a load that nobody can have.
     """
@@ -271,6 +274,7 @@ class WorkerAlive(Message, frozen=True):
     running_context: int = 0
     expected_tokens: int = 0
     accepted: tuple[tuple[int, int], ...] = ()
+    queue_ahead: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (
@@ -283,6 +287,9 @@ class WorkerAlive(Message, frozen=True):
         )
         if not 0.0 <= self.queue_seconds < math.inf or min(counts) < 0 or max(counts) > MOST:
             raise ValueError(f"a load is negative or no number: {counts}, {self.queue_seconds}")
+        ahead = self.queue_ahead
+        if ahead and not (len(ahead) == len(QUEUE_LENGTHS) and min(ahead) >= 0.0 and sum(ahead) < math.inf):
+            raise ValueError(f"no queue is told by length as {ahead}")
 
 
 class PagesChanged(Message, frozen=True):

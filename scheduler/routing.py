@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 
 from .accuracy import Accuracy, Prediction
+from .ahead import POINTS, point_of
 from .candidates import Refused, candidates
-from .cluster import Assigned, Cluster, View
+from .cluster import Assigned, Cluster, View, some
 from .estimates import Estimate, estimate, inlines, soonest
 from .explaining import Decision, Decisions, explain, unserved
 from .explanation import Explanation
@@ -151,6 +152,7 @@ class Router:
         view = shortlist.view
         blocks = min(len(route.keys) // KEY_BYTES, cacheable_blocks(route.prompt_tokens, view.block_tokens))
         overlap = self._overlaps.find(view, route.keys[: blocks * KEY_BYTES], now)
+        self._narrow(view, route, overlap, now)
         estimated = estimate(view, route, overlap, self.links, outlook.length(route), now)
         ask = estimated.ask
         if ask.slo.tbt is not None:
@@ -169,6 +171,13 @@ class Router:
         judgement = outlook.judge(route, view, ask, choice, seconds, gap, now)
         decision = Decision(route, view, shortlist.filters, overlap, ask, choice, self.policy_name, now)
         return _Considered(decision, view, overlap, estimated, choice, prediction, judgement)
+
+    def _narrow(self, view: View, route: Route, overlap: Overlap, now: float) -> None:
+        """Of each worker's queue only what goes before this prompt concerns it."""
+        if route.slo.ttft is None or route.priority < 0 or not some(view.queue_seconds):
+            return
+        cached = np.maximum(overlap.has, overlap.best) * view.block_tokens
+        view.queue_seconds = self._cluster.queue_before(route.model, route.namespace, route.prompt_tokens, cached, now)
 
     def _sources(self, considered: _Considered, now: float) -> tuple[int, list[Source]]:
         """Blocks that the prefill node will have, and who has what it lacks in DRAM."""
@@ -205,13 +214,19 @@ class Router:
         alone = plan.prefill.worker == plan.decode.worker
         context = route.prompt_tokens + 1
         decoding = Assigned(now, 0.0, 0, 1, context, -(-context // view.block_tokens), plan.attempt)
+        point = 0
+        if route.slo.ttft is None or route.priority < 0:
+            point = POINTS
+        elif not route.priority:
+            point = point_of(seconds / prediction.correction)
         self._cluster.gave(plan.prefill.worker, now, route.prompt_tokens, tokens)
         self._cluster.gave(plan.decode.worker, now, output=int(considered.estimate.ask.output_tokens))
         if alone:
-            whole = msgspec.structs.replace(decoding, seconds=seconds, prompt_tokens=tokens)
+            whole = msgspec.structs.replace(decoding, seconds=seconds, prompt_tokens=tokens, point=point)
             self._cluster.assign(plan.prefill.worker, key, whole)
         else:
-            self._cluster.assign(plan.prefill.worker, key, Assigned(now, seconds, tokens, 0, attempt=plan.attempt))
+            charged = Assigned(now, seconds, tokens, 0, attempt=plan.attempt, point=point)
+            self._cluster.assign(plan.prefill.worker, key, charged)
             self._cluster.assign(plan.decode.worker, key, decoding)
         at = 0
         for source in plan.sources:

@@ -22,7 +22,17 @@ from pyengine.backend import Backend, Slice
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
-from pyengine.scheduler.messages import Abort, CostFit, Failed, Message, Note, PrefillReport, Tokens, Work
+from pyengine.scheduler.messages import (
+    HEARTBEAT_EVERY,
+    Abort,
+    CostFit,
+    Failed,
+    Message,
+    Note,
+    PrefillReport,
+    Tokens,
+    Work,
+)
 from pyengine.scheduler.types import KEY_BYTES, FinishReason, Role
 
 logger = logging.getLogger(__name__)
@@ -35,6 +45,8 @@ RECOMPUTE_STEPS = 4
 HOPELESS_STEPS = 3
 #: Attempts told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
 ACCEPTED = 4096
+#: Seconds between two looks at who waits how long: a part of a heartbeat.
+TELL_EVERY = HEARTBEAT_EVERY / 5
 
 
 class WorkerBroken(RuntimeError):
@@ -53,6 +65,7 @@ class Load(NamedTuple):
     running_context: int
     expected_tokens: int
     cost: CostFit
+    queue_ahead: tuple[float, ...]
 
 
 class Worker:
@@ -101,6 +114,8 @@ class Worker:
         self.work: dict[SequenceId, Work] = {}
         self.progress = 0
         self.busy = False
+        self._ahead: tuple[float, ...] = ()
+        self._tells = 0.0
         self.load = self._load()
         #: Attempts that `load` counts since the last heartbeat; whoever sends them puts an empty list here.
         self.accepted: list[SequenceId] = []
@@ -261,6 +276,11 @@ class Worker:
 
     def _load(self) -> Load:
         batcher = self.batcher
+        now = time.monotonic()
+        if now >= self._tells or not batcher.queued_tokens:
+            # To look at all that waits is not for every step.
+            self._ahead = batcher.queue_ahead(now)
+            self._tells = now + TELL_EVERY
         return Load(
             running=batcher.running,
             waiting=batcher.waiting,
@@ -269,6 +289,7 @@ class Worker:
             running_context=batcher.running_context,
             expected_tokens=batcher.expected_tokens,
             cost=batcher.cost.fit(),
+            queue_ahead=self._ahead,
         )
 
     @property

@@ -284,6 +284,7 @@ class WorkerService:
             running_context=worker.load.running_context,
             expected_tokens=worker.load.expected_tokens,
             accepted=tuple(accepted),
+            queue_ahead=worker.load.queue_ahead,
         )
 
 

@@ -56,6 +56,10 @@ class Vllm(Batcher):
             # Nobody has asked for these keys, so nobody finds what fills under them.
             sequence.keys.clear()
 
+    def queue_ahead(self, now: float) -> tuple[float, ...]:
+        """First come, first served."""
+        return ()
+
     def ready(self, id: tuple[int, int], available: int) -> None:
         """There is no pool beside the device's pages."""
         super().ready(id, 0)
@@ -145,6 +149,10 @@ class FirstCome(Batcher):
         sequence.ttft = sequence.tbt = math.inf
         sequence.tenant = sequence.priority = 0
         super().add(sequence)
+
+    def queue_ahead(self, now: float) -> tuple[float, ...]:
+        """Of no use to who is shorter."""
+        return ()
 
 
 #: By the name that a cluster file gives. "ours" is what serves.

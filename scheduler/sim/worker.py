@@ -469,6 +469,7 @@ class WorkerModel(Steps):
                 running_context=self.running_context(),
                 expected_tokens=batcher.expected_tokens,
                 accepted=tuple(accepted),
+                queue_ahead=batcher.queue_ahead(self.loop.now),
             )
         ]
 

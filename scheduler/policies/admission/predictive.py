@@ -1,8 +1,8 @@
 """Ours: each request is judged by the batch it will be in, each answer has its own predicted length.
 
-Time to first token: as the policy predicts it, without prompts that this one may overtake: those of lower priority, and
-those of tenants that have had all of their fair share of late, if this one's has not. Waiting for room in the decode
-worker's pages counts: a prefill does not begin before.
+Time to first token: as the policy predicts it, behind prompts that are shorter (`ahead.py`), without those of them that
+this one may overtake: of lower priority, and of tenants that have had all of their fair share of late, if this one's
+has not. Waiting for room in the decode worker's pages counts: a prefill does not begin before.
 
 Gap between tokens: the batch of the chosen decode worker from when this prompt is computed until this answer ends. It
 is judged when the request joins it, and each time when somebody who was planned before joins later; against the
@@ -76,8 +76,19 @@ def _overtaken(case: Case) -> float:
     if np.isfinite(level) and case.shares.content(case.ask.tenant, case.now, level):
         others = {name: case.shares.content(name, case.now, level) for name in dict.fromkeys(tenants)}
         behind |= (priorities == case.ask.priority) & np.array([not others[name] for name in tenants])
+    if case.ask.slo.ttft is not None and case.ask.priority >= 0:
+        # The queue before it has no longer ones (`ahead.py`).
+        behind &= seconds <= _own_seconds(case)
     # Some of it may have been computed meanwhile: what is queued in all is known better.
     return min(float(seconds[behind].sum()), float(case.view.queue_seconds[case.choice.prefill]))
+
+
+def _own_seconds(case: Case) -> float:
+    """That the chosen worker computes for this prompt, as `Forecast.pending` has it of others: uncorrected."""
+    view, ask, row = case.view, case.ask, case.choice.prefill
+    prefix = int(ask.prefix[row])
+    cached = (max(ask.best, prefix) if case.choice.fetch else prefix) * view.block_tokens
+    return view.prefill_seconds_of(row, ask.prompt_tokens, cached) / float(view.correction[row])
 
 
 def _worst_gap(case: Case, room: float) -> tuple[float, float | None]:
