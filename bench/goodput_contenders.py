@@ -114,9 +114,9 @@ FIELD = tuple(
 OURS = Contender(
     "ours",
     "least-harm",
-    {"gather": ("false", "true"), "doubt": ("0.05", "0.02")},
-    ("patient", "patient:margin=1.05", "predictive", "predictive:margin=1.1"),
-    (True, False),
+    {"gather": ("false",), "even": ("false", "true")},
+    ("patient", "patient:margin=1.05", "at-arrival", "predictive"),
+    (True,),
 )
 LEAGUES = {"field": FIELD, "lent": LENT}
 CONTENDERS = (*FIELD, *LENT, OURS)

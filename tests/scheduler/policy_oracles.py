@@ -224,7 +224,7 @@ def netkv(view: View, ask: Ask) -> Expected:
 def least_harm(view: View, ask: Ask, worth: float = 3000.0, doubt: float = 0.05, reuse: float = 0.05) -> Expected:
     """Seconds that it costs itself and others, worker by worker; then the best pair against the best single worker."""
 
-    def chance(seconds: float, objective: float | None) -> float:
+    def chance(seconds: float, objective: float | None, doubt: float = doubt) -> float:
         if objective is None:
             return 0.0
         return 1.0 / (1.0 + math.exp(min(max((objective - seconds) / (doubt * objective), -50), 50)))
@@ -245,9 +245,12 @@ def least_harm(view: View, ask: Ask, worth: float = 3000.0, doubt: float = 0.05,
 
     def prefill_part(i: int) -> float:
         seconds, busy, _ = first(i)
-        queue, waiting = float(view.queue_seconds[i]), int(view.queued_requests[i])
-        behind = chance(queue + busy, ask.slo.ttft) - chance(queue, ask.slo.ttft)
-        return seconds + busy * waiting + room(i) + worth * (chance(seconds, ask.slo.ttft) + waiting * behind)
+        waiting = int(view.queued_requests[i])
+        queue = int(view.queued_tokens[i]) * float(view.token_seconds[i])
+        share = min(busy / queue, 1.0) if queue > 0 else 0.0
+        fall = share * waiting * chance(queue + busy, ask.slo.ttft, 0.2)
+        alone = compute(view, ask, i, int(ask.prefix[i]))
+        return seconds + alone * waiting + room(i) + worth * (chance(seconds, ask.slo.ttft) + fall)
 
     def decode_part(i: int, second: float) -> float:
         gap, running = float(view.tbt[i]), int(view.running[i])

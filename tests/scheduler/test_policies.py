@@ -213,3 +213,10 @@ def bare() -> tuple[View, Ask]:
 
 
 BARE = bare()
+
+
+def test_even_batches_are_of_as_many_sequences() -> None:
+    """`even` looks at how many decode somewhere, and not at how long a step takes there."""
+    view, ask = decoders(gaps=[0.090, 0.060], running=[10, 14])
+    assert find_policy("least-harm:even=true")(view, ask, random.Random(0)).decode == 1
+    assert find_policy("least-harm")(view, ask, random.Random(0)).decode == 2
