@@ -374,6 +374,17 @@ def test_room_in_pages_is_waited_for() -> None:
     assert find_admission("predictive")(scene(Slo(ttft=5.1), pages=pages)) is None
 
 
+def test_what_a_client_has_waited_counts() -> None:
+    """Its first token would come after 4 s more, of 6; and nobody waits for room beyond half of that."""
+    case = scene(Slo(ttft=6.0))
+    assert find_admission("predictive")(replace(case, waited=1.9)) is None
+    late = find_admission("predictive")(replace(case, waited=2.1))
+    assert late is not None and late.kind == "slo_ttft"
+    full = replace(scene(Slo(ttft=10.0, tbt=0.2)), tbt=0.25)
+    kinds = [told and told.kind for told in (find_admission("patient")(replace(full, waited=w)) for w in (4.9, 5.1))]
+    assert kinds == [LATER, "slo_tbt"]
+
+
 def test_an_answer_that_cannot_be_whole_in_time_is_not_begun() -> None:
     # First token after 4 s, then 49 tokens at 80 ms.
     assert find_admission("predictive")(scene(Slo(deadline=4.0 + 49 * 0.08 + 0.1))) is None
