@@ -99,7 +99,9 @@ class InflightMachine(RuleBasedStateMachine):
 
     @rule(keys=st.sampled_from(PROMPTS), count=st.integers(0, 40))
     def find(self, keys: bytes, count: int) -> None:
-        keys = keys[: count * 16]
+        self.compare(keys[: count * 16])
+
+    def compare(self, keys: bytes) -> None:
         expected: dict[str, Coming] = {}
         for n in marks(len(keys) // 16, BLOCK):
             prefix = keys[: n * 16]
@@ -121,6 +123,9 @@ class InflightMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.real.check()
         assert len(self.real) == len(self.promises)
+        # After each step, or two requests of one worker hardly ever meet.
+        for keys in PROMPTS:
+            self.compare(keys)
 
 
 class NativeMachine(InflightMachine):
