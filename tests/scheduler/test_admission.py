@@ -353,15 +353,23 @@ def test_a_tenant_is_not_sent_away_for_longer_than_can_be_predicted() -> None:
 
 
 def test_who_is_content_overtakes_who_is_not() -> None:
+    """Its own prompt takes 1 s, behind 3 s of shorter ones: a longer one is not among them, whoever sent it."""
     case = scene(Slo(ttft=3.0), tenant="light")
     table, length = case.forecast._lengths.first("", 1000, 1000)
-    entry = Entry("p1", "d", NOW + 3.0, 10, 1000, table, length, math.inf, 2.0, 0, "heavy")
-    case.forecast.add(("h", 0), entry, NOW)
-    assert find_admission("predictive")(case) is not None
+
+    def add(request: int, seconds: float) -> None:
+        entry = Entry("p1", "d", NOW + 3.0, 10, 1000, table, length, math.inf, seconds, 0, "heavy")
+        case.forecast.add(("h", request), entry, NOW)
+
+    add(0, 2.0)
     case.shares.ask("heavy", 20.0, True, NOW)
     case.shares.ask("light", 1.0, True, NOW)
     case.shares.ask("heavy", 9.0, False, NOW)
+    assert find_admission("predictive")(case) is not None
+    add(1, 1.0)
     assert find_admission("predictive")(case) is None
+    known = scene(Slo(ttft=3.0), tenant="heavy")
+    assert find_admission("predictive")(replace(case, ask=known.ask)) is not None
 
 
 def test_room_in_pages_is_waited_for() -> None:
