@@ -53,6 +53,11 @@ def test_the_constants_of_a_cluster_are_found(tmp_path: Path) -> None:
     def slower(constants: Constants) -> Records:
         return simulated(msgspec.structs.replace(constants, step_overhead=constants.step_overhead + 1.0))
 
+    # What is promised is held, and a gap that nobody sees tells nothing.
+    held = simulate(trace, msgspec.structs.replace(planted.put(spec), slo=Slo(ttft=60.0, tbt=1.0)), RUN, description="")
+    with pytest.raises(ValueError, match="nothing is promised"):
+        fit(held.records, KV_BYTES, simulated)
+
     # A cluster that is faster than its model says has none below nothing.
     none = fit(simulated(Constants()), KV_BYTES, slower)
     assert (none.step_overhead, none.message_delay, none.handoff_delay) == (0.0, 0.0, 0.0)

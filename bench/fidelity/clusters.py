@@ -73,9 +73,10 @@ class Setting:
         model = self.model
         if not self.learns:
             model = f"{model},cost={self._cost(folder)}"
-        assert self.slo.ttft is not None and self.slo.tbt is not None, "objectives are what goodput is about"
         flags = ("--prefill", str(self.prefill), "--decode", str(self.decode), *self.flags)
-        flags += ("--slo-ttft", str(self.slo.ttft), "--slo-tbt", str(self.slo.tbt))
+        for name, seconds in (("ttft", self.slo.ttft), ("tbt", self.slo.tbt)):
+            if seconds is not None:
+                flags += (f"--slo-{name}", str(seconds))
         # A converted model is kept where it is; the other cluster has nothing to keep.
         state = None if self.learns else folder / "state"
         return Server(*flags, model=model, backend=self.backend, state_dir=state, start_timeout=300.0)

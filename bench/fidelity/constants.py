@@ -54,8 +54,13 @@ class Constants(msgspec.Struct, frozen=True, kw_only=True):
 def fit(live: Records, kv_bytes: int, simulate: Callable[[Constants], Records]) -> Constants:
     """The constants with which the simulation of the same requests is as long as they were; none is below 0.
 
-    kv_bytes: of one token. Prompts of one length tell no rate.
+    kv_bytes: of one token. Prompts of one length tell no rate. Raises ValueError if first tokens were held for the
+    second.
     """
+    if not (live.second_gap > 0.0).any():
+        raise ValueError(
+            "first tokens were held for the second: single requests tell of hand-offs if nothing is promised"
+        )
     found = Constants()
     # The first ones open connections and sessions.
     first = len(live.ttft) // 4

@@ -116,7 +116,8 @@ def _differs(settings: Sequence[Setting], found: Sequence[Found]) -> str:
 def _setting(setting: Setting, found: Found) -> str:
     parts = [f"## {setting.about[0].upper()}{setting.about[1:]}\n"]
     if found.constants is not None:
-        parts.append(f"Measured by single requests on the idle cluster, for all turns: {found.constants.text}.\n")
+        measured = "Measured by single requests on the idle cluster, which promised nothing then, for all turns"
+        parts.append(f"{measured}: {found.constants.text}.\n")
     if found.curve:
         curve = ", ".join(f"{rate:g}: {cell(goodput)}" for rate, goodput in found.curve)
         parts.append(

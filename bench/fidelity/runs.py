@@ -28,6 +28,7 @@ from pyengine.scheduler.report.summary import Summary, summarize
 from pyengine.scheduler.sim.report import Records, Report
 from pyengine.scheduler.sim.spec import ClusterSpec, RunSpec
 from pyengine.scheduler.sim.trace import Trace
+from pyengine.scheduler.types import Slo
 
 #: As the client asks, and as workers serve.
 RUN = RunSpec(exact_limits=True, write_through=True)
@@ -86,9 +87,13 @@ class Comparison:
         self._parts: list[Part] = []
 
     def prepare(self) -> None:
-        """Measures the constants on the live cluster, and seeks by simulation where goodput peaks."""
+        """Measures the constants on the live cluster, and seeks by simulation where goodput peaks.
+
+        Nothing is promised meanwhile: a first token that is held for the second says nothing of the hand-off.
+        """
         setting = self.setting
-        with self._serving() as server:
+        nothing = dataclasses.replace(setting, slo=Slo())
+        with self._serving(nothing) as server:
             live = find_backend(f"live:url={server.base}")
             first = said = live.cluster()
             assert said is not None and first is not None
@@ -110,7 +115,7 @@ class Comparison:
             if first.unmeasured:
                 raise RuntimeError(f"{', '.join(first.unmeasured)} measured no costs: send more single requests")
         # Requests alone are told from the others by what steps cost while they were alone.
-        plain = setting.spec(first, self._scratch())
+        plain = nothing.spec(first, self._scratch())
         constants = fit(report.records, plain.kv_bytes, lambda these: _simulated(alone, these.put(plain)).records)
         self.found.constants = constants
         self._spec = constants.put(setting.spec(said, self._scratch()))
@@ -147,7 +152,7 @@ class Comparison:
         assert spec is not None, "prepared"
         trace = made(self._parts, setting.kinds, seed, spec.block_tokens)
         note(f"{setting.name}: turn {seed}, {self._parts[-1].last + setting.rest:.0f} s")
-        with self._serving() as server, contextlib.ExitStack() as stack:
+        with self._serving(setting) as server, contextlib.ExitStack() as stack:
             told = stack.enter_context(Told(find_backend(f"live:url={server.base}"))) if setting.learns else None
             live, load = self._live(server, trace, spec)
         for part in self._parts:
@@ -180,8 +185,7 @@ class Comparison:
                     )
 
     @contextlib.contextmanager
-    def _serving(self) -> Iterator[Server]:
-        setting = self.setting
+    def _serving(self, setting: Setting) -> Iterator[Server]:
         server = setting.server(self.folder)
         began = time.monotonic()
         try:
