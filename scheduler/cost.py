@@ -5,12 +5,11 @@ A step's time is modelled as
     seconds = step + token·P + context·C + sequence·S + history·H
 
 with P computed prompt tokens, C their summed context, S decoding sequences, H their summed context. One fit per worker
-serves prefill, decode and mixed steps alike; features a worker never shows keep their prior, at the worker's speed.
+serves prefill, decode and mixed steps alike; features a worker never shows keep their prior.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +22,14 @@ F64 = npt.NDArray[np.float64]
 #: A small model on a few CPU cores, in the order of the formula above. Only until a worker's first samples.
 UNMEASURED = CostFit(coefficients=(5e-3, 1e-3, 1e-8, 2e-3, 1e-6))
 PRIOR: F64 = np.array(UNMEASURED.coefficients)
-#: Weight of the prior beside the first sample, which is right to 5 %: the prior's parts are, relative to each other, to
-#: about their own size; (0.05 / 1)².
-PRIOR_WEIGHT = 0.0025
+#: Weight of the prior in samples: it says "right to a factor of ten", so a handful of samples overrules it.
+PRIOR_WEIGHT = 0.01
 #: Each sample lowers the weight of all before it: about 100 samples are remembered, some seconds of work.
 FORGETTING = 0.99
-REMEMBERED = round(1 / (1 - FORGETTING))
-#: Nothing is for free: of the prior at the machine's speed, what a coefficient is at least.
-LEAST = 1e-4
 EYE: F64 = np.eye(len(PRIOR))
+#: Of the prior, what each sample brings back: to the vector, and to the matrix.
+FRESH = (1 - FORGETTING) * PRIOR_WEIGHT
+FRESH_EYE: F64 = FRESH * EYE
 #: Shorter times are mostly noise of the clock and the loop; they count as this long when errors are weighed.
 SHORTEST = 1e-4
 
@@ -51,11 +49,7 @@ def context_of(start: int, end: int) -> int:
 
 
 class StepCost:
-    """Least squares on relative errors, with forgetting, shrunk towards the prior so that it never runs away.
-
-    What it is shrunk to is the prior times one factor for all of it: a machine may be a thousand times slower than
-    that of the prior, and its first sample says so. The weight of it fades as samples come.
-    """
+    """Least squares on relative errors, with forgetting, shrunk towards the prior so that it never runs away."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -65,11 +59,9 @@ class StepCost:
         self.prompt_context = 0.0
         self.decode_context = 0.0
         self._fit: CostFit | None = None
-        # Normal equations of the samples, with coefficients in units of the prior.
-        self._matrix: F64 = 0.0 * EYE
-        self._vector: F64 = np.zeros(len(PRIOR))
-        #: Logarithm of how much longer steps take than by the prior, mean of those remembered.
-        self._slower = 0.0
+        # Unknowns are coefficients in units of the prior: the prior is all ones and the matrix well conditioned.
+        self._matrix: F64 = PRIOR_WEIGHT * EYE
+        self._vector: F64 = PRIOR_WEIGHT * np.ones(len(PRIOR))
         self._coefficients: F64 = PRIOR
 
     @property
@@ -78,7 +70,7 @@ class StepCost:
 
     @property
     def coefficients(self) -> F64:
-        """[5]: step, token, context, sequence, history; all above 0."""
+        """[5]: step, token, context, sequence, history; none negative."""
         return self._coefficients
 
     def fit(self) -> CostFit:
@@ -121,11 +113,6 @@ class StepCost:
         if work.decode_sequences:
             self.decode_context = work.decode_context / work.decode_sequences
         row = features * PRIOR / seconds
-        self._matrix = FORGETTING * self._matrix + row[:, None] * row
-        self._vector = FORGETTING * self._vector + row
-        # In units of the prior at the machine's speed it is all ones, and a sample counts as much on any machine.
-        count = min(self.samples, REMEMBERED)
-        self._slower += (-math.log(float(row.sum())) - self._slower) / count
-        slower, weight = math.exp(self._slower), PRIOR_WEIGHT / count
-        found = np.linalg.solve(slower * slower * self._matrix + weight * EYE, slower * self._vector + weight)
-        self._coefficients = np.maximum(found, LEAST) * slower * PRIOR
+        self._matrix = FORGETTING * self._matrix + row[:, None] * row + FRESH_EYE
+        self._vector = FORGETTING * self._vector + row + FRESH
+        self._coefficients = np.maximum(np.linalg.solve(self._matrix, self._vector), 0.0) * PRIOR

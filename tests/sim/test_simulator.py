@@ -79,7 +79,7 @@ def test_who_is_told_later_is_served_when_there_is_room(tmp_path: Path) -> None:
     """One decode worker that may hold two sequences for its objective: three come at once, and none is refused for good
     by an admission that waits.
     """
-    time = model(tmp_path, prefill=1e-2, decode=1e-2, sequence=1e-2, context=0.0)
+    time = model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0)
     spec = cluster(time, slo=Slo(ttft=20.0, tbt=0.035))
     rows = [request(1.0 + n / 10, (n,), output=60) for n in range(3)]
     outcomes = {}
@@ -199,9 +199,7 @@ def test_what_a_worker_has_taken_in_is_counted_once(tmp_path: Path) -> None:
 
 def test_a_baseline_refuses_when_the_prompt_is_computed(tmp_path: Path) -> None:
     """The decode worker keeps the promise with two sequences: the prompts of the others were for nothing."""
-    spec = cluster(
-        model(tmp_path, prefill=1e-2, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035)
-    )
+    spec = cluster(model(tmp_path, decode=1e-2, sequence=1e-2, context=0.0), decode=1, slo=Slo(ttft=60.0, tbt=0.035))
     requests = [request(1.0 + 0.1 * n, range(10 * n, 10 * n + 3), output=100) for n in range(6)]
     simulation = simulated(requests, spec, admission="baseline")
     records = simulation.measure.report("").records
