@@ -326,6 +326,8 @@ FLOATS = (
     "correction",
 )
 BOOLS = ("both", "prefills", "decodes", "takes", "measured", "inlines")
+#: Of a view, what follows from columns that only heartbeats change.
+DERIVED = ("half_context", "prompt_gap", "step_tokens")
 
 
 class _Table:
@@ -366,7 +368,6 @@ class Group:
             min(min(info.pages, info.pool_slots - SPARE_SLOTS) * spec.block_tokens, info.max_positions) - 1
             for info in self._infos
         )
-        self._decoding = np.array([float(info.role.decodes) for info in self._infos])
         # Of what a view shows, `queue_seconds` only is told otherwise: as the times when the queue will have ended.
         self._queues = Queues(count)
         self._load_ints = _Table(LOAD_INTS, count, np.int64)
@@ -459,11 +460,11 @@ class Group:
                 **self._ints.columns(),
                 **self._floats.columns(),
                 **self._bools.columns(),
-                # What a view would work out of these itself, each anew.
-                "half_context": self._floats.columns()["context_seconds"] / 2,
-                "prompt_gap": self._decoding * self._floats.columns()["history_seconds"],
-                "step_tokens": int(self._ints.columns()["max_tokens_per_step"].min()),
             }
+            # What each view would work out anew of these.
+            first = View.__new__(View)
+            first.__dict__.update(self._kept)
+            self._kept |= {name: getattr(first, name) for name in DERIVED}
         load = self._load_floats.columns()
         # To hand 35 arguments to a constructor takes longer than all else here.
         view = View.__new__(View)
