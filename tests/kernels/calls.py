@@ -5,8 +5,10 @@ What is passed about is plain data, so that another process can compute it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +34,14 @@ class Call:
     """A contract, the type its tensors have, and its arguments: float64 arrays whose values that type can hold.
 
     Strips and their page tensors are integers of the type's size: any bits. strided: tensors are handed over with gaps
-    between their rows.
+    between their rows. tuning: which of the configurations that Triton would choose from, or None: its choice.
     """
 
     contract: str
     dtype: str
     arguments: dict[str, Any]
     strided: bool = False
+    tuning: int | None = None
 
     def changed(self, **arguments: Any) -> Call:
         return replace(self, arguments=self.arguments | arguments)
@@ -63,13 +66,28 @@ def compute(call: Call, implementation: str, device: str) -> Answer:
     }
     if isinstance(norms := arguments.get("norms"), tuple):
         arguments["norms"] = (*(_tensor("norms", weight, call, device) for weight in norms[:2]), norms[2])
-    with torch.inference_mode():
+    with torch.inference_mode(), _tuned(call):
         if call.contract.endswith("_attention"):
             query = arguments.pop("query")
             result = getattr(kernels, call.contract)(**arguments)(query, arguments["kv"])
         else:
             result = getattr(kernels, call.contract)(**arguments)
     return _answer(call, result, arguments)
+
+
+@contextlib.contextmanager
+def _tuned(call: Call) -> Iterator[None]:
+    if call.tuning is None:
+        yield
+        return
+    name = call.contract.removesuffix("_attention")
+    tuner = getattr(importlib.import_module(f"pyengine.kernels.torch.triton.{name}"), f"_{name}")
+    all_of_them = tuner.configs
+    tuner.configs = [all_of_them[call.tuning]]
+    try:
+        yield
+    finally:
+        tuner.configs = all_of_them
 
 
 def rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, np.dtype[np.float64]]:

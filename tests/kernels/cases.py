@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 HEADS = ((3, 3), (4, 2), (9, 3), (8, 2), (5, 1), (16, 2), (16, 1))
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_TOKENS = (16, 32, 64, 128, 256)
-WINDOWS = (None, 1, 33, 200)
+WINDOWS = (None, 1, 33, 100)
 
 #: (tokens before, new tokens) of each sequence, and rows behind them that belong to nobody.
 PREFILLS: dict[str, tuple[list[tuple[int, int]], int]] = {
@@ -27,8 +27,8 @@ PREFILLS: dict[str, tuple[list[tuple[int, int]], int]] = {
     "one token": ([(0, 1)], 0),
     "a prompt": ([(0, 37)], 0),
     "odd prompts": ([(0, 1), (0, 15), (0, 17), (0, 33)], 0),
-    "prefixes": ([(250, 19), (16, 16), (1, 5), (0, 7), (47, 1)], 0),
-    "a chunk": ([(301, 70)], 0),
+    "prefixes": ([(130, 19), (16, 16), (1, 5), (0, 7), (47, 1)], 0),
+    "a chunk": ([(201, 40)], 0),
     "some not there": ([(0, 0), (20, 0), (5, 9), (-2, 2)], 3),
 }
 #: Lengths, the new token included.
@@ -39,6 +39,7 @@ DECODES: dict[str, list[int]] = {
     "alike": [48, 48, 48],
     "odd lengths": [300, 1, 33, 15, 16, 17],
     "long": [1030],
+    "long and short": [1030, 3, 0, 600],
     "some not there": [0, 40, 0, 5, 290],
 }
 
@@ -177,7 +178,7 @@ STRIPS = {
     "heads": ((1, 1), (3, 3), (8, 8)),
     "head_dim": HEAD_DIMS,
     "page_tokens": PAGE_TOKENS,
-    "blocks": (0, 1, 5),
+    "blocks": (0, 1, 3),
     "layers": (slice(None), slice(1, 2), slice(1, 3), slice(0, 0)),
     "part": (slice(None), slice(0, 1), slice(1, 3)),
 }
@@ -197,7 +198,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str, dict[str, Any]], Call]]] =
     "scatter": (STRIPS, strips_call),
     "sample": (
         {
-            "rows": (0, 1, 9),
+            "rows": (0, 1, 7),
             "vocab": (1, 7, 1000, 5000),
             "kind": ("plain", "ties", "forbidden", "huge", "broken"),
             "filters": ((), ("min_p",), ("top_k",), ("top_p",), ("min_p", "top_k", "top_p")),

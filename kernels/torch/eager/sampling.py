@@ -7,23 +7,39 @@ import numpy as np
 import torch
 from pyengine.kernels.inputs import Draws
 
+#: Up to this top_k, only the likeliest tokens of a row are looked at: a tenth of the time of a vocabulary of 49,152.
+SHORT = 1024
+
 
 def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     largest, tokens = logits.max(dim=-1)  # a NaN counts as the largest
-    drawn = np.flatnonzero(draws.temperature > 0.0)
-    if len(drawn):
-        rows = torch.from_numpy(drawn).to(logits.device)
-        chosen = Draws(*(getattr(draws, name)[drawn] for name in Draws.__dataclass_fields__))
-        tokens[rows] = _draw(logits[rows], chosen)
+    short = (draws.top_k > 0) & (draws.top_k <= min(SHORT, logits.shape[-1] - 1))
+    filtered = short | (draws.top_k > 0) | (draws.min_p > 0.0) | (draws.top_p < 1.0)
+    drawn = draws.temperature > 0.0
+    for members, draw in ((short, _draw_short), (filtered & ~short, _draw_filtered), (~filtered, _draw)):
+        if len(rows := np.flatnonzero(members & drawn)):
+            index = torch.from_numpy(rows).to(logits.device)
+            theirs = Draws(*(getattr(draws, name)[rows] for name in Draws.__dataclass_fields__))
+            tokens[index] = draw(logits[index], theirs)
     return torch.where(largest.isfinite(), tokens, -1)
 
 
+def _draw_short(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Rows that all have a small top_k: the others of their tokens are left out first."""
+    likeliest, ids = logits.topk(int(draws.top_k.max()))
+    if bool(((logits >= likeliest[:, -1:]).sum(-1) != ids.shape[-1]).any()):
+        return _draw_filtered(logits, draws)  # equal ones at the end: topk takes any of them
+    ids = ids.sort(-1).values
+    return ids.gather(-1, _draw_filtered(logits.gather(-1, ids), draws).unsqueeze(-1)).squeeze(-1)
+
+
+def _draw_filtered(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    return _draw(torch.where(_kept(logits, draws), logits, float("-inf")), draws)
+
+
 def _draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Rows of logits that are all drawn from -> ids [S]."""
-    weights = _weights(logits, logits.amax(-1, keepdim=True), draws)
-    if draws.min_p.any() or draws.top_k.any() or (draws.top_p < 1.0).any():
-        weights = torch.where(_kept(logits, draws), weights, 0.0)
-    masses = weights.cumsum(-1)
+    """Rows of logits, all of whose tokens may be drawn -> ids [S]."""
+    masses = _weights(logits, logits.amax(-1, keepdim=True), draws).cumsum(-1)
     total = masses[:, -1:]
     return torch.searchsorted(masses, _column(draws.uniform, logits) * total, right=True).squeeze(-1)
 
@@ -31,8 +47,7 @@ def _draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _kept(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Which tokens may be drawn: bool [S, vocab]."""
     vocab = logits.shape[-1]
-    widest = int(draws.top_k.max()) if (draws.top_k > 0).all() else vocab
-    ranked = logits.topk(min(widest, vocab)).values  # [S, as many as may be kept], falling
+    ranked = logits.sort(-1, descending=True).values
     weights = _weights(ranked, ranked[:, :1], draws)
     count = (weights >= _column(draws.min_p, logits)).sum(-1, keepdim=True)
     top_k = _column(np.where(draws.top_k > 0, draws.top_k, vocab).astype(np.int64), logits)
