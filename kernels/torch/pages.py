@@ -41,7 +41,7 @@ def as_blocks(cache: torch.Tensor, strips: Strips) -> torch.Tensor:
     expected = (layers * two * kv_heads, block_tokens * head_dim * cache.element_size())
     if strips.dtype != np.uint8 or strips.shape[1:] != expected or not strips.flags.c_contiguous:
         raise ValueError(f"strips must be contiguous uint8 [blocks, {expected[0]}, {expected[1]}], not {strips.shape}")
-    if not strips.flags.writeable:  # torch has no read-only tensors and warns
-        strips = strips.copy()
+    if not strips.flags.writeable:
+        raise ValueError("strips must be writable: torch has no read-only tensors")
     flat = torch.from_numpy(strips.reshape(-1)).view(cache.dtype)
     return flat.view(strips.shape[0], layers, two, kv_heads, block_tokens, head_dim)

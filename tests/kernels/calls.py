@@ -30,6 +30,15 @@ Answer = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
+class Sparse:
+    """A page tensor [2, K, total, B, D] of zeros but for some pages [N] with values [2, K, N, B, D]."""
+
+    total: int
+    pages: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
 class Call:
     """A contract, the type its tensors have, and its arguments: float64 arrays whose values that type can hold.
 
@@ -61,7 +70,7 @@ def compute(call: Call, implementation: str, device: str) -> Answer:
 
     kernels = importlib.import_module(f"pyengine.kernels.torch.{implementation}")
     arguments = {
-        name: _tensor(name, value, call, device) if isinstance(value, np.ndarray) else value
+        name: _tensor(name, value, call, device) if isinstance(value, np.ndarray | Sparse) else value
         for name, value in call.arguments.items()
     }
     if isinstance(norms := arguments.get("norms"), tuple):
@@ -99,10 +108,16 @@ def rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, np.dtyp
     return values.astype(dtype).astype(np.float64)
 
 
-def _tensor(name: str, value: np.ndarray[Any, Any], call: Call, device: str) -> torch.Tensor:
+def _tensor(name: str, value: np.ndarray[Any, Any] | Sparse, call: Call, device: str) -> torch.Tensor:
     import torch
 
     dtype = getattr(torch, "float32" if name in WIDE else call.dtype)
+    if isinstance(value, Sparse):
+        two, heads, _, *page = value.values.shape
+        zeros = np.zeros((two, heads, value.total, *page), BITS[call.dtype])  # memory comes when it is used
+        whole = torch.from_numpy(zeros).view(dtype).to(device)
+        whole[:, :, value.pages] = torch.from_numpy(value.values).to(device, dtype)
+        return whole
     if value.dtype == BITS[call.dtype]:
         tensor = torch.from_numpy(value.copy()).view(dtype)
     elif value.dtype == np.float64:

@@ -29,6 +29,7 @@ PREFILLS: dict[str, tuple[list[tuple[int, int]], int]] = {
     "odd prompts": ([(0, 1), (0, 15), (0, 17), (0, 33)], 0),
     "prefixes": ([(130, 19), (16, 16), (1, 5), (0, 7), (47, 1)], 0),
     "a chunk": ([(201, 40)], 0),
+    "edges of tiles": ([(before, 2) for before in range(60, 66)], 0),
     "some not there": ([(0, 0), (20, 0), (5, 9), (-2, 2)], 3),
 }
 #: Lengths, the new token included.
@@ -39,6 +40,7 @@ DECODES: dict[str, list[int]] = {
     "alike": [48, 48, 48],
     "odd lengths": [300, 1, 33, 15, 16, 17],
     "long": [1030],
+    "edges of tiles": [31, 32, 33, 63, 64, 65, 128, 129],
     "long and short": [1030, 3, 0, 600],
     "some not there": [0, 40, 0, 5, 290],
 }

@@ -6,18 +6,16 @@ Method: as in test_conformance, on cases made by hand; every tuning of the atten
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pyengine.kernels.inputs import Sequences
-from tests.kernels.calls import IMPLEMENTATIONS, Call, oracle, rounded
+from pyengine.kernels.inputs import Draws, Sequences
+from tests.kernels.calls import IMPLEMENTATIONS, Call, Sparse, oracle, rounded
 from tests.kernels.cases import CASES, DTYPES, attention_call, make, random_of
 from tests.kernels.conftest import Compute
-from tests.kernels.pairs import ALL_COMBINATIONS
 from tests.kernels.test_conformance import error_of
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
@@ -73,6 +71,23 @@ def test_a_broken_sequence_breaks_no_other(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("top_p", [1.0, 0.999])
+def test_equal_logits_are_kept_by_id(top_p: float, implementation: str, compute: Compute) -> None:
+    rows = 4
+    draws = Draws(
+        temperature=np.ones(rows),
+        min_p=np.zeros(rows),
+        top_k=np.full(rows, rows, np.int32),
+        top_p=np.full(rows, top_p),
+        uniform=(np.arange(rows) + 0.5) / rows,
+    )
+    logits = np.full((rows, 5000), -0.0)
+    logits[:, ::2] = 0.0
+    answer = compute(Call("sample", "float32", {"logits": logits, "draws": draws}), implementation)
+    assert answer["result"].tolist() == list(range(rows))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("contract", CASES)
 def test_gaps_between_rows_are_minded_or_refused(contract: str, implementation: str, compute: Compute) -> None:
     first = {name: values[-1] for name, values in CASES[contract][0].items()}
@@ -121,22 +136,19 @@ def test_every_tuning_computes_the_same(contract: str, tuning: int, compute: Com
     assert error_of(compute(call, "triton"), oracle(call), call.dtype) <= 1
 
 
-@pytest.mark.skipif(ALL_COMBINATIONS not in os.environ, reason="wants 5 GB of memory for each process")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_offsets_beyond_32_bits(implementation: str, compute: Compute) -> None:
-    """The last pages of a page tensor of more than 2^31 elements."""
-    case = CASE | {"dtype": "float16", "heads": (1, 1), "head_dim": 256, "page_tokens": 256}
-    pages = 2**31 // (2 * 256 * 256) + 3
-    random = random_of(case)
-    kv = np.zeros((2, 1, pages, 256, 256), np.int16)
-    used = np.array([pages - 1, 1])
-    kv[:, :, used] = random.standard_normal((2, 1, 2, 256, 256)).astype(np.float16).view(np.int16)
-    small = kv[:, :, used].view(np.float16).astype(np.float64)
-    sequences = Sequences.of([3], [300], [used])
-    query = rounded(random.standard_normal((3, 1, 256)), "float16")
-    call = Call("prefill_attention", "float16", {"query": query, "kv": kv, "sequences": sequences, "window": None})
-    expected = oracle(call.changed(kv=small, sequences=replace(sequences, tables=np.array([[0, 1]], np.int32))))
-    assert error_of(compute(call, implementation), expected, "float16") <= 1
+@pytest.mark.parametrize("contract", BOTH)
+def test_offsets_beyond_32_bits(contract: str, implementation: str, compute: Compute) -> None:
+    """The sequence is in the last page and in one at the front of more than 2^31 elements, 4 GB that nobody touches."""
+    random = random_of({"contract": contract})
+    total = 2**31 // (2 * 256 * 256) + 3
+    values = rounded(random.standard_normal((2, 1, 2, 256, 256)), "float16")
+    few = Sequences.of([1], [300], [np.array([0, 1])])
+    many = replace(few, tables=np.array([[total - 1, 1]], np.int32))
+    query = rounded(random.standard_normal((1, 1, 256)), "float16")
+    call = Call(contract, "float16", {"query": query, "kv": values, "sequences": few, "window": None})
+    spread = call.changed(kv=Sparse(total, many.tables[0], values), sequences=many)
+    assert error_of(compute(spread, implementation), oracle(call), "float16") <= 1
 
 
 def test_a_cpu_has_eager_kernels(caplog: pytest.LogCaptureFixture) -> None:

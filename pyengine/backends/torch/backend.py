@@ -102,7 +102,7 @@ class TorchBackend:
     def write_pages(self, page_ids: list[int], strips: U8) -> None:
         cache = self._pages
         with torch.inference_mode():
-            blocks = pages.as_blocks(cache, strips).to(cache.device)
+            blocks = pages.as_blocks(cache, strips if strips.flags.writeable else strips.copy()).to(cache.device)
             self._model.kernels.scatter(cache, self._index(page_ids), blocks)
 
     def close(self) -> None:
