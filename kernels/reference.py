@@ -1,6 +1,11 @@
 """What the kernels compute, in numpy: short and obviously right, in the precision of its inputs (tests use float64).
 
-Shapes: T tokens of one sequence, H query heads, K KV heads, D head_dim. Weights: [out, in] by Hugging Face name.
+The docstrings here are the contracts: an implementation keeps them under the same names (README.md beside this file),
+and does not repeat them. Sizes: T tokens of a step, S sequences, H query heads, K KV heads (query head h reads KV head
+h // (H / K)), D head_dim, P pages of B tokens. Weights of a model: [out, in] by Hugging Face name.
+
+The page tensor: [layers, 2 (k, v), K, P, B, D]; `kv` is one layer of it. What lies behind a sequence's tokens in its
+last page, and in pages that nobody has, may be anything, NaN too, and changes no result.
 """
 
 from __future__ import annotations
@@ -10,46 +15,141 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from pyengine.kernels.inputs import Draws, Sequences
+
 Array = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.integer]
+ALL = slice(None)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x / RMS(x) * weight over the last axis. Source: Zhang and Sennrich, 2019."""
-    return np.asarray(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight)
+def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None) -> tuple[Array, Array]:
+    """(normed, stream): stream = residual + x (x where there is no residual), normed = stream / RMS(stream) * weight.
+
+    x, residual, both results: [T, width]; weight: [width]. The norm is that of the stream as it is stored. The residual
+    is used up: its memory may hold the stream. Source: Zhang and Sennrich, 2019.
+    """
+    stream = x if residual is None else residual + x
+    return np.asarray(stream / np.sqrt((stream * stream).mean(axis=-1, keepdims=True) + eps) * weight), stream
 
 
-def rope(x: Array, positions: Ids, inverse_frequencies: Array) -> Array:
-    """Turns dimensions i, i + D / 2 by position * inverse_frequencies[i]. x: [T, heads, D]. Source: Su et al., 2021."""
-    angle = (positions[:, None] * inverse_frequencies)[:, None, :].astype(x.dtype)
+def rope(x: Array, cosines: Array, sines: Array) -> Array:
+    """Turns dimensions i, i + D / 2. x: [T, heads, D]; cosines, sines: [T, D / 2]. Source: Su et al., 2021."""
     first, second = np.split(x, 2, axis=-1)
-    cosine, sine = np.cos(angle), np.sin(angle)
+    cosine, sine = cosines[:, None, :], sines[:, None, :]
     return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
-def swiglu(gate: Array, up: Array) -> Array:
-    """SiLU(gate) * up. Source: Shazeer, 2020."""
-    return gate / (1.0 + np.exp(-gate)) * up
+def rope_write(
+    qkv: Array,
+    kv: Array,
+    cosines: Array,
+    sines: Array,
+    slots: Ids,
+    norms: tuple[Array, Array, float] | None = None,
+) -> Array:
+    """Rotates queries and keys, and writes keys and values into pages. Returns the queries [T, H, D].
 
-
-def paged_attention(query: Array, key_pages: Array, value_pages: Array, pages: Ids, start: int) -> Array:
-    """Causal attention of T tokens from position `start` over the KV of positions 0..start + T - 1 in pages.
-
-    query: [T, H, D]; key_pages, value_pages: [K, pages, block_tokens, D]; pages: the sequence's, in order. Query head h
-    reads KV head h // (H / K). Returns [T, H, D].
+    qkv: [T, H + 2K, D], all queries before all keys before all values; kv: [2, K, P, B, D], written; cosines, sines:
+    [T, D / 2] in float32 or better, of position * inverse frequency (Llama 3's scaling is in the frequencies); slots:
+    int64 [T], page * B + offset, no two alike, or -1: its KV is written nowhere. norms: (query weight [D], key weight
+    [D], eps), an RMS norm of each query and key head before it is rotated (Qwen3).
     """
-    tokens, heads, head_dim = query.shape
-    kv_heads, _, block_tokens, _ = key_pages.shape
-    out = np.empty_like(query)
-    for token in range(tokens):
-        positions = np.arange(start + token + 1)
-        page, offset = pages[positions // block_tokens], positions % block_tokens
-        for head in range(heads):
-            kv_head = head // (heads // kv_heads)
-            scores = key_pages[kv_head, page, offset] @ query[token, head] / np.sqrt(head_dim)
-            weights = np.exp(scores - scores.max())
-            out[token, head] = weights / weights.sum() @ value_pages[kv_head, page, offset]
+    kv_heads, page_tokens = kv.shape[1], kv.shape[3]
+    heads = qkv.shape[1] - 2 * kv_heads
+    queries, keys, values = np.split(qkv, [heads, heads + kv_heads], axis=1)
+    if norms is not None:
+        queries, keys = rms_norm(queries, norms[0], norms[2])[0], rms_norm(keys, norms[1], norms[2])[0]
+    queries, keys = rope(queries, cosines, sines), rope(keys, cosines, sines)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            page, offset = divmod(int(slot), page_tokens)
+            kv[:, :, page, offset] = keys[token], values[token]
+    return queries
+
+
+def swiglu(gate_up: Array) -> Array:
+    """SiLU(gate) * up. gate_up: [T, 2 * width], gate before up; returns [T, width]. Source: Shazeer, 2020."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    with np.errstate(over="ignore"):  # exp of a large -gate is infinite, and what is divided by it 0
+        return np.asarray(gate / (1.0 + np.exp(-gate)) * up)
+
+
+def paged_attention(query: Array, kv: Array, sequences: Sequences, window: int | None = None) -> Array:
+    """Causal attention of new tokens over the KV in pages, their own included. Scores are scaled by 1 / sqrt(D).
+
+    query: [T, H, D]; kv: [2, K, P, B, D]. The new token at position p sees the positions 0..p, with a window the last
+    `window` of them (itself among them). Returns [T, H, D]; zeros in rows that belong to nobody or see nothing.
+
+    Implementations have it twice, `prefill_attention` for any number of new tokens, `decode_attention` for one each,
+    and in two stages: `attend = prefill_attention(sequences, kv, window)` once a step, with any layer's kv, then
+    `attend(query, kv)` in each layer.
+    """
+    _, heads, head_dim = query.shape
+    kv_heads, page_tokens = kv.shape[1], kv.shape[3]
+    out = np.zeros_like(query)
+    for first, count, length, table in zip(
+        sequences.rows, sequences.counts, sequences.lengths, sequences.tables, strict=False
+    ):
+        for token in range(count if length else 0):
+            end = length - count + token + 1
+            positions = np.arange(0 if window is None else max(0, end - window), end)
+            page, offset = table[positions // page_tokens], positions % page_tokens
+            for head in range(heads):
+                keys, values = kv[:, head // (heads // kv_heads), page, offset]
+                scores = keys @ query[first + token, head] / np.sqrt(head_dim)
+                weights = np.exp(scores - scores.max())
+                out[first + token, head] = weights / weights.sum() @ values
     return out
+
+
+def gather(cache: Array, pages: Ids, strips: Array, layers: slice = ALL, heads: slice = ALL) -> None:
+    """Copies whole pages, of a range of layers and of KV heads, into canonical strips. One launch for all.
+
+    cache: [layers, 2, K, P, B, D]; pages: [N], each at most once; strips: [N, layers of the range, 2, heads of the
+    range, B, D], written, bit by bit.
+    """
+    strips[:] = cache[layers, :, heads][:, :, :, pages].transpose(3, 0, 1, 2, 4, 5)
+
+
+def scatter(cache: Array, pages: Ids, strips: Array, layers: slice = ALL, heads: slice = ALL) -> None:
+    """As `gather`, the other way: strips into pages."""
+    cache[layers, :, heads][:, :, :, pages] = strips.transpose(1, 2, 3, 0, 4, 5)
+
+
+def sample(logits: Array, draws: Draws) -> Ids:
+    """The next token of each row: int64 [S]. logits: float32 [S, vocab]. -1 where no token follows, as the row holds a
+    NaN or its largest logit is infinite.
+
+    Temperature 0 takes the largest logit, the first of equal ones. Else the weight of a token is
+    exp((logit - largest) / temperature), and tokens are ranked by logit, equal ones by id. Kept are those with at least
+    min_p times the largest weight; of these the first top_k; of these the fewest first ones that have top_p of the
+    weight of all of these. Drawn is the first, in the order of ids, up to which the kept weights exceed uniform * their
+    sum.
+
+    By id and not by rank: logits that differ by a rounding error may change ranks from one batch, framework or node to
+    another, and whole intervals would change places with them. Implementations may round masses by 1e-5 of the sum.
+    """
+    tokens = np.full(len(draws), -1, np.int64)
+    for row, values in enumerate(logits):
+        if not np.isfinite(values.max()):
+            continue
+        if draws.temperature[row] == 0.0:
+            tokens[row] = values.argmax()
+            continue
+        order = np.argsort(-values, kind="stable")
+        ranked = values[order].astype(np.float64)
+        weights = np.exp((ranked - ranked[0]) / draws.temperature[row])
+        kept = int((weights >= draws.min_p[row]).sum())
+        if draws.top_k[row]:
+            kept = min(kept, int(draws.top_k[row]))
+        if draws.top_p[row] < 1.0:
+            masses = np.cumsum(weights[:kept])
+            kept = int(np.searchsorted(masses, draws.top_p[row] * masses[-1])) + 1
+        by_id = np.argsort(order[:kept])
+        masses = np.cumsum(weights[by_id])
+        drawn = int(np.searchsorted(masses, draws.uniform[row] * masses[-1], side="right"))
+        tokens[row] = order[by_id[min(drawn, kept - 1)]]
+    return tokens
 
 
 def llama_forward(
@@ -61,33 +161,27 @@ def llama_forward(
     inverse_frequencies: Array,
     norm_eps: float,
 ) -> Array:
-    """Logits [T, vocab] of T tokens from position `start`; writes their KV into `cache`.
+    """Logits [T, vocab] of T tokens of one sequence from position `start`; writes their KV into `cache`.
 
-    cache: [layers, 2, K, pages, block_tokens, D]; pages: the sequence's, in order.
+    cache: [layers, 2, K, P, B, D]; pages: the sequence's, in order.
     """
-    layers, _, kv_heads, _, block_tokens, head_dim = cache.shape
+    layers, page_tokens, head_dim = cache.shape[0], *cache.shape[-2:]
     positions = start + np.arange(len(tokens))
-    page, offset = pages[positions // block_tokens], positions % block_tokens
+    slots = pages[positions // page_tokens] * page_tokens + positions % page_tokens
+    angles = positions[:, None] * inverse_frequencies
+    sequences = Sequences.of([len(tokens)], [start + len(tokens)], [pages])
     hidden = weights["model.embed_tokens.weight"][tokens]
-
-    def split(x: Array) -> Array:
-        return x.reshape(len(tokens), -1, head_dim)
-
     for layer in range(layers):
         own = {name: weights[f"model.layers.{layer}.{name}.weight"] for name in LAYER_WEIGHTS}
-        x = rms_norm(hidden, own["input_layernorm"], norm_eps)
-        query = rope(split(x @ own["self_attn.q_proj"].T), positions, inverse_frequencies)
-        key = rope(split(x @ own["self_attn.k_proj"].T), positions, inverse_frequencies)
-        value = split(x @ own["self_attn.v_proj"].T)
-        for head in range(kv_heads):
-            cache[layer, 0, head, page, offset] = key[:, head]
-            cache[layer, 1, head, page, offset] = value[:, head]
-        attended = paged_attention(query, cache[layer, 0], cache[layer, 1], pages, start)
-        hidden = hidden + attended.reshape(len(tokens), -1) @ own["self_attn.o_proj"].T
-        x = rms_norm(hidden, own["post_attention_layernorm"], norm_eps)
-        x = swiglu(x @ own["mlp.gate_proj"].T, x @ own["mlp.up_proj"].T)
+        x, _ = rms_norm(hidden, own["input_layernorm"], norm_eps)
+        qkv = np.concatenate([x @ own[f"self_attn.{part}_proj"].T for part in "qkv"], axis=-1)
+        query = rope_write(qkv.reshape(len(tokens), -1, head_dim), cache[layer], np.cos(angles), np.sin(angles), slots)
+        attended = paged_attention(query, cache[layer], sequences)
+        x = attended.reshape(len(tokens), -1) @ own["self_attn.o_proj"].T
+        x, hidden = rms_norm(x, own["post_attention_layernorm"], norm_eps, hidden)
+        x = swiglu(np.concatenate([x @ own["mlp.gate_proj"].T, x @ own["mlp.up_proj"].T], axis=-1))
         hidden = hidden + x @ own["mlp.down_proj"].T
-    hidden = rms_norm(hidden, weights["model.norm.weight"], norm_eps)
+    hidden, _ = rms_norm(hidden, weights["model.norm.weight"], norm_eps)
     head_weight = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return np.asarray(hidden @ head_weight.T)
 

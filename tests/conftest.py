@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.kernels.table import table
 from tests.tidy.report_sizes import report
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ def file_of(nodeid: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if conformance := table(terminalreporter.stats):
+        terminalreporter.section("conformance of the kernels")
+        terminalreporter.write_line(conformance)
     if config.args == config.getini("testpaths"):
         terminalreporter.section("size report")
         terminalreporter.write_line(report())

@@ -1,8 +1,9 @@
-"""The page tensor and its conversion to canonical strips.
+"""The page tensor, and canonical strips as a tensor.
 
 Page tensor: [layers, 2 (k, v), kv_heads, pages, block_tokens, head_dim]. The heads stand before the pages, so that
 gathering a sequence's pages gives attention its [kv_heads, tokens, head_dim] without a second copy.
-Canonical strips (design, KV layout): per block [layer][k|v][kv_head][token][head_dim], dense.
+Canonical strips (design, KV layout): per block [layer][k|v][kv_head][token][head_dim], dense. `gather` and `scatter` go
+between the two.
 """
 
 from __future__ import annotations
@@ -49,49 +50,15 @@ def _zeroed(size: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, np.uint8)
 
 
-def write_tokens(cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Stores new tokens of one layer.
-
-    cache: one layer's pages [2, kv_heads, pages, block_tokens, head_dim]; key, value: [tokens, kv_heads, head_dim];
-    slots: int64 [tokens], page * block_tokens + offset.
+def as_blocks(cache: torch.Tensor, strips: Strips) -> torch.Tensor:
+    """Strips of whole blocks, uint8 [blocks, strips, strip_bytes], as a tensor [blocks, layers, 2, kv_heads,
+    block_tokens, head_dim] over the same memory. Raises ValueError if they are not those of this page tensor.
     """
-    flat = cache.flatten(2, 3)
-    flat[0].index_copy_(1, slots, key.transpose(0, 1))
-    flat[1].index_copy_(1, slots, value.transpose(0, 1))
-
-
-def gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Copies pages of one layer side by side: [2, kv_heads, len(pages), block_tokens, head_dim]. pages: int64."""
-    return cache.index_select(2, pages)
-
-
-def clear_tail(cache: torch.Tensor, page: int, used: int) -> None:
-    """Zeroes a page of all layers from token `used` on, so that nothing left there (NaN!) reaches a masked sum."""
-    cache[:, :, :, page, used:].zero_()
-
-
-def read_pages(cache: torch.Tensor, pages: list[int], out: Strips) -> None:
-    """Page tensor [layers, 2, kv_heads, pages, ...] -> canonical strips uint8 [len(pages), strips, strip_bytes]."""
-    _blocks(cache, out).copy_(cache[:, :, :, _index(cache, pages)].permute(3, 0, 1, 2, 4, 5))
-
-
-def write_pages(cache: torch.Tensor, pages: list[int], strips: Strips) -> None:
-    """Canonical strips uint8 [len(pages), strips, strip_bytes] -> page tensor [layers, 2, kv_heads, pages, ...]."""
-    if not strips.flags.writeable:  # torch has no read-only tensors and warns
-        strips = strips.copy()
-    blocks = _blocks(cache, strips).permute(1, 2, 3, 0, 4, 5).to(cache.device)
-    cache[:, :, :, _index(cache, pages)] = blocks
-
-
-def _index(cache: torch.Tensor, pages: list[int]) -> torch.Tensor:
-    return torch.tensor(pages, dtype=torch.int64, device=cache.device)
-
-
-def _blocks(cache: torch.Tensor, strips: npt.NDArray[Any]) -> torch.Tensor:
-    """Strips as a tensor [blocks, layers, 2, kv_heads, block_tokens, head_dim] over the same memory."""
     layers, two, kv_heads, _, block_tokens, head_dim = cache.shape
     expected = (layers * two * kv_heads, block_tokens * head_dim * cache.element_size())
     if strips.dtype != np.uint8 or strips.shape[1:] != expected or not strips.flags.c_contiguous:
         raise ValueError(f"strips must be contiguous uint8 [blocks, {expected[0]}, {expected[1]}], not {strips.shape}")
+    if not strips.flags.writeable:
+        raise ValueError("strips must be writable: torch has no read-only tensors")
     flat = torch.from_numpy(strips.reshape(-1)).view(cache.dtype)
     return flat.view(strips.shape[0], layers, two, kv_heads, block_tokens, head_dim)

@@ -1,7 +1,7 @@
 """Goal: our Llama computes what transformers' Llama and the numpy reference compute.
 
 Method: tiny random checkpoints in all supported shapes (grouped and single KV heads, tied and untied head, each kind of
-rotary scaling), logits of every position compared; attention compared with the float64 reference by itself.
+rotary scaling), logits of every position compared. The kernels by themselves: tests/kernels.
 """
 
 from __future__ import annotations
@@ -87,38 +87,18 @@ def test_logits_equal_the_reference(shape: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (5, 1)])
-@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 20), (16, 1), (31, 3), (40, 24)])
-def test_attention_equals_the_reference(heads: int, kv_heads: int, start: int, count: int) -> None:
-    from pyengine.kernels.torch import attention, pages
-
-    random = np.random.default_rng([heads, kv_heads, start, count])
-    cache = random.standard_normal((2, kv_heads, 6, BLOCK_TOKENS, 8))
-    table = np.array([4, 1, 5, 0])
-    query = random.standard_normal((count, heads, 8))
-    expected = reference.paged_attention(query, cache[0], cache[1], table, start)
-    gathered = pages.gather(torch.from_numpy(cache), torch.from_numpy(table)).flatten(2, 3)
-    keys, values = gathered[:, :, : start + count]
-    mask = attention.causal_mask(count, start + count, torch.float64, torch.device("cpu"))
-    run = attention.prefill_attention(torch.from_numpy(query), keys, values, mask if start else None)
-    np.testing.assert_allclose(run.numpy(), expected, atol=1e-12)
-    if count == 1:
-        one = attention.decode_attention(torch.from_numpy(query), keys.unsqueeze(1), values.unsqueeze(1), None)
-        np.testing.assert_allclose(one.numpy(), expected, atol=1e-12)
-
-
 def test_pages_to_strips_is_the_canonical_layout() -> None:
     """The page tensor's element (layer, k or v, head, page, token, dim) stands at [layer][k|v][head][token][dim]."""
-    from pyengine.kernels.torch import pages
+    from pyengine.kernels.torch import eager, pages
 
     cache = torch.arange(3 * 2 * 2 * 5 * 4 * 6, dtype=torch.float32).view(3, 2, 2, 5, 4, 6)
     out = np.zeros((2, 3 * 2 * 2, 4 * 6 * 4), dtype=np.uint8)
-    pages.read_pages(cache, [3, 1], out)
+    eager.gather(cache, torch.tensor([3, 1]), pages.as_blocks(cache, out))
     for block, page in enumerate([3, 1]):
         expected = cache[:, :, :, page].contiguous().numpy()
         np.testing.assert_array_equal(out[block].view(np.float32).reshape(3, 2, 2, 4, 6), expected)
     with pytest.raises(ValueError, match="contiguous"):
-        pages.read_pages(cache, [3], out[:1, :, :-4])
+        pages.as_blocks(cache, out[:1, :, :-4])
 
 
 def test_frequencies_equal_transformers() -> None:

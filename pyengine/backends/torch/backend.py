@@ -11,14 +11,12 @@ import numpy as np
 import torch
 
 from pyengine.backend import U8, Slice
-from pyengine.backends.torch.llama import DecodeGroup, Llama, PrefillRun, StepInput
+from pyengine.backends.torch.llama import Llama, StepInput
 from pyengine.checkpoint import Checkpoint, resolve
-from pyengine.kernels.torch import attention, pages
-from pyengine.sampling import sample
+from pyengine.kernels.inputs import Sequences
+from pyengine.kernels.torch import pages
+from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
-
-# Decode sequences whose page counts differ by more than this factor are attended to apart: padding costs gathers.
-PADDING_FACTOR = 2
 
 
 class TorchBackend:
@@ -34,7 +32,6 @@ class TorchBackend:
         with torch.inference_mode():
             self._model = Llama(checkpoint, dtype, self._device)
         self._cache: torch.Tensor | None = None
-        self._written: set[int] = set()  # pages that came from outside, whose tails may hold anything
         dtype_name = str(dtype).removeprefix("torch.")
         group = KvGroup(layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype_name)
         self.namespace = Namespace(
@@ -74,38 +71,39 @@ class TorchBackend:
         if not slices:
             return chosen
         with torch.inference_mode():
-            order = sorted(range(len(slices)), key=lambda index: _cost(slices[index]))
-            self._clear_tails(slices)
-            step = self._step_input([slices[index] for index in order])
-            logits = self._model.forward(step, self._pages)
-            sampled = [index for index in order if slices[index].sampling is not None]
-            greedy = _likeliest(logits) if sampled else []
-            for row, index in enumerate(sampled):
-                params = slices[index].sampling
-                assert params is not None  # by the choice of `sampled`
-                if params.temperature == 0.0:
-                    chosen[index] = greedy[row]
-                else:
-                    position = slices[index].start + len(slices[index].tokens)
-                    chosen[index] = sample(logits[row].cpu().numpy(), params, position)
+            order = _order(slices)
+            logits = self._forward(slices, order)
+            asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
+            if not asked:
+                return chosen
+            positions = [slices[index].start + len(slices[index].tokens) for index, _ in asked]
+            tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions)).tolist()
+        if -1 in tokens:
+            raise ArithmeticError("the model computed logits that are not finite")
+        for (index, _), token in zip(asked, tokens, strict=True):
+            chosen[index] = token
         return chosen
 
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
         with torch.inference_mode():
-            order = sorted(range(len(slices)), key=lambda index: _cost(slices[index]))
-            self._clear_tails(slices)
-            logits = self._model.forward(self._step_input([slices[index] for index in order]), self._pages)
+            order = _order(slices)
+            logits = self._forward(slices, order)
             sampled = [index for index in order if slices[index].sampling is not None]
             return logits[torch.tensor(np.argsort(sampled), dtype=torch.int64, device=self._device)]
 
     def read_pages(self, page_ids: list[int], out: U8) -> None:
-        pages.read_pages(self._pages, page_ids, out)
+        cache, blocks = self._pages, pages.as_blocks(self._pages, out)
+        strips = blocks if cache.device.type == "cpu" else torch.empty_like(blocks, device=cache.device)
+        self._model.kernels.gather(cache, self._index(page_ids), strips)
+        if strips is not blocks:
+            blocks.copy_(strips)
 
     def write_pages(self, page_ids: list[int], strips: U8) -> None:
+        cache = self._pages
         with torch.inference_mode():
-            pages.write_pages(self._pages, page_ids, strips)
-        self._written.update(page_ids)
+            blocks = pages.as_blocks(cache, strips if strips.flags.writeable else strips.copy()).to(cache.device)
+            self._model.kernels.scatter(cache, self._index(page_ids), blocks)
 
     def close(self) -> None:
         self._cache = None
@@ -116,21 +114,11 @@ class TorchBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _clear_tails(self, slices: list[Slice]) -> None:
-        """Zeroes what lies behind the tokens in each slice's last page, when this step begins it or others wrote it."""
-        block_tokens = self.namespace.kv.block_tokens
-        for slice_ in slices:
-            end = slice_.start + len(slice_.tokens)
-            index, used = divmod(end, block_tokens)
-            if used == 0:
-                continue
-            page = int(slice_.pages[index])
-            if slice_.start <= index * block_tokens or page in self._written:
-                pages.clear_tail(self._pages, page, used)
-                self._written.discard(page)
+    def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
+        return self._model.forward(self._step_input([slices[index] for index in order]), self._pages)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
-        """slices: those with one token first, by length."""
+        """slices: those with one token first."""
         block_tokens = self.namespace.kv.block_tokens
         positions = [np.arange(slice_.start, slice_.start + len(slice_.tokens)) for slice_ in slices]
         slots = [
@@ -145,59 +133,24 @@ class TorchBackend:
             positions=self._tensor(np.concatenate(positions)),
             slots=self._tensor(np.concatenate(slots)),
             outputs=self._tensor(np.array(outputs, dtype=np.int64)),
-            groups=self._decode_groups(slices[:decodes]),
-            runs=[
-                self._prefill_run(slice_, int(end))
-                for slice_, end in zip(slices[decodes:], ends[decodes:], strict=True)
-            ],
+            decodes=self._sequences(slices[:decodes]),
+            prefills=self._sequences(slices[decodes:]),
         )
 
-    def _decode_groups(self, slices: list[Slice]) -> list[DecodeGroup]:
-        """Cuts slices, sorted by length, where the page count exceeds PADDING_FACTOR times the group's first."""
+    def _sequences(self, slices: list[Slice]) -> Sequences:
         block_tokens = self.namespace.kv.block_tokens
-        counts = [slice_.start // block_tokens + 1 for slice_ in slices]
-        groups = []
-        first = 0
-        while first < len(slices):
-            last = first
-            while last < len(slices) and counts[last] <= counts[first] * PADDING_FACTOR:
-                last += 1
-            members = slices[first:last]
-            table = np.empty((len(members), counts[last - 1]), dtype=np.int64)
-            for row, slice_, count in zip(table, members, counts[first:last], strict=True):
-                row[:count] = slice_.pages[:count]
-                row[count:] = slice_.pages[0]
-            lengths = [slice_.start + 1 for slice_ in members]
-            mask = None
-            if lengths[0] != lengths[-1]:
-                mask = attention.padding_mask(lengths, lengths[-1], self._model.dtype, self._device)
-            groups.append(DecodeGroup(first, last, self._tensor(table.reshape(-1)), lengths[-1], mask))
-            first = last
-        return groups
-
-    def _prefill_run(self, slice_: Slice, end: int) -> PrefillRun:
-        tokens = len(slice_.tokens)
-        length = slice_.start + tokens
-        if slice_.start == 0:
-            return PrefillRun(end - tokens, end, None, length, None)
-        count = -(-length // self.namespace.kv.block_tokens)
-        mask = attention.causal_mask(tokens, length, self._model.dtype, self._device)
-        return PrefillRun(end - tokens, end, self._tensor(slice_.pages[:count]), length, mask)
+        counts = [len(slice_.tokens) for slice_ in slices]
+        lengths = [slice_.start + count for slice_, count in zip(slices, counts, strict=True)]
+        used = [slice_.pages[: -(-length // block_tokens)] for slice_, length in zip(slices, lengths, strict=True)]
+        return Sequences.of(counts, lengths, used)
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
-
-def _likeliest(logits: torch.Tensor) -> list[int]:
-    """Argmax of each row. Raises ArithmeticError if a row holds a NaN (which argmax takes for the largest) or infinity:
-    no token follows from it.
-    """
-    best = logits.argmax(dim=-1)
-    if not logits.gather(-1, best.unsqueeze(-1)).isfinite().all():
-        raise ArithmeticError("the model computed logits that are not finite")
-    return [int(index) for index in best.tolist()]
+    def _index(self, page_ids: list[int]) -> torch.Tensor:
+        return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
 
 
-def _cost(slice_: Slice) -> tuple[bool, int]:
-    """Sort key: single tokens before runs, short before long."""
-    return len(slice_.tokens) > 1, slice_.start
+def _order(slices: list[Slice]) -> list[int]:
+    """Single tokens before runs, short before long: decode takes neighbours of similar length together."""
+    return sorted(range(len(slices)), key=lambda index: (len(slices[index].tokens) > 1, slices[index].start))

@@ -1,7 +1,8 @@
 """The Llama architecture in PyTorch, over paged KV. One file, no framework around it.
 
 The shapes, once: T input tokens of a whole step (all sequences one after the other), H query heads, K KV heads, D
-head_dim. Q, K and V are one matrix product, gate and up another.
+head_dim. Q, K and V are one matrix product, gate and up another. What is added to the residual stream is added by the
+norm that follows.
 """
 
 from __future__ import annotations
@@ -15,54 +16,26 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from pyengine.checkpoint import Checkpoint, inverse_frequencies
-from pyengine.kernels.torch import attention, pages
+from pyengine.kernels.inputs import Sequences
+from pyengine.kernels.torch.choice import choose
+from pyengine.kernels.torch.contract import Attend
 from pyengine.kernels.torch.linear import Linear
-
-
-@dataclass(frozen=True)
-class DecodeGroup:
-    """Sequences of similar length with one new token each: input rows first..last of the step.
-
-    table: int64 [sequences * pages], padded with each one's first page; length: keys to attend to; mask: see
-    `attention.decode_attention`.
-    """
-
-    first: int
-    last: int
-    table: torch.Tensor
-    length: int
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class PrefillRun:
-    """Several new tokens of one sequence: input rows first..last of the step.
-
-    table: int64 [pages], None when nothing precedes them; length: prefix and new tokens; mask: see
-    `attention.prefill_attention`.
-    """
-
-    first: int
-    last: int
-    table: torch.Tensor | None
-    length: int
-    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class StepInput:
     """What one forward pass computes.
 
-    tokens, positions, slots: int64 [T]; outputs: int64 [samples], the rows whose logits are wanted. Groups and runs
-    cover all rows, in order.
+    tokens, positions, slots: int64 [T]; outputs: int64 [samples], the rows whose logits are wanted. The first rows are
+    those of `decodes`, all others those of `prefills`.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     outputs: torch.Tensor
-    groups: list[DecodeGroup]
-    runs: list[PrefillRun]
+    decodes: Sequences
+    prefills: Sequences
 
 
 @dataclass(frozen=True)
@@ -85,6 +58,7 @@ class Llama:
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
+        self.kernels = choose(device, dtype, config.head_dim)
         files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in checkpoint.files}
 
         def weight(name: str) -> torch.Tensor:
@@ -117,54 +91,42 @@ class Llama:
             torch.arange(config.max_positions, dtype=torch.float32),
             torch.from_numpy(inverse_frequencies(config, factors)),
         )
-        self.cosines = angles.cos().to(device, dtype)
-        self.sines = angles.sin().to(device, dtype)
+        # Weights may be rounded, angles not: at position 8000 half of bf16's eight bits would be gone.
+        self.cosines = angles.cos().to(device)
+        self.sines = angles.sin().to(device)
 
     def forward(self, step: StepInput, cache: torch.Tensor) -> torch.Tensor:
         """Computes one step, writing KV into `cache`. Returns float32 logits [samples, vocab]."""
-        config = self.config
-        query_width = config.heads * config.head_dim
-        rotated = config.heads + config.kv_heads
-        cosine = self.cosines[step.positions].unsqueeze(1)  # [T, 1, D / 2]
-        sine = self.sines[step.positions].unsqueeze(1)
-        hidden = F.embedding(step.tokens, self.embedding)  # [T, hidden]
+        config, kernels = self.config, self.kernels
+        heads = config.heads + 2 * config.kv_heads
+        eps = config.norm_eps
+        cosines, sines = self.cosines[step.positions], self.sines[step.positions]  # [T, D / 2]
+        attend = self._plan_attention(step, cache[0])
+        x: torch.Tensor = F.embedding(step.tokens, self.embedding)  # [T, hidden]
+        residual = None
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._rms_norm(hidden, layer.attention_norm))
-            heads = qkv.view(-1, rotated + config.kv_heads, config.head_dim)
-            queries_keys = _rotate(heads[:, :rotated], cosine, sine)
-            queries, keys, values = queries_keys[:, : config.heads], queries_keys[:, config.heads :], heads[:, rotated:]
-            pages.write_tokens(cache[index], keys, values, step.slots)
-            attended = self._attend(step, cache[index], queries, keys, values)
-            hidden += layer.output(attended.reshape(-1, query_width))
-            gate, up = layer.gate_up(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-            hidden += layer.down(F.silu(gate).mul_(up))
-        last = self._rms_norm(hidden[step.outputs], self.norm)
-        return self.head(last).float()
+            kv = cache[index]
+            x, residual = kernels.rms_norm(x, layer.attention_norm, eps, residual)
+            qkv = layer.qkv(x).view(-1, heads, config.head_dim)
+            queries = kernels.rope_write(qkv, kv, cosines, sines, step.slots)
+            x = layer.output(attend(queries, kv).reshape(len(x), -1))
+            x, residual = kernels.rms_norm(x, layer.mlp_norm, eps, residual)
+            x = layer.down(kernels.swiglu(layer.gate_up(x)))
+        assert residual is not None, "a model has layers"
+        x, _ = kernels.rms_norm(x[step.outputs], self.norm, eps, residual[step.outputs])
+        return self.head(x).float()
 
-    def _rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.norm_eps)
+    def _plan_attention(self, step: StepInput, kv: torch.Tensor) -> Attend:
+        """Decode for the first rows, prefill for the others."""
+        decodes = len(step.decodes)
+        if not len(step.prefills):
+            return self.kernels.decode_attention(step.decodes, kv)
+        prefill = self.kernels.prefill_attention(step.prefills, kv)
+        if not decodes:
+            return prefill
+        decode = self.kernels.decode_attention(step.decodes, kv)
 
-    def _attend(
-        self, step: StepInput, cache: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """queries [T, H, D], keys and values [T, K, D] of this step, cache [2, K, pages, block, D] -> [T, H, D]."""
-        parts = []
-        for group in step.groups:
-            sequences = group.last - group.first
-            kv = pages.gather(cache, group.table).view(2, self.config.kv_heads, sequences, -1, self.config.head_dim)
-            kv = kv[..., : group.length, :]
-            parts.append(attention.decode_attention(queries[group.first : group.last], kv[0], kv[1], group.mask))
-        for run in step.runs:
-            rows = slice(run.first, run.last)
-            if run.table is None:
-                run_keys, run_values = keys[rows].transpose(0, 1), values[rows].transpose(0, 1)
-            else:
-                run_keys, run_values = pages.gather(cache, run.table).flatten(2, 3)[:, :, : run.length]
-            parts.append(attention.prefill_attention(queries[rows], run_keys, run_values, run.mask))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        def attend(query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            return torch.cat((decode(query[:decodes], kv), prefill(query[decodes:], kv)))
 
-
-def _rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, dimension i with i + D / 2. heads: [T, heads, D]; cosine, sine: [T, 1, D / 2]."""
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        return attend

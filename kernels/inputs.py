@@ -1,0 +1,83 @@
+"""What the host tells the kernels of a step, in numpy: which sequences look at which pages, how tokens are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """S sequences, whose new tokens are rows of one query, one sequence after the other.
+
+    rows: int32 [S + 1], begins with 0: sequence s has the rows rows[s] .. rows[s + 1] - 1, maybe none. What the query
+    has behind rows[S] belongs to nobody.
+    lengths: int32 [S], tokens whose KV is in the pages, the new ones included: they are the last of them. 0 is a
+    sequence that is not there, whose rows see nothing (a captured step keeps its shape).
+    tables: int32 [S, N], each one's pages in order; what is not needed for its length may be anything.
+    """
+
+    rows: I32
+    lengths: I32
+    tables: I32
+
+    @classmethod
+    def of(cls, counts: Sequence[int], lengths: Sequence[int], pages: Sequence[npt.NDArray[np.integer]]) -> Sequences:
+        """counts: new tokens of each sequence; pages: each one's pages, as many as there are."""
+        tables = np.zeros((len(counts), max(map(len, pages), default=0)), np.int32)
+        for row, own in zip(tables, pages, strict=True):
+            row[: len(own)] = own
+        sequences = cls(np.cumsum([0, *counts], dtype=np.int32), np.array(lengths, np.int32), tables)
+        sequences.check()
+        return sequences
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def counts(self) -> I32:
+        """New tokens of each sequence: int32 [S]."""
+        return np.diff(self.rows)
+
+    def check(self) -> None:
+        """Asserts that the three arrays fit each other."""
+        assert self.rows.shape == (len(self) + 1,) and self.tables.ndim == 2 and len(self.tables) == len(self)
+        assert self.rows[0] == 0 and (self.counts >= 0).all(), f"rows must begin with 0 and never fall: {self.rows}"
+        fits = (self.lengths >= self.counts) | (self.lengths == 0)
+        assert fits.all(), f"{self.lengths} tokens with {self.counts} new ones among them"
+
+    def check_pages(self, pages: int, page_tokens: int) -> None:
+        """Raises ValueError if a sequence has too few pages, or names one that does not exist."""
+        needed = -(-self.lengths // page_tokens)
+        width = self.tables.shape[1]
+        if len(self) and needed.max() > width:
+            raise ValueError(
+                f"{self.lengths.max()} tokens need {needed.max()} pages of {page_tokens}; the table has {width}"
+            )
+        used = self.tables[np.arange(width) < needed[:, None]]
+        if used.size and not 0 <= used.min() <= used.max() < pages:
+            raise ValueError(f"pages {used.min()}..{used.max()} are named, there are 0..{pages - 1}")
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How S rows of logits become tokens. All [S]; see `reference.sample`.
+
+    temperature: 0 takes the likeliest; min_p: 0 is off; top_k: 0 is off; top_p: 1 is off; uniform: random numbers in
+    [0, 1), one per row.
+    """
+
+    temperature: F64
+    min_p: F64
+    top_k: I32
+    top_p: F64
+    uniform: F64
+
+    def __len__(self) -> int:
+        return len(self.temperature)

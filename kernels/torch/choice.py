@@ -1,0 +1,47 @@
+"""Which implementation computes what, decided once at start-up from what the device can do, and said in the log."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from pyengine.kernels.torch import eager
+from pyengine.kernels.torch.contract import Kernels
+
+# mypy: disable-error-code="import-untyped"
+
+logger = logging.getLogger(__name__)
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
+    """The kernels for one model on one device. A GPU that must do without Triton is a warning: it will be slow."""
+    if device.type == "cpu":
+        logger.info("kernels on cpu: eager PyTorch, %s", dtype)
+        return eager
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    reason = _no_triton(device, dtype, head_dim)
+    if reason is not None:
+        logger.warning("kernels on %s: eager PyTorch, slower than Triton, which cannot run: %s", name, reason)
+        return eager
+    from pyengine.kernels.torch import triton
+
+    logger.info("kernels on %s: Triton, %s", name, dtype)
+    return triton
+
+
+def _no_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why Triton cannot compute this model here, or None."""
+    if device.type != "cuda":
+        return f"it is not written for {device.type} devices"
+    try:
+        import triton  # noqa: F401 - only to see whether it is there
+    except ImportError as error:
+        return f"it is not installed ({error})"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"compute capability {major}.{minor} has no bf16, 8.0 has"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it does not compute in {dtype}"
+    if head_dim > 256 or head_dim % 16:
+        return f"head_dim {head_dim} is above 256 or no multiple of 16"
+    return None

@@ -1,0 +1,68 @@
+"""The contracts as PyTorch has them. What each computes stands in `kernels/reference.py`, under the same names.
+
+Tensors are dense in their last axis; an implementation takes other strides or raises ValueError. `kv`, `cache`,
+`strips` and the residual are written in place. Types are fp32, bf16 and fp16; sums are made in float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from pyengine.kernels.inputs import Draws, Sequences
+
+ALL = slice(None)
+
+
+class Attend(Protocol):
+    """Attention of one step, planned; the same for each of its layers."""
+
+    def __call__(self, query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """query: [T, H, D]; kv: [2, K, P, B, D] -> [T, H, D]."""
+        ...
+
+
+class Kernels(Protocol):
+    """One implementation of every contract: a module, or a choice of several."""
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        kv: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        slots: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    ) -> torch.Tensor: ...
+
+    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+    def prefill_attention(self, sequences: Sequences, kv: torch.Tensor, window: int | None = None) -> Attend: ...
+
+    def decode_attention(self, sequences: Sequences, kv: torch.Tensor, window: int | None = None) -> Attend: ...
+
+    def gather(
+        self, cache: torch.Tensor, pages: torch.Tensor, strips: torch.Tensor, layers: slice = ALL, heads: slice = ALL
+    ) -> None: ...
+
+    def scatter(
+        self, cache: torch.Tensor, pages: torch.Tensor, strips: torch.Tensor, layers: slice = ALL, heads: slice = ALL
+    ) -> None: ...
+
+    def sample(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor: ...
+
+
+CONTRACTS = (
+    "rms_norm",
+    "rope_write",
+    "swiglu",
+    "prefill_attention",
+    "decode_attention",
+    "gather",
+    "scatter",
+    "sample",
+)

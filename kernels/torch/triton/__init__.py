@@ -1,0 +1,18 @@
+"""Every contract in Triton, written for GPUs of the H100's class. No GPU has run it yet; the tests interpret it."""
+
+from pyengine.kernels.torch.triton.decode import decode_attention
+from pyengine.kernels.torch.triton.prefill import prefill_attention
+from pyengine.kernels.torch.triton.rows import rms_norm, rope_write, swiglu
+from pyengine.kernels.torch.triton.sampling import sample
+from pyengine.kernels.torch.triton.strips import gather, scatter
+
+__all__ = [
+    "decode_attention",
+    "gather",
+    "prefill_attention",
+    "rms_norm",
+    "rope_write",
+    "sample",
+    "scatter",
+    "swiglu",
+]

@@ -1,0 +1,32 @@
+"""Where each implementation is computed: here, or in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from tests.kernels import calls
+from tests.kernels.calls import Answer, Call
+from tests.kernels.interpreter import interpret
+
+Compute = Callable[[Call, str], Answer]
+
+
+@pytest.fixture(scope="session")
+def compute() -> Iterator[Compute]:
+    """compute(call, implementation): on the GPU if there is one; else Triton in its interpreter, in a child."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    if torch.cuda.is_available():
+        yield lambda call, implementation: calls.compute(call, implementation, "cuda")
+        return
+    with ProcessPoolExecutor(1, get_context("spawn"), interpret) as child:
+
+        def compute(call: Call, implementation: str) -> Answer:
+            if implementation == "triton":
+                return child.submit(calls.compute, call, implementation, "cpu").result()
+            return calls.compute(call, implementation, "cpu")
+
+        yield compute
