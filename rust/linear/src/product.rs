@@ -15,6 +15,8 @@ const BLOCK_ROWS: std::ops::RangeInclusive<usize> = 96..=256;
 const PACKED: usize = 4 << 20;
 /// Fewer numbers are packed sooner by one thread than by several.
 const PACK_ALONE: usize = 32 << 10;
+/// Numbers of a row that are packed before those of the next.
+const PACK_DEPTH: usize = 64;
 
 thread_local! {
     /// The packed rows of the product that this thread has asked for.
@@ -151,13 +153,17 @@ impl Product<'_> {
 /// Rows as a tile reads them: \[depth\]\[rows\], zeros behind the last.
 fn pack(x: Rows<'_, f32>, to: &mut [f32]) {
     let (rows, width) = (x.count(), x.width());
-    for row in 0..rows {
-        let numbers = to.iter_mut().skip(row).step_by(rows);
-        for (to, number) in numbers.zip(x.row(row)) {
-            *to = *number;
+    let (numbers, padding) = to.split_at_mut(width * rows);
+    // Some cache lines of each row at a time, so that what is written stays in the first cache until it is complete.
+    for (index, numbers) in numbers.chunks_mut(PACK_DEPTH * rows.max(1)).enumerate() {
+        for row in 0..rows {
+            let from = &x.row(row)[index * PACK_DEPTH..];
+            for (to, number) in numbers.chunks_exact_mut(rows).zip(from) {
+                to[row] = *number;
+            }
         }
     }
-    to[width * rows..].fill(0.0);
+    padding.fill(0.0);
 }
 
 /// Memory whose parts are written by different threads.
