@@ -31,6 +31,8 @@ LAYER, LAYERS, HEAD = ((960, 576), (576, 576), (3072, 576), (576, 1536)), 30, (4
 #: Rows, layers; with the head or without.
 STEPS = ((1, LAYERS, True), (4, LAYERS, True), (16, LAYERS, True), (128, 10, False), (512, 4, False), (2048, 2, False))
 SQUARE = 2048
+#: Before each turn: OpenBLAS's and OpenMP's threads look out for work for up to 30 ms after theirs, on others' cores.
+PAUSE = 0.05
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def report(rows: int, numbers: int, runs: dict[str, Callable[[], object]], round
     times: dict[str, list[float]] = {name: [] for name in (*runs, *limits)}
     for index in range(rounds + 1):
         for name, run in (*runs.items(), *limits.items()):
+            time.sleep(PAUSE)
             start = time.perf_counter()
             run()
             if index:

@@ -768,7 +768,7 @@ class LinearWeights:
         threads: LinearThreads,
         level: str | None = None,
     ) -> None:
-        """out = x @ W.T in float32, without the GIL. A row of it does not depend, to the last bit, on the rows beside it,
+        """out = x @ W.T in float32, without the GIL. A row of it does not depend, to the last bit, on those beside it,
         on the threads or on the level.
 
         x, out: addresses of matrices of float32 with `rows` dense rows, `stride` and `out_stride` numbers apart. The

@@ -18,6 +18,7 @@
 //!
 //! The memory that a product needs beside its operands is kept by the calling thread and reused.
 
+mod cores;
 mod kernel;
 mod lanes;
 mod matrix;

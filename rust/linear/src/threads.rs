@@ -19,6 +19,8 @@ use std::sync::{Arc, Mutex, TryLockError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::cores::Cores;
+
 /// How long a helper looks out for work: the other operations of a layer take 50 to 200 us between two products.
 const LOOKS_OUT: Duration = Duration::from_micros(200);
 /// Looks between two times that the core is offered to others.
@@ -43,6 +45,7 @@ impl Threads {
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
             asleep: AtomicUsize::new(0),
+            core: AtomicUsize::new(0),
             work: UnsafeCell::new(&|_| {}),
             runs: (0..count).map(|_| Run::default()).collect(),
             failed: AtomicBool::new(false),
@@ -123,6 +126,8 @@ struct Shared {
     state: AtomicU64,
     /// Helpers that sleep, or are about to.
     asleep: AtomicUsize,
+    /// The caller's core, plus one; 0: not known.
+    core: AtomicUsize,
     /// Written by the caller while the state is closed and nobody is inside, read by those inside.
     work: UnsafeCell<Work<'static>>,
     runs: Box<[Run]>,
@@ -150,6 +155,7 @@ impl Shared {
         // SAFETY: nobody is inside, so nobody reads it. It is used only by those inside, who have all left when `Close` has
         // been dropped, before `work` goes out of scope.
         unsafe { *self.work.get() = std::mem::transmute::<Work<'_>, Work<'static>>(work) };
+        self.core.store(Cores::current().map_or(0, |core| core + 1), Ordering::Relaxed);
         // Sequentially consistent, as is the helper's order of "asleep" and a last look: one of both sees the other.
         self.state.store((self.state.load(Ordering::Relaxed) + NEXT) | OPEN, Ordering::SeqCst);
         let close = Close(self);
@@ -176,9 +182,12 @@ impl Shared {
 
     /// A helper's life.
     fn help(&self, number: usize) {
-        let mut done = 0;
+        let (mut done, cores) = (0, Cores::of_this_thread());
         while let Some(state) = self.await_work(done) {
             done = state & !INSIDE;
+            if let Some(core) = Cores::current().filter(|core| core + 1 == self.core.load(Ordering::Relaxed)) {
+                cores.leave(core);
+            }
             if self.enter(state) {
                 let _leave = Leave(self);
                 // SAFETY: this thread is inside, so the caller waits for it.
