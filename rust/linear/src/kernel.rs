@@ -8,6 +8,8 @@ use crate::panels::PANEL;
 /// How far ahead of the weights in use the next are asked for, in steps of 128 bytes: about what memory brings in the time
 /// that it takes to answer (100 ns at 20 GB/s and core are 2 KB).
 const AHEAD: usize = 16;
+/// Numbers in a cache line.
+const LINE: usize = 16;
 
 /// What a tile is computed from, and where it goes.
 #[derive(Clone, Copy)]
@@ -24,6 +26,11 @@ pub struct Operands {
     pub to: *mut f32,
     /// From one row to the next there.
     pub stride: usize,
+    /// Weights of the chunk to come, to be brought into the second cache meanwhile: from here on, so many numbers a step.
+    /// While a tile that finds its weights in the first cache is computed, memory would have nothing to do.
+    pub next: *const f32,
+    /// See `next`; 0: none.
+    pub next_step: usize,
 }
 
 /// Computes one tile.
@@ -86,12 +93,16 @@ unsafe fn compute<V: Lanes, E: Element, const ROWS: usize, const VECTORS: usize,
         // each row; all that is read and written lies there. What is only prefetched may lie anywhere.
         unsafe {
             let mut sums = [[V::splat(0.0); VECTORS]; ROWS];
-            let (mut weights, mut x) = (tile.weights.add(column), tile.x);
+            let (mut weights, mut x, mut next) = (tile.weights.add(column), tile.x, tile.next);
             for _ in 0..tile.steps {
                 if COLD {
-                    for line in 0..(VECTORS * V::WIDTH).div_ceil(16) {
-                        V::prefetch(weights.wrapping_add(AHEAD * PANEL + 16 * line));
+                    for line in 0..(VECTORS * V::WIDTH).div_ceil(LINE) {
+                        V::prefetch(weights.wrapping_add(AHEAD * PANEL + LINE * line));
                     }
+                }
+                if part == 0 {
+                    V::prefetch_far(next);
+                    next = next.wrapping_add(tile.next_step);
                 }
                 let mut loaded = [[V::splat(0.0); 2]; VECTORS];
                 for (vector, loaded) in loaded.iter_mut().enumerate() {

@@ -17,6 +17,8 @@ const PACKED: usize = 4 << 20;
 const PACK_ALONE: usize = 32 << 10;
 /// Numbers of a row that are packed before those of the next.
 const PACK_DEPTH: usize = 64;
+/// Tiles of a block that share in asking for the next weights.
+const FEW: usize = 4;
 
 thread_local! {
     /// The packed rows of the product that this thread has asked for.
@@ -111,7 +113,7 @@ impl Product<'_> {
         let (to, stride) = self.to;
         let column = panel * PANEL;
         let columns = PANEL.min(self.weights.outputs() - column);
-        let first = tiles.clone().next().map_or(0, |(first, _)| first);
+        let (first, count) = (tiles.clone().next().map_or(0, |(first, _)| first), tiles.clone().count());
         // Sums of the chunks so far, and what is cut off the last panel. Nothing is read that was not written before.
         let mut sums = [const { std::mem::MaybeUninit::<f32>::uninit() }; 256 * PANEL];
         let sums = sums.as_mut_ptr().cast::<f32>();
@@ -120,7 +122,9 @@ impl Product<'_> {
             let depth = chunk * CHUNK;
             let steps = CHUNK.min(self.depth - depth) / self.weights.per_lane();
             let mut cold = 1;
-            for (begin, end) in tiles.clone() {
+            // With one tile there is no time in which memory is not asked; with many there is enough in any case.
+            let next_step = if (2..=FEW).contains(&count) { PANEL / count } else { 0 };
+            for (index, (begin, end)) in tiles.clone().enumerate() {
                 let rows = end - begin;
                 // SAFETY: a block has no more rows than `sums`; packed rows are [depth][rows] for each tile; the result has
                 // these rows and, if it is written to directly, all of the panel's columns. `tiles` gives kernels that
@@ -135,6 +139,8 @@ impl Product<'_> {
                         before: if chunk == 0 { std::ptr::null() } else { sums },
                         to: if whole { to.add(begin * stride + column) } else { sums },
                         stride: if whole { stride } else { PANEL },
+                        next: self.weights.panel(panel, depth).wrapping_add(steps * (PANEL + index * next_step)),
+                        next_step,
                     };
                     self.tiles[rows - 1][cold](&operands);
                     if chunk + 1 == chunks && !whole {

@@ -54,4 +54,7 @@ impl Lanes for float32x4_t {
     /// Nothing: the intrinsic is not stable, and these processors follow a single stream by themselves.
     #[inline(always)]
     unsafe fn prefetch(_: *const f32) {}
+
+    #[inline(always)]
+    unsafe fn prefetch_far(_: *const f32) {}
 }

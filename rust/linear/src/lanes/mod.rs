@@ -28,6 +28,8 @@ pub trait Lanes: Copy {
     unsafe fn times_plus(self, factor: Self, summand: Self) -> Self;
     /// Asks for the cache line at an address, which need not exist.
     unsafe fn prefetch(at: *const f32);
+    /// The same, into the second cache.
+    unsafe fn prefetch_far(at: *const f32);
 }
 
 /// One number: what every processor has. Where it has no fused multiply-add the library's function computes it, slowly.
@@ -63,4 +65,6 @@ impl Lanes for f32 {
     }
 
     unsafe fn prefetch(_: *const f32) {}
+
+    unsafe fn prefetch_far(_: *const f32) {}
 }
