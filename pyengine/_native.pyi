@@ -21,6 +21,9 @@ NOTE_LIMIT: int
 NOTIFICATION_LIMIT: int
 #: Names of the policies by which a pool makes room, the default first.
 EVICTION_POLICIES: tuple[str, ...]
+#: Names of the instruction sets by which this processor can multiply matrices, the best last; the first is "scalar",
+#: which is slow.
+LINEAR_LEVELS: tuple[str, ...]
 
 class TransferError(Exception):
     """Root of the tree. Its three children say what to do."""
@@ -738,6 +741,57 @@ class Endpoint:
         """Readable while notifications wait."""
     def counters(self) -> dict[str, int]: ...
     def close(self) -> None: ...
+
+@final
+class LinearThreads:
+    """Threads that share out products: the caller's and `count` - 1 helpers, which sleep when there is nothing to do.
+
+    One product at a time is shared out; who comes meanwhile computes alone. Not usable after a fork.
+    """
+    def __new__(cls, count: int) -> LinearThreads:
+        """count: 0 is one for each core that the process may use. Raises OSError."""
+    @property
+    def count(self) -> int: ...
+
+@final
+class LinearWeights:
+    """A constant matrix W [outputs, inputs], packed for y = x @ W.T. A copy: its sources are not needed any more."""
+    def __new__(
+        cls,
+        parts: Sequence[tuple[_Bytes, int]],
+        inputs: int,
+        dtype: Literal["float32", "bfloat16"],
+        threads: LinearThreads,
+    ) -> LinearWeights:
+        """parts: dense matrices of float32, or of bfloat16 in 16 bits each, with their numbers of rows; they are packed
+        one above the other. dtype: what is kept; bfloat16 is rounded to nearest, and summed in float32 all the same.
+
+        Raises BugError if the sizes do not fit, MemoryError.
+        """
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Bytes."""
+    def multiply(
+        self,
+        x: int,
+        stride: int,
+        out: int,
+        out_stride: int,
+        rows: int,
+        threads: LinearThreads,
+        level: str | None = None,
+    ) -> None:
+        """out = x @ W.T in float32, without the GIL. A row of it does not depend, to the last bit, on those beside it,
+        on the threads or on the level.
+
+        x, out: addresses of matrices of float32 with `rows` dense rows, `stride` and `out_stride` numbers apart. The
+        caller keeps both, and nobody else uses them meanwhile; they do not overlap. level: one of LINEAR_LEVELS, the
+        best by default. Raises BugError.
+        """
 
 @final
 class PoolModel:

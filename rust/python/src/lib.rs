@@ -1,4 +1,4 @@
-//! `pyengine._native`: converts between Python and the transfer engine, and releases the GIL. Nothing else.
+//! `pyengine._native`: converts between Python and the Rust crates, and releases the GIL. Nothing else.
 //!
 //! The contract is in `pyengine/_native.pyi`.
 
@@ -8,6 +8,7 @@ mod errors;
 mod index;
 mod inflight;
 mod keys;
+mod linear;
 mod model;
 mod objects;
 mod pool;
@@ -30,6 +31,8 @@ mod _native {
     use super::inflight::Inflight;
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
+    #[pymodule_export]
+    use super::linear::{LinearThreads, LinearWeights};
     #[pymodule_export]
     use super::model::PoolModel;
     #[pymodule_export]
@@ -57,6 +60,7 @@ mod _native {
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;
         module.add("NOTIFICATION_LIMIT", ::transfer::messages::NOTIFICATION_LIMIT)?;
         module.add("EVICTION_POLICIES", pyo3::types::PyTuple::new(module.py(), super::model::policies())?)?;
+        module.add("LINEAR_LEVELS", pyo3::types::PyTuple::new(module.py(), super::linear::levels())?)?;
         let events =
             "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Flushed Kept Disconnected";
         module.add("PoolEvent", union(module, events)?)?;
