@@ -13,6 +13,7 @@ from pyengine.checkpoint.errors import ModelError
 
 if TYPE_CHECKING:
     from pyengine.checkpoint.config import ModelConfig
+    from pyengine.checkpoint.weights import Weights
 
 F32 = npt.NDArray[np.float32]
 
@@ -50,6 +51,23 @@ def parse_rope(rope: dict[str, Any]) -> RopeScaling:
             original_max_positions=int(rope["original_max_position_embeddings"]),
         )
     raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")
+
+
+def rotary_tables(config: ModelConfig, weights: Weights) -> tuple[F32, F32]:
+    """Cosines and sines of every position's angles, float32 [max_positions, head_dim / 2] each.
+
+    One table for all frameworks: their own cosines differ in the last bit.
+    """
+    name = "rope_factors.weight"
+    factors = weights.get(name).astype(np.float32) if name in weights else None
+    # The angle is rounded to float32, as where models are trained; its cosine is then the nearest float32.
+    angles = np.outer(np.arange(config.max_positions, dtype=np.float32), inverse_frequencies(config, factors))
+    cosines, sines = np.empty_like(angles), np.empty_like(angles)
+    for first in range(0, len(angles), 4096):  # in double, but never all of it
+        rows = slice(first, first + 4096)
+        exact = angles[rows].astype(np.float64)
+        cosines[rows], sines[rows] = np.cos(exact), np.sin(exact)
+    return cosines, sines
 
 
 def inverse_frequencies(config: ModelConfig, factors: F32 | None = None) -> F32:
