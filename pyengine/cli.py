@@ -46,6 +46,7 @@ def serve(
     *,
     model: str | None = None,
     backend: str | None = None,
+    dtype: str | None = None,
     prefill: int | None = None,
     decode: int | None = None,
     both: int | None = None,
@@ -79,6 +80,8 @@ def serve(
         Name (smollm2), Hugging Face folder, GGUF file or hub name.
     backend
         torch, or fake (computes no model; for tests).
+    dtype
+        Of weights and KV: auto (default), float32 or bfloat16. auto is float32 on CPUs and bfloat16 on GPUs.
     prefill
         Prefill workers. With no number named: 1 prefill and 1 decode worker.
     decode

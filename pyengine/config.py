@@ -21,6 +21,7 @@ from pyengine.scheduler.types import Role, Slo
 
 GIB = 1 << 30
 BACKENDS = ("torch", "fake")
+DTYPES = ("auto", "float32", "bfloat16")
 TRANSPORTS = ("auto", "shm", "tcp", "rdma")
 ROLES = ("fixed", "auto")
 #: What clients send as `service_tier` when they mean no class in particular (OpenAI's words).
@@ -92,20 +93,23 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker k sits on node k mod nodes, prefill workers first. One: hand-off through a shared arena, the fastest on one
     machine. transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma,
     then tcp. tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used
-    then. dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory. ssd_dir: directory
-    where nodes keep KV that survives a restart, each in a folder of its own; "": none does. ssd_bytes: what each node
-    may take there, bytes. kv_bytes: device pages per worker, bytes; 0: as dram_bytes. pages: device pages per worker;
-    0: derived from kv_bytes. host, port: where the gateway listens. Loopback, because it asks nobody for a password.
-    policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is
-    off because its forecast needs a measured machine. roles: fixed, or auto: the conductor tells workers to take on the
-    role that is short. Fixed until that is measured. slo_ttft, slo_tbt: latency objectives of requests that choose no
-    class, seconds; 0: none. Admission refuses what would miss them. slo_class: objectives that requests may choose by
-    name (their `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0:
-    cores divided by workers. state_dir: secret and converted models; "": see env.py.
+    then. dtype: of weights and KV, auto, float32 or bfloat16. auto is float32 on CPUs, where a token then does not
+    depend on its batch, to the last bit, and bfloat16 on GPUs. dram_bytes: pool arena per node, bytes; 0: the lesser of
+    2 GiB and a tenth of the memory. ssd_dir: directory where nodes keep KV that survives a restart, each in a folder of
+    its own; "": none does. ssd_bytes: what each node may take there, bytes. kv_bytes: device pages per worker, bytes;
+    0: as dram_bytes. pages: device pages per worker; 0: derived from kv_bytes. host, port: where the gateway listens.
+    Loopback, because it asks nobody for a password. policy, admission: how the conductor chooses and refuses. kvcache-
+    centric is Mooncake's Algorithm 1; admission is off because its forecast needs a measured machine. roles: fixed, or
+    auto: the conductor tells workers to take on the role that is short. Fixed until that is measured. slo_ttft,
+    slo_tbt: latency objectives of requests that choose no class, seconds; 0: none. Admission refuses what would miss
+    them. slo_class: objectives that requests may choose by name (their `service_tier`). max_tokens_per_step,
+    max_sequences, max_queue, threads: see WorkerConfig. threads 0: cores divided by workers. state_dir: secret and
+    converted models; "": see env.py.
     """
 
     model: str = "smollm2"
     backend: str = "torch"
+    dtype: str = "auto"
     prefill: int = 0
     decode: int = 0
     both: int = 0
@@ -136,6 +140,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.backend == "jax":
             raise ConfigError("backend jax is not in this version: use --backend torch")
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("dtype", self.dtype, DTYPES)
         _one_of("transport", self.transport, TRANSPORTS)
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma is not encrypted: use --transport auto or tcp with --tls, or leave --tls out")
@@ -195,7 +200,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker: its name, unique in the cluster. role: what it accepts. node: id of its daemon.
     daemon_socket: path of that daemon's unix socket. conductor: ZeroMQ endpoint of the conductor.
     work_endpoint: ZeroMQ endpoint this worker binds for gateways. secret_file: the cluster secret.
-    model, backend, state_dir: as in ServeConfig.
+    model, backend, dtype, state_dir: as in ServeConfig.
     kv_bytes: budget for device pages, bytes; pages: their number, 0: derived by `device_pages`.
     max_tokens_per_step: tokens one step computes at most. 512: a step stays short enough for the decodes beside it.
     max_sequences: sequences that run at once. max_queue: requests accepted and not yet running.
@@ -220,6 +225,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024
     pinned: bool = False
     threads: int = 0
+    dtype: str = "auto"
 
     def device_pages(self, block_bytes: int, block_tokens: int, max_positions: int) -> int:
         """Pages to allocate: `pages`, else what fits `kv_bytes`, but not more than all sequences can ever fill."""

@@ -288,6 +288,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             secret_file=str(secret),
             model=config.model,
             backend=config.backend,
+            dtype=config.dtype,
             state_dir=config.state_dir,
             kv_bytes=config.kv_bytes,
             pages=config.pages,

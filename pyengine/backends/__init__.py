@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 BACKENDS = ("torch", "fake")
 
 
-def load_backend(name: str, model: str, *, cache: Path, threads: int | None = None) -> Backend:
+def load_backend(name: str, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto") -> Backend:
     """Loads `model` on the backend `name`.
 
     model: see `checkpoint.resolve`; for "fake": "fake" or "fake:name=value,...". cache: folder for converted models.
-    threads: CPU threads of this process. Raises ModelError, or ValueError for an unknown or missing backend.
+    threads: CPU threads of this process. dtype: of weights and KV, "auto", "float32" or "bfloat16"; the fake has none.
+    Raises ModelError, or ValueError for an unknown or missing backend.
     """
     if name == "fake":
         from pyengine.backends.fake import FakeBackend
@@ -28,5 +29,5 @@ def load_backend(name: str, model: str, *, cache: Path, threads: int | None = No
             raise ValueError("backend 'torch' needs PyTorch: install the torch extra (see README)") from error
         from pyengine.backends.torch import TorchBackend
 
-        return TorchBackend.load(model, cache=cache, threads=threads)
+        return TorchBackend.load(model, cache=cache, threads=threads, dtype=dtype)
     raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")

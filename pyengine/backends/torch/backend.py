@@ -1,6 +1,8 @@
 """`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
-fp32 on the CPU, where it is tested. With a CUDA device it computes in bf16 there; that path has never been run.
+fp32 on the CPU unless told otherwise: there a sequence's tokens do not depend on the batch, to the last bit, nor on how
+its prompt was cut into chunks or what of it was cached, as all that is computed has one order (`rust/linear`,
+`rust/kernels`). With a CUDA device it computes in bf16 there; that path has never been run.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from pyengine.backend import U8, Slice
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch import pages
+from pyengine.kernels.torch import native, pages
+from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
@@ -22,17 +25,29 @@ from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 class TorchBackend:
     """A model on one device, and its pages."""
 
-    def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        threads: int | None = None,
+        dtype: str = "auto",
+    ) -> None:
+        """Loads the weights. threads: CPU threads of this process; None: PyTorch's own choice. dtype: of weights and
+        KV; "auto" is float32 on CPUs, bfloat16 on GPUs. Sums are float32 in any case.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
+            kernel_threads.use(threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        kept = _dtype(dtype, self._device)
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Model(checkpoint, dtype, self._device)
+            self._model = Model(checkpoint, kept, self._device)
+        if threads is not None and self._model.kernels is native:
+            torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
-        dtype_name = str(dtype).removeprefix("torch.")
+        dtype_name = str(kept).removeprefix("torch.")
         group = KvGroup(
             layers=config.layers,
             kv_heads=config.kv_heads,
@@ -54,9 +69,9 @@ class TorchBackend:
         self.eos_token_ids = checkpoint.eos_token_ids
 
     @classmethod
-    def load(cls, model: str, *, cache: Path, threads: int | None = None) -> TorchBackend:
+    def load(cls, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto") -> TorchBackend:
         """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError."""
-        return cls(resolve(model, cache), threads=threads)
+        return cls(resolve(model, cache), threads=threads, dtype=dtype)
 
     def allocate(self, pages_wanted: int) -> None:
         if self._cache is not None:
@@ -155,6 +170,15 @@ class TorchBackend:
 
     def _index(self, page_ids: list[int]) -> torch.Tensor:
         return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in known:
+        raise ValueError(f"unknown dtype {name!r}; known: auto, {', '.join(known)}")
+    return known[name]
 
 
 def _order(slices: list[Slice]) -> list[int]:
