@@ -8,14 +8,12 @@ norm that follows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 
-from pyengine.checkpoint import Checkpoint, inverse_frequencies
+from pyengine.backends.torch.weights import as_tensor
+from pyengine.checkpoint import Checkpoint, Weights, inverse_frequencies
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch.choice import choose
 from pyengine.kernels.torch.contract import Attend
@@ -59,11 +57,10 @@ class Llama:
         self.dtype = dtype
         self.device = device
         self.kernels = choose(device, dtype, config.head_dim)
-        files: dict[Path, Any] = {path: safe_open(path, framework="pt") for path in checkpoint.files}
+        weights = Weights(checkpoint)
 
         def weight(name: str) -> torch.Tensor:
-            tensor: torch.Tensor = files[checkpoint.weights[name]].get_tensor(name)
-            return tensor.to(device, dtype)
+            return as_tensor(weights.get(name), weights.dtype(name)).to(device, dtype)
 
         def linear(*names: str) -> Linear:
             return Linear(*(weight(name) for name in names))
@@ -84,9 +81,7 @@ class Llama:
                     down=linear(name + "mlp.down_proj.weight"),
                 )
             )
-        factors = (
-            weight("rope_factors.weight").float().cpu().numpy() if "rope_factors.weight" in checkpoint.weights else None
-        )
+        factors = weight("rope_factors.weight").float().cpu().numpy() if "rope_factors.weight" in weights else None
         angles = torch.outer(
             torch.arange(config.max_positions, dtype=torch.float32),
             torch.from_numpy(inverse_frequencies(config, factors)),
