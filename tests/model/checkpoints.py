@@ -10,7 +10,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pyengine.checkpoint import ModelConfig, _parse_config
+from pyengine.checkpoint import ModelConfig
+from pyengine.checkpoint.config import parse_config
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,7 +44,7 @@ LLAMA3_ROPE = {
 
 def tiny_config(**changes: Any) -> ModelConfig:
     """The parsed configuration of `write_tiny(..., **changes)`."""
-    return _parse_config(TINY | changes)
+    return parse_config(TINY | changes)
 
 
 def write_tiny(folder: Path, *, seed: int = 0, without: str | None = None, **changes: Any) -> Path:

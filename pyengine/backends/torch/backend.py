@@ -1,4 +1,4 @@
-"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Llama`.
+"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
 fp32 on the CPU, where it is tested. With a CUDA device it computes in bf16 there; that path has never been run.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pyengine.backend import U8, Slice
-from pyengine.backends.torch.llama import Llama, StepInput
+from pyengine.backends.torch.model import Model, StepInput
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import pages
@@ -20,7 +20,7 @@ from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
 
 class TorchBackend:
-    """A Llama model on one device, and its pages."""
+    """A model on one device, and its pages."""
 
     def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
         """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
@@ -30,10 +30,16 @@ class TorchBackend:
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Llama(checkpoint, dtype, self._device)
+            self._model = Model(checkpoint, dtype, self._device)
         self._cache: torch.Tensor | None = None
         dtype_name = str(dtype).removeprefix("torch.")
-        group = KvGroup(layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype_name)
+        group = KvGroup(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype_name,
+            window=config.window,
+        )
         self.namespace = Namespace(
             weights=checkpoint.weights_digest,
             config=config.digest(),
