@@ -287,7 +287,9 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             work_endpoint=f"ipc://{run}/{name}",
             secret_file=str(secret),
             model=config.model,
-            backend=config.backend,
+            backend=config.backend_of(role),
+            dtype=config.dtype_of(role),
+            converted=config.converted,
             state_dir=config.state_dir,
             kv_bytes=config.kv_bytes,
             pages=config.pages,
@@ -354,9 +356,9 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     begun = time.monotonic()
-    roles = ", ".join(name for name, _ in config.placement())
+    workers = ", ".join(f"{name} ({config.backend_of(role)})" for name, role in config.placement())
     print(
-        f"pyengine {installed_version()}: {config.model} ({config.backend}), {roles}, nodes: {config.nodes}",
+        f"pyengine {installed_version()}: {config.model}, {workers}, nodes: {config.nodes}",
         flush=True,
     )
     secret = secret_file(Path(config.state_dir))

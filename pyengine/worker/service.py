@@ -93,7 +93,11 @@ class WorkerService:
         self._config = config
         self._session_key = _native.derive_key(secret, "session")
         self._backend = load_backend(
-            config.backend, config.model, cache=Path(config.state_dir) / "models", threads=config.threads or None
+            config.backend,
+            config.model,
+            cache=Path(config.state_dir) / "models",
+            threads=config.threads or None,
+            dtype=config.dtype,
         )
         spec = self._backend.namespace.kv
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)

@@ -1,6 +1,6 @@
 """`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
-fp32 on the CPU, where it is tested. With a CUDA device it computes in bf16 there; that path has never been run.
+fp32 on the CPU unless told otherwise. With a CUDA device it computes in bf16 there; that path has never been run.
 """
 
 from __future__ import annotations
@@ -22,32 +22,41 @@ from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 class TorchBackend:
     """A model on one device, and its pages."""
 
-    def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        threads: int | None = None,
+        dtype: str = "auto",
+    ) -> None:
+        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice. dtype: as
+        `load_backend` has it.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        if dtype == "auto":
+            dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Model(checkpoint, dtype, self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device)
         self._cache: torch.Tensor | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
         # int64, by row of the step launched last: its tokens, which the next one may compute from.
         self._chosen = torch.empty(0, dtype=torch.int64)
-        dtype_name = str(dtype).removeprefix("torch.")
         group = KvGroup(
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            dtype=dtype_name,
+            dtype=dtype,
             window=config.window,
         )
         self.namespace = Namespace(
             weights=checkpoint.weights_digest,
             config=config.digest(),
-            compute_dtype=dtype_name,
+            compute_dtype=dtype,
             weight_quantization="none",
             kv=KvSpec(groups=(group,), block_tokens=block_tokens),
         )
@@ -58,9 +67,9 @@ class TorchBackend:
         self.eos_token_ids = checkpoint.eos_token_ids
 
     @classmethod
-    def load(cls, model: str, *, cache: Path, threads: int | None = None) -> TorchBackend:
+    def load(cls, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto") -> TorchBackend:
         """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError."""
-        return cls(resolve(model, cache), threads=threads)
+        return cls(resolve(model, cache), threads=threads, dtype=dtype)
 
     def allocate(self, pages_wanted: int) -> None:
         if self._cache is not None:
