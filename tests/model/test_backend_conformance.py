@@ -329,5 +329,5 @@ def test_pages_are_allocated_once(make: Callable[[], Backend]) -> None:
 
 
 def test_unknown_backend_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="known: torch, fake"):
+    with pytest.raises(ValueError, match="known: torch, jax, fake"):
         load_backend("tensorflow", "fake", cache=tmp_path)
