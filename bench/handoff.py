@@ -78,7 +78,9 @@ def compare(case: str, model: str, backend: str, prompt: int, rounds: int) -> No
     arrangements = (BOTH, *APART)
     with contextlib.ExitStack() as stack:
         flags = ("--dram-bytes", DRAM)
-        servers = [stack.enter_context(Server(*each.flags, *flags, model=model, backend=backend)) for each in arrangements]
+        servers = [
+            stack.enter_context(Server(*each.flags, *flags, model=model, backend=backend)) for each in arrangements
+        ]
         samples: list[list[Sample]] = [[] for _ in arrangements]
         for number in range(rounds + 1):
             tokens = prompt_of(number, prompt)
