@@ -22,12 +22,23 @@ from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 class TorchBackend:
     """A model on one device, and its pages."""
 
-    def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        threads: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Loads the weights.
+
+        threads: CPU threads of PyTorch in this process; None: its own choice. dtype: what is computed and kept in;
+        None: float32 on the CPU, bfloat16 elsewhere.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        dtype = dtype or (torch.bfloat16 if self._device.type == "cuda" else torch.float32)
         config = checkpoint.config
         with torch.inference_mode():
             self._model = Model(checkpoint, dtype, self._device)
