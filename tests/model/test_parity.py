@@ -30,7 +30,7 @@ LENGTH = 150
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.4}
 
 
-def our_logits(folder: Path, cache: Path, tokens: list[int], chunk: int, dtype: Any = None) -> F32:
+def our_logits(folder: Path, cache: Path, tokens: list[int], chunk: int, dtype: str = "auto") -> F32:
     """Logits of each chunk's last position, by chunked prefill over scattered pages."""
     from pyengine.backends.torch import TorchBackend
 
@@ -134,7 +134,7 @@ def test_bfloat16(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear, "PRODUCTS", (linear.Plain,))  # the others take activations in float32 only
     theirs = np.abs(their_logits(folder, tokens, torch.bfloat16) - exact)
     for chunk in (1, 10):
-        ours = np.abs(our_logits(folder, tmp_path, tokens, chunk, torch.bfloat16) - exact[chunk - 1 :: chunk])
+        ours = np.abs(our_logits(folder, tmp_path, tokens, chunk, "bfloat16") - exact[chunk - 1 :: chunk])
         print(f"error of a logit, ours / transformers: mean {ours.mean():.4f} / {theirs.mean():.4f}, "
               f"largest {ours.max():.4f} / {theirs.max():.4f}, of {np.abs(exact).max():.2f}")  # fmt: skip
         assert ours.max() < TOLERANCE["bfloat16"]
