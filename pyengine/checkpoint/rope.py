@@ -61,9 +61,7 @@ def parse_rope(rope: dict[str, Any]) -> RopeScaling:
             if rope.get(key):
                 raise ModelError(f"config.json sets {key!r} for yarn, which is not supported; use another checkpoint")
         if not rope.get("truncate", True):
-            raise ModelError(
-                "config.json turns off 'truncate' for yarn, which is not supported; use another checkpoint"
-            )
+            raise ModelError("config.json turns off yarn's 'truncate', which is not supported; use another checkpoint")
         factor = float(rope["factor"])
         return RopeScaling(
             kind=kind,

@@ -19,6 +19,7 @@ from pyengine.checkpoint import Weights, inverse_frequencies, resolve, rotary_ta
 from pyengine.kernels import reference
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, SHAPES, TINY, YARN_ROPE, tiny_config, write_tiny
+from tests.model.gguf_files import write_gguf
 
 F32 = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -43,11 +44,11 @@ def our_logits(folder: Path, cache: Path, tokens: list[int], chunk: int, dtype: 
     return np.stack(rows)
 
 
-def their_logits(folder: Path, tokens: list[int], dtype: Any) -> F32:
+def their_logits(folder: Path, tokens: list[int], dtype: Any, **options: Any) -> F32:
     """Logits of every position, by transformers in one pass."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
     with torch.inference_mode():
         logits: F32 = model(torch.tensor([tokens])).logits[0].float().numpy()
     assert np.abs(logits).max() > 0.5, "the test's own model must say something"
@@ -82,6 +83,20 @@ def test_what_transformers_saves_is_read(changes: dict[str, Any], tmp_path: Path
     model.save_pretrained(tmp_path / "model", max_shard_size="60KB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
     assert_parity(tmp_path / "model", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, QWEN2 | {"hidden_size": 96}, QWEN2 | {"head_dim": 8, "tie_word_embeddings": True}, QWEN3 | {"head_dim": 128}],
+    ids=["llama", "qwen2", "qwen2 tied", "qwen3"],
+)
+def test_a_gguf_is_read_as_transformers_does(changes: dict[str, Any], tmp_path: Path) -> None:
+    """It takes the length of a head from hidden_size for Qwen2, and to be 128 for Qwen3."""
+    path = write_gguf(tmp_path / "tiny.gguf", write_tiny(tmp_path / "model", **changes))
+    tokens = np.random.default_rng(1).integers(0, 256, LENGTH).tolist()
+    expected = their_logits(tmp_path, tokens, torch.float32, gguf_file=path.name)
+    ours = our_logits(path, tmp_path, tokens, 50)
+    np.testing.assert_allclose(ours, expected[49::50], atol=TOLERANCE["float32"], rtol=0)
 
 
 @pytest.mark.parametrize("shape", ["mistral window", "qwen2", "qwen3 window"])
