@@ -1,4 +1,4 @@
-"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Llama`.
+"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
 fp32 on the CPU unless told otherwise. With a CUDA device it computes in bf16 there; that path has never been run.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Slice
-from pyengine.backends.torch.llama import Llama, StepInput
+from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backends.torch.model import Model, StepInput
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import pages
@@ -20,7 +20,7 @@ from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
 
 class TorchBackend:
-    """A Llama model on one device, and its pages."""
+    """A model on one device, and its pages."""
 
     def __init__(
         self,
@@ -40,9 +40,19 @@ class TorchBackend:
             dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Llama(checkpoint, getattr(torch, dtype), self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device)
         self._cache: torch.Tensor | None = None
-        group = KvGroup(layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype)
+        # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
+        self.overlaps = self._device.type == "cuda"
+        # int64, by row of the step launched last: its tokens, which the next one may compute from.
+        self._chosen = torch.empty(0, dtype=torch.int64)
+        group = KvGroup(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            window=config.window,
+        )
         self.namespace = Namespace(
             weights=checkpoint.weights_digest,
             config=config.digest(),
@@ -76,22 +86,27 @@ class TorchBackend:
         )
 
     def execute(self, slices: list[Slice]) -> list[int]:
-        chosen = [-1] * len(slices)
-        if not slices:
-            return chosen
+        return self._launch(slices).tokens()
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        if self.overlaps:
+            return self._launch(slices)
+        return Deferred(lambda: self.execute(slices))
+
+    def _launch(self, slices: list[Slice]) -> Launched:
+        """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
+            chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
             order = _order(slices)
-            logits = self._forward(slices, order)
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
-            if not asked:
-                return chosen
-            positions = [slices[index].start + len(slices[index].tokens) for index, _ in asked]
-            tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions)).tolist()
-        if -1 in tokens:
-            raise ArithmeticError("the model computed logits that are not finite")
-        for (index, _), token in zip(asked, tokens, strict=True):
-            chosen[index] = token
-        return chosen
+            rows = [index for index, _ in asked]
+            logits = self._forward(slices, order) if slices else None
+            if logits is not None and asked:
+                positions = [slices[index].start + len(slices[index].tokens) for index in rows]
+                tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions))
+                chosen[self._index(rows)] = tokens
+            self._chosen = chosen
+            return Launched(chosen, rows)
 
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
@@ -124,7 +139,14 @@ class TorchBackend:
         return self._cache
 
     def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
-        return self._model.forward(self._step_input([slices[index] for index in order]), self._pages)
+        slices = [slices[index] for index in order]
+        step = self._step_input(slices)
+        # Single tokens come first, so the row of such a slice is the row of its token.
+        fed = {row: slice_.after for row, slice_ in enumerate(slices) if slice_.after is not None}
+        if fed:
+            # A step that has failed chose -1: this one has no meaning then, but must not read beside the embedding.
+            step.tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
+        return self._model.forward(step, self._pages)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
         """slices: those with one token first."""
@@ -158,6 +180,32 @@ class TorchBackend:
 
     def _index(self, page_ids: list[int]) -> torch.Tensor:
         return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
+
+
+class Launched:
+    """A step whose tokens are on their way to the host.
+
+    chosen: int64 [slices], -1 where none was asked for. asked: rows where one was.
+    """
+
+    def __init__(self, chosen: torch.Tensor, asked: list[int]) -> None:
+        self._asked = asked
+        self._event: torch.cuda.Event | None = None
+        if chosen.device.type == "cpu":
+            self._host = chosen
+        else:
+            self._host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
+            self._host.copy_(chosen, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._host.tolist()
+        if any(tokens[row] < 0 for row in self._asked):
+            raise ArithmeticError("the model computed logits that are not finite")
+        return tokens
 
 
 def _order(slices: list[Slice]) -> list[int]:
