@@ -28,6 +28,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Run
+from functools import partial
 from typing import ParamSpec, Protocol
 
 import msgspec
@@ -244,6 +245,7 @@ class KvMover:
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, U8] = {}
+        self._requests: list[Callable[[], None]] = []
         #: Questions of this round that the daemon answers at once.
         self._asked: set[Tag] = set()
         self._answers = select.poll()
@@ -267,12 +269,24 @@ class KvMover:
         self.lost = None
 
     def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        """Makes a request of the pool. One that finds the daemon dead, or too far behind to take it, does nothing, and
-        neither do those after it: what was held is let go as a whole by `pump`.
+        """A request of the pool, to be made by `flush`."""
+        self._requests.append(partial(request, *arguments, **named))
+
+    def flush(self) -> None:
+        """Makes the requests of the pool, together: the first wakes the daemon's thread, which costs ten times as much
+        as each further one. To be called before anything that lasts.
+
+        A request that finds the daemon dead, or too far behind to take it, does nothing, and neither do those after it:
+        what was held is let go as a whole by `pump`.
         """
+        requests, self._requests = self._requests, []
+        for request in requests:
+            self._try(request)
+
+    def _try(self, request: Callable[[], None]) -> None:
         if self.lost is None:
             try:
-                request(*arguments, **named)
+                request()
             except _native.RetryError as error:
                 self.lost = str(error)
 
@@ -281,6 +295,7 @@ class KvMover:
         if self.pool is not None:
             self.pool.close()
         self.pool = None
+        self._requests.clear()
         self._asked.clear()
         self._write_through.clear()
         self._by_tag.clear()
@@ -456,10 +471,12 @@ class KvMover:
         answer within ANSWER is heard in a later one, and not waited for again.
         """
         self._take_events()
+        self.flush()
         until = time.monotonic() + ANSWER
         while self._asked and self.lost is None and (left := until - time.monotonic()) > 0.0:
             self._answers.poll(left * 1000)
             self._take_events()
+            self.flush()
         self._asked.clear()
 
     def _take_events(self) -> None:
@@ -799,9 +816,9 @@ class KvMover:
                 self._put(slots[index], strips)
 
     def _put(self, slot: Slot, strips: U8) -> None:
-        """Copies one block into its slot."""
+        """Copies one block into its slot, at once: whoever is told of it later is told of what is there."""
         assert self.pool is not None, "callers check"
-        self._ask(self.pool.store, slot.slot, slot.generation, strips)
+        self._try(partial(self.pool.store, slot.slot, slot.generation, strips))
         self.counters["stored_blocks"] += self.lost is None
 
     def _read_blocks(self, sequence: Sequence, blocks: list[int]) -> U8:
