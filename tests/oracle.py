@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pyengine.checkpoint import _smollm2
+from pyengine.checkpoint.sources import smollm2_file
 
 TOKENS = 48
 TIE = 1e-3  # logits closer than this are a tie; fp32 rounding over 30 layers is an order below
@@ -98,7 +98,7 @@ def assert_few_ties(comparisons: Sequence[Comparison]) -> None:
 
 def load() -> list[Case]:
     """All cases; computes them with transformers if they are not known yet."""
-    model = _smollm2()
+    model = smollm2_file()
     with model.open("rb") as file:
         key = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     key.update(json.dumps([FORMAT, version("transformers"), version("torch"), version("gguf"), prompts()]).encode())
@@ -118,7 +118,7 @@ def tokenizer() -> Any:
     """transformers' tokenizer of the same GGUF file."""
     from transformers import AutoTokenizer
 
-    model = _smollm2()
+    model = smollm2_file()
     return AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
 
 

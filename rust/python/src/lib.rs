@@ -8,6 +8,7 @@ mod errors;
 mod index;
 mod inflight;
 mod keys;
+mod kernels;
 mod linear;
 mod model;
 mod objects;
@@ -31,6 +32,8 @@ mod _native {
     use super::inflight::Inflight;
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
+    #[pymodule_export]
+    use super::kernels::{AttentionPlan, CpuKernels};
     #[pymodule_export]
     use super::linear::{LinearThreads, LinearWeights};
     #[pymodule_export]
