@@ -15,6 +15,7 @@ from pyengine.backends.torch.layer import Step
 from pyengine.backends.torch.models import MODELS
 from pyengine.backends.torch.weights import Reader
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, rotary_tables
+from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch.choice import choose
 from pyengine.kernels.torch.contract import Attend
@@ -41,7 +42,9 @@ class Model:
     """Weights and forward pass. Holds no KV: the page tensor is an argument."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelError for an architecture without a file in models/, and for weights that are not finite."""
+        """Raises ModelError for an architecture without a file in models/, and for weights that are not finite or too
+        large for the memory that is free.
+        """
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
@@ -50,6 +53,8 @@ class Model:
                 f"the torch backend has no {config.architecture!r} model; it has: {', '.join(MODELS)}. Another backend "
                 "may have it (--backend)"
             )
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        check_room(checkpoint.name, config, str(dtype).removeprefix("torch."), free)
         layer = MODELS[config.architecture]
         self.kernels = choose(device, dtype, config.head_dim)
         weights = Weights(checkpoint)
