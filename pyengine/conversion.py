@@ -16,8 +16,8 @@ from pyengine.backend import U8, U32, Backend, Pending, Slice
 from pyengine.backends import DTYPES
 from pyengine.scheduler.types import DTYPE_BYTES, KvSpec, Namespace
 
-#: Bytes of float32 converted at once. Passes over so much stay in a core's cache, and their results are small enough for
-#: the allocator to keep: from 256 KiB on it maps each anew, at a fifth of the speed (6.2 GB/s at 128 KiB, 1.2 there).
+#: Bytes of float32 converted at once. Passes over so much stay in a core's cache, and their results are small enough
+#: for the allocator to keep: from 256 KiB on it maps each anew, at a fifth of the speed (6.2 GB/s here, 1.2 there).
 PIECE = 128 << 10
 
 
