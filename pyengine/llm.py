@@ -45,7 +45,7 @@ class LLM:
 
     Args:
         model: name ("smollm2"), Hugging Face folder, GGUF file or hub name.
-        backend: "torch" or "fake".
+        backend: "torch", "jax" or "fake".
         dram_bytes: host memory for reusable KV; kv_bytes: device memory for the pages of running requests; pages:
             their number instead.
         ssd_dir, ssd_bytes: where KV is kept that the next LLM of the same model and state_dir finds again, and how much

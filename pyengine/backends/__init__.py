@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyengine import env
+
 if TYPE_CHECKING:
     from pyengine.backend import Backend
 
-BACKENDS = ("torch", "fake")
+BACKENDS = ("torch", "jax", "fake")
 
 
 def load_backend(name: str, model: str, *, cache: Path, threads: int | None = None) -> Backend:
@@ -29,4 +31,14 @@ def load_backend(name: str, model: str, *, cache: Path, threads: int | None = No
         from pyengine.backends.torch import TorchBackend
 
         return TorchBackend.load(model, cache=cache, threads=threads)
+    if name == "jax":
+        if threads is not None:
+            env.limit_xla_threads(threads)
+        try:
+            import flax  # noqa: F401 - as above; it needs jax
+        except ImportError as error:
+            raise ValueError("backend 'jax' needs JAX and Flax: install the jax extra (see README)") from error
+        from pyengine.backends.jax import JaxBackend
+
+        return JaxBackend.load(model, cache=cache)
     raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
