@@ -80,7 +80,7 @@ class Shards:
         return self._tokens("model.embed_tokens.weight", 0)
 
     def head(self) -> nnx.Param[jax.Array]:
-        """[hidden, vocabulary], cut as `embedding`. Where it is tied, once more: read as it is it takes twice as long."""
+        """[hidden, vocabulary], cut as `embedding`. Tied, it is stored again: read as it is it takes twice as long."""
         return self._tokens("model.embed_tokens.weight" if self.config.tied_head else "lm_head.weight", 1)
 
     def angles(self) -> tuple[nnx.Param[jax.Array], nnx.Param[jax.Array]]:
