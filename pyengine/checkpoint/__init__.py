@@ -4,7 +4,7 @@ from pyengine.checkpoint.architectures import ARCHITECTURES
 from pyengine.checkpoint.config import ModelConfig
 from pyengine.checkpoint.errors import ModelError
 from pyengine.checkpoint.folder import Checkpoint
-from pyengine.checkpoint.rope import RopeScaling, inverse_frequencies
+from pyengine.checkpoint.rope import RopeScaling, inverse_frequencies, rotary_tables
 from pyengine.checkpoint.sources import SMOLLM2, resolve
 from pyengine.checkpoint.weights import Weights
 
@@ -18,4 +18,5 @@ __all__ = [
     "Weights",
     "inverse_frequencies",
     "resolve",
+    "rotary_tables",
 ]

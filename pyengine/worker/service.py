@@ -19,6 +19,7 @@ from pyengine._native import PoolClient
 from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
+from pyengine.conversion import Converted
 from pyengine.kv_mover import TIERS
 from pyengine.scheduler.changes import CHANGE_BYTES
 from pyengine.scheduler.messages import Abort, PagesChanged, SetRole, Work, WorkerAlive
@@ -52,7 +53,8 @@ IDLE_POLL = 1000
 def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] = lambda _: None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status.
 
-    ready: called once when the worker accepts work, with its name, endpoint and number of pages.
+    ready: called once when the worker accepts work, with its name, endpoint, number of pages, and what decides with
+    whom it can share KV.
 
     Raises:
         ValueError: the model, the backend or a limit is impossible; the text says what to do.
@@ -70,7 +72,15 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
     try:
-        ready({"worker": config.worker, "work": config.work_endpoint, "pages": service.info.pages})
+        ready(
+            {
+                "worker": config.worker,
+                "work": config.work_endpoint,
+                "pages": service.info.pages,
+                "vocab_size": service.info.vocab_size,
+                "namespace": msgspec.to_builtins(service.info.namespace),
+            }
+        )
         # What was imported and built, some 200,000 objects with PyTorch, is never garbage: no collection is to look
         # through it while requests wait. With it a full one took 0.5 to 0.9 s.
         gc.freeze()
@@ -92,9 +102,15 @@ class WorkerService:
         secret = read_secret(Path(config.secret_file))
         self._config = config
         self._session_key = _native.derive_key(secret, "session")
-        self._backend = load_backend(
-            config.backend, config.model, cache=Path(config.state_dir) / "models", threads=config.threads or None
+        self._backend: Backend = load_backend(
+            config.backend,
+            config.model,
+            cache=Path(config.state_dir) / "models",
+            threads=config.threads or None,
+            dtype=config.dtype,
         )
+        if config.converted is not None:
+            self._backend = Converted(self._backend, *config.converted)
         spec = self._backend.namespace.kv
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(pages)

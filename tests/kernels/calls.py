@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Modules under pyengine.kernels.torch that have every contract.
-IMPLEMENTATIONS = ("eager", "triton")
+IMPLEMENTATIONS = ("eager", "native", "triton")
 WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache"}
 BITS = {"float32": np.int32, "bfloat16": np.int16, "float16": np.int16}
 #: float32 whatever the type of the model.

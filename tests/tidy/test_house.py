@@ -32,6 +32,8 @@ FLOORS = {
     "pyengine.backends": 2,
     "pyengine.backend": 2,
     "pyengine.kv_mover": 2,
+    "pyengine.conversion": 2,
+    "pyengine.copier": 2,
     "pyengine.checkpoint": 2,
     "pyengine.sampling": 1,
     "pyengine.text": 2,

@@ -17,15 +17,17 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, Slice
+from pyengine import env
+from pyengine.backend import U8, Deferred, Pending, Slice
 from pyengine.backends.jax.buckets import Buckets, Call
-from pyengine.backends.jax.mesh import make_mesh
+from pyengine.backends.jax.mesh import cut, make_mesh
 from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
-from pyengine.backends.jax.programs import COPIES, Programs, empty_pages
-from pyengine.backends.jax.shards import DTYPES, Shards
+from pyengine.backends.jax.programs import CACHE, COPIES, Programs
+from pyengine.backends.jax.shards import Shards
 from pyengine.checkpoint import Checkpoint, Weights, resolve
 from pyengine.checkpoint.files import locked
+from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
@@ -39,17 +41,25 @@ class JaxBackend:
     """One model over one or more devices, and its pages."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, compiled: Path, block_tokens: int = BLOCK_TOKENS, tp: int = 1
+        self,
+        checkpoint: Checkpoint,
+        *,
+        compiled: Path,
+        block_tokens: int = BLOCK_TOKENS,
+        tp: int = 1,
+        dtype: str = "auto",
     ) -> None:
-        """Loads the weights. compiled: folder where programs are kept; tp: devices that share the model.
-
-        Raises ModelError, MemoryError.
+        """Loads the weights. compiled: folder where programs are kept; tp: devices that share the model; dtype: as
+        `load_backend` has it. Raises ModelError.
         """
         config = checkpoint.config
         self._mesh = make_mesh(config, tp)
-        self._on_host = jax.devices()[0].platform == "cpu"
-        dtype = "float32" if self._on_host else "bfloat16"
-        kernels = choose(jax.devices()[0], dtype, config.head_dim)
+        device = self._mesh.devices.flat[0]
+        # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
+        self.overlaps = device.platform != "cpu"
+        if dtype == "auto":
+            dtype = "bfloat16" if self.overlaps else "float32"
+        kernels = choose(device, dtype, config.head_dim)
         model = MODELS[config.architecture](Shards(Weights(checkpoint), config, self._mesh, dtype), kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
         self._cache: jax.Array | None = None
@@ -74,9 +84,17 @@ class JaxBackend:
         self.eos_token_ids = checkpoint.eos_token_ids
 
     @classmethod
-    def load(cls, model: str, *, cache: Path, tp: int = 1) -> JaxBackend:
-        """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError."""
-        return cls(resolve(model, cache), compiled=cache / "xla", tp=tp)
+    def load(
+        cls, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto", tp: int = 1
+    ) -> JaxBackend:
+        """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError.
+
+        threads: that XLA computes with on a CPU, of the whole process; None: one for each core. Of no effect once JAX
+        has been used.
+        """
+        if threads is not None:
+            env.limit_xla_threads(threads)
+        return cls(resolve(model, cache), compiled=cache / "xla", tp=tp, dtype=dtype)
 
     @property
     def compilations(self) -> int:
@@ -94,8 +112,10 @@ class JaxBackend:
             raise RuntimeError("pages are allocated once")
         spec = self.namespace.kv
         group = spec.groups[0]
-        shape = (group.layers, 2, group.kv_heads, pages, spec.block_tokens, group.head_dim)
-        self._cache = empty_pages(self._mesh, shape, group.dtype)
+        sharding = jax.sharding.NamedSharding(self._mesh, CACHE)
+        self._cache = page_tensor.allocate(
+            group.layers, group.kv_heads, pages, spec.block_tokens, group.head_dim, group.dtype, sharding
+        )
         self._set_buckets(MAX_TOKENS, MAX_SEQUENCES)
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
@@ -104,7 +124,8 @@ class JaxBackend:
         began = time.perf_counter()
         for shape in self._buckets.shapes:
             call = self._buckets.empty(shape)
-            self._programs.sample(self._run(call)[1], call.draws)
+            logits = self._compute(call, self._nothing)
+            self._programs.sample(logits, call.draws, call.places, self._chosen)
         for count in COPIES:
             nowhere = np.full(count, -1, np.int32)
             strips = self._programs.gather(self._pages, nowhere)
@@ -112,34 +133,38 @@ class JaxBackend:
         logger.info("compiled %d programs in %.1f s", self.compilations, time.perf_counter() - began)
 
     def execute(self, slices: list[Slice]) -> list[int]:
-        chosen = [-1] * len(slices)
-        # All calls are queued before the first answer is waited for.
-        queued = []
-        for call in self._buckets.calls(slices):
-            tokens, logits = self._run(call)
-            if call.draws.temperature.any():
-                tokens = self._programs.sample(logits, call.draws)
-            if call.sampled:
-                tokens.copy_to_host_async()
-                queued.append((call.sampled, tokens))
-        for sampled, tokens in queued:
-            answers = np.asarray(tokens)
-            for row, index in sampled:
-                chosen[index] = int(answers[row])
-                if chosen[index] < 0:
-                    raise ArithmeticError("the model computed logits that are not finite")
-        return chosen
+        return self._launch(slices).tokens()
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        if self.overlaps:
+            return self._launch(slices)
+        return Deferred(lambda: self.execute(slices))
+
+    def _launch(self, slices: list[Slice]) -> Launched:
+        """Queues a step. One of more slices than there are places is several."""
+        most = self._buckets.slices
+        if len(slices) > most and any(slice_.after is not None for slice_ in slices):
+            raise ValueError(f"{len(slices)} slices continue a step, {most} at most can")
+        parts = []
+        for first in range(0, len(slices), most):
+            part = slices[first : first + most]
+            before, self._chosen = self._chosen, self._nothing
+            for call in self._buckets.calls(part):
+                self._compute(call, before)
+            self._chosen.copy_to_host_async()
+            parts.append((self._chosen, [slice_.sampling is not None for slice_ in part]))
+        return Launched(parts)
 
     def logits(self, slices: list[Slice]) -> npt.NDArray[np.float32]:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
         rows: dict[int, npt.NDArray[np.float32]] = {}
         for call in self._buckets.calls(slices):
-            logits = np.asarray(self._run(call)[1])
-            rows |= {index: logits[row] for row, index in call.sampled}
+            logits = np.asarray(self._compute(call, self._nothing))
+            rows |= {place: row for place, row in zip(call.places.tolist(), logits, strict=True) if place < len(slices)}
         return np.stack([rows[index] for index in sorted(rows)])
 
     def read_pages(self, pages: list[int], out: U8) -> None:
-        blocks = self._blocks(out)
+        blocks = page_tensor.as_blocks(self._pages, out)
         behind: list[tuple[int, int, jax.Array]] = []
         for first, ids in _copies(pages):
             strips = self._programs.gather(self._pages, ids)
@@ -153,7 +178,7 @@ class JaxBackend:
             _store(blocks, *copy)
 
     def write_pages(self, pages: list[int], strips: U8) -> None:
-        blocks = self._blocks(strips)
+        blocks = page_tensor.as_blocks(self._pages, strips)
         for first, ids in _copies(pages):
             part = blocks[first : first + len(ids)]
             if len(part) < len(ids):
@@ -174,28 +199,44 @@ class JaxBackend:
         pages, block_tokens = self._pages.shape[3], self.namespace.kv.block_tokens
         width = min(pages, -(-self.max_positions // block_tokens))
         self._buckets = Buckets(max_tokens, max_sequences, width, pages, block_tokens)
+        # int32, by number of the slice: what the step launched last chooses, from which the next may compute.
+        self._nothing: jax.Array = jax.device_put(np.full(self._buckets.slices, -1, np.int32), cut(self._mesh))
+        self._chosen: jax.Array = self._nothing
 
-    def _run(self, call: Call) -> tuple[jax.Array, jax.Array]:
-        """(the likeliest tokens [S], logits [S, vocab])."""
-        arrays: tuple[Any, ...] = (call.tokens, call.positions, call.slots, call.sequences, call.outputs)
-        tokens, logits, self._cache = self._programs.step(self._pages, call.shape, Batch(*arrays))
-        return tokens, logits
+    def _compute(self, call: Call, before: jax.Array) -> jax.Array:
+        """Queues one call, which leaves its tokens in `_chosen`. Returns its logits [S, vocab]."""
+        arrays: tuple[Any, ...] = (
+            call.tokens,
+            call.after,
+            call.positions,
+            call.slots,
+            call.sequences,
+            call.outputs,
+            call.places,
+        )
+        self._chosen, logits, self._cache = self._programs.step(
+            self._pages, call.shape, Batch(*arrays), before, self._chosen
+        )
+        if call.draws.temperature.any():
+            self._chosen = self._programs.sample(logits, call.draws, call.places, self._chosen)
+        return logits
 
-    def _blocks(self, strips: U8) -> npt.NDArray[np.generic]:
-        """[blocks, strips, strip_bytes] seen as [blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
-        spec = self.namespace.kv
-        group = spec.groups[0]
-        if (
-            strips.dtype != np.uint8
-            or strips.shape[1:] != (spec.strips, spec.strip_bytes)
-            or not strips.flags.c_contiguous
-        ):
-            raise ValueError(
-                f"strips must be contiguous uint8 [blocks, {spec.strips}, {spec.strip_bytes}], not {strips.shape}"
-            )
-        shape = (len(strips), group.layers, 2, group.kv_heads, spec.block_tokens, group.head_dim)
-        blocks: npt.NDArray[np.generic] = strips.reshape(-1).view(DTYPES[group.dtype]).reshape(shape)
-        return blocks
+
+class Launched:
+    """A step on its way."""
+
+    def __init__(self, parts: list[tuple[jax.Array, list[bool]]]) -> None:
+        """parts: the tokens of some slices, and whose are wanted."""
+        self._parts = parts
+
+    def tokens(self) -> list[int]:
+        tokens: list[int] = []
+        for chosen, wanted in self._parts:
+            for token, asked in zip(np.asarray(chosen).tolist(), wanted, strict=False):
+                if asked and token < 0:
+                    raise ArithmeticError("the model computed logits that are not finite")
+                tokens.append(token if asked else -1)
+        return tokens
 
 
 def _kept(folder: Path) -> Callable[[], AbstractContextManager[None]]:

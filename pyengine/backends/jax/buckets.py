@@ -42,27 +42,25 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """What one program computes. Arrays as in `models.decoder.Batch`, in numpy.
-
-    sampled: (sequence of the call, slice of the step) whose token is wanted.
-    """
+    """What one program computes. Arrays as in `models.decoder.Batch`, in numpy."""
 
     shape: Shape
     tokens: I32
+    after: I32
     positions: I32
     slots: I32
     sequences: Sequences
     outputs: I32
+    places: I32
     draws: Draws
-    sampled: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Buckets:
     """All shapes of one worker.
 
-    tokens, sequences: what a step computes at most, else it is cut. width: pages of the longest sequence; pages: that
-    there are.
+    tokens, sequences: what a step has at most; one of more tokens is cut. width: pages of the longest sequence;
+    pages: that there are.
     """
 
     tokens: int
@@ -72,20 +70,23 @@ class Buckets:
     block_tokens: int
 
     @property
+    def slices(self) -> int:
+        """Of one step at most: each has the place of its number where the chosen tokens are."""
+        return bucket(self.sequences)
+
+    @property
     def shapes(self) -> list[Shape]:
         """Every shape there is: so many programs are ever compiled."""
-        rows = [1 << power for power in range(bucket(self.sequences).bit_length())]
+        rows = [1 << power for power in range(self.slices.bit_length())]
         prefill = [LEAST << power for power in range((bucket(self.tokens, LEAST) // LEAST).bit_length())]
         return [Shape(True, count, count) for count in rows] + [Shape(False, count, TOGETHER) for count in prefill]
 
     def calls(self, slices: list[Slice]) -> Iterator[Call]:
-        """The step's calls, in the order in which they are to be computed."""
+        """The calls of a step of at most `slices` slices, in the order in which they are to be computed."""
         single = [index for index, slice_ in enumerate(slices) if len(slice_.tokens) == 1]
-        most = bucket(self.sequences)
-        for first in range(0, len(single), most):
-            members = single[first : first + most]
-            count = bucket(len(members))
-            yield self._call(Shape(True, count, count), slices, [(index, 0, 1) for index in members])
+        if single:
+            count = bucket(len(single))
+            yield self._call(Shape(True, count, count), slices, [(index, 0, 1) for index in single])
         pieces: list[tuple[int, int, int]] = []  # (slice, from, to)
         room = most = bucket(self.tokens, LEAST)
         for index, slice_ in enumerate(slices):
@@ -107,12 +108,13 @@ class Buckets:
         return Call(
             shape=shape,
             tokens=np.zeros(rows, np.int32),
+            after=np.full(rows, -1, np.int32),
             positions=np.zeros(rows, np.int32),
             slots=np.full(rows, -1, np.int32),
             sequences=self._pad(Sequences.of([], [], []), sequences),
             outputs=np.zeros(sequences, np.int32),
-            draws=pad_draws(draws([GREEDY], [0]), sequences),
-            sampled=[],
+            places=np.full(sequences, self.slices, np.int32),
+            draws=pad_draws(draws([], []), sequences),
         )
 
     def _prefill(self, slices: list[Slice], pieces: list[tuple[int, int, int]]) -> Call:
@@ -131,28 +133,31 @@ class Buckets:
             for pages, at in zip(used, positions, strict=True)
         ]
         sequences = Sequences.of(counts, ends, used)
-        sampled = [
-            (number, index)
-            for number, (index, _, end) in enumerate(pieces)
-            if end == len(slices[index].tokens) and slices[index].sampling is not None
-        ]
-        params = [GREEDY] * len(pieces)
-        for number, index in sampled:
-            params[number] = slices[index].sampling or GREEDY
+        wanted = [slices[index].sampling if end == len(slices[index].tokens) else None for index, _, end in pieces]
+        places = np.full(shape.sequences, self.slices, np.int32)
+        for number, (index, *_) in enumerate(pieces):
+            if wanted[number] is not None:
+                places[number] = index
         padded = self._pad(sequences, shape.sequences)
         return Call(
             shape=shape,
             tokens=_padded([slices[index].tokens[begin:end] for index, begin, end in pieces], shape.rows),
+            after=_padded([_after(slices[index], end - begin) for index, begin, end in pieces], shape.rows, -1),
             positions=_padded(positions, shape.rows),
             slots=_padded(slots, shape.rows, -1),
             sequences=padded,
             outputs=np.maximum(padded.rows[1:] - 1, 0).astype(np.int32),
-            draws=pad_draws(draws(params, ends), shape.sequences),
-            sampled=sampled,
+            places=places,
+            draws=pad_draws(draws([params or GREEDY for params in wanted], ends), shape.sequences),
         )
 
     def _pad(self, sequences: Sequences, count: int) -> Sequences:
         return pad_sequences(sequences, count, self.width, self.pages, self.block_tokens)
+
+
+def _after(slice_: Slice, rows: int) -> I32:
+    """Only a slice of one row may have it."""
+    return np.full(rows, -1 if slice_.after is None else slice_.after, np.int32)
 
 
 def _padded(parts: Sequence[npt.NDArray[np.integer]], size: int, fill: int = 0) -> I32:

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled, Wrapped
@@ -53,14 +52,20 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def step(self, cache: jax.Array, shape: Shape, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(the likeliest tokens int32 [S], logits float32 [S, vocab], cache)."""
-        results: tuple[jax.Array, jax.Array, jax.Array] = self._run("step", shape, self.state, cache, batch)
+    def step(
+        self, cache: jax.Array, shape: Shape, batch: Batch, before: jax.Array, chosen: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(chosen with the likeliest tokens in their places, logits float32 [S, vocab], cache).
+
+        before, chosen: int32 [slices], the tokens of the step before and of this one.
+        """
+        results: tuple[jax.Array, jax.Array, jax.Array]
+        results = self._run("step", shape, self.state, cache, batch, before, chosen)
         return results
 
-    def sample(self, logits: jax.Array, draws: Draws) -> jax.Array:
-        """Tokens int32 [S]. A program of its own: in every step's it would double the time to compile."""
-        tokens: jax.Array = self._run("sample", len(logits), logits, draws)
+    def sample(self, logits: jax.Array, draws: Any, places: Any, chosen: jax.Array) -> jax.Array:
+        """Chosen with drawn tokens. A program of its own: as part of every step it would double the time to compile."""
+        tokens: jax.Array = self._run("sample", len(logits), logits, draws, places, chosen)
         return tokens
 
     def gather(self, cache: jax.Array, pages: Any) -> jax.Array:
@@ -97,16 +102,22 @@ def _function(
     """One of the functions, traced once for all models of a process that are alike."""
     weights = jax.tree.unflatten(structure, leaves)
 
-    def step(state: nnx.State[Any, Any], cache: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def sample(logits: jax.Array, draws: Draws, places: jax.Array, chosen: jax.Array) -> jax.Array:
+        return chosen.at[places].set(kernels.sample(logits, draws), mode="drop")
+
+    def step(
+        state: nnx.State[Any, Any], cache: jax.Array, batch: Batch, before: jax.Array, chosen: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # float32 is float32: accelerators multiply it in fewer bits unless they are told. Nothing changes for bfloat16.
         with jax.default_matmul_precision("highest"):
-            logits, cache = nnx.merge(graph, state)(batch, cache, decoding=decoding)
-        return kernels.sample(logits, pad_draws(draws([], []), len(logits))), logits, cache
+            logits, cache = nnx.merge(graph, state)(batch, before, cache, decoding=decoding)
+        greedy = pad_draws(draws([], []), len(logits))
+        return sample(logits, greedy, batch.places, chosen), logits, cache
 
     if what == "step":
-        return _over(mesh, step, (weights, CACHE, EVERYWHERE), (EVERYWHERE, EVERYWHERE, CACHE), donated=1)
+        return _over(mesh, step, (weights, CACHE, *[EVERYWHERE] * 3), (EVERYWHERE, EVERYWHERE, CACHE), donated=1)
     if what == "sample":
-        return _over(mesh, kernels.sample, (EVERYWHERE, EVERYWHERE), EVERYWHERE)
+        return _over(mesh, sample, (EVERYWHERE,) * 4, EVERYWHERE)
     if what == "gather":
         return _over(mesh, kernels.gather, (CACHE, EVERYWHERE), STRIPS)
     return _over(mesh, kernels.scatter, (CACHE, EVERYWHERE, STRIPS), CACHE, donated=0)
@@ -116,10 +127,3 @@ def _over(mesh: Mesh, function: Callable[..., Any], inputs: Any, outputs: Any, d
     # What is said to be the same on all devices is so by the kernels and the sums; JAX cannot see it through loops.
     mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
     return jax.jit(mapped, donate_argnums=() if donated is None else donated)
-
-
-def empty_pages(mesh: Mesh, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """A page tensor of zeros: JAX has no memory that nobody has written."""
-    sharding = jax.sharding.NamedSharding(mesh, CACHE)
-    pages: jax.Array = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-    return pages

@@ -8,6 +8,7 @@ mod errors;
 mod index;
 mod inflight;
 mod keys;
+mod kernels;
 mod linear;
 mod model;
 mod objects;
@@ -32,6 +33,8 @@ mod _native {
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
+    use super::kernels::{AttentionPlan, CpuKernels};
+    #[pymodule_export]
     use super::linear::{LinearThreads, LinearWeights};
     #[pymodule_export]
     use super::model::PoolModel;
@@ -40,7 +43,7 @@ mod _native {
     #[pymodule_export]
     use super::pool::{
         Arrived, Complete, Counters, Disconnected, Fetched, Flushed, Granted, Kept, Located, Opened, PoolClient,
-        Pushed, Refused,
+        Pushed, Refused, SharedSlots,
     };
     #[pymodule_export]
     use super::report::{

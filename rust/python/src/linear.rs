@@ -11,7 +11,7 @@ use crate::values::Living;
 /// A caller's thread and its helpers.
 #[pyclass(frozen, module = "pyengine._native")]
 pub struct LinearThreads {
-    living: Living<Threads>,
+    pub living: Living<Threads>,
     #[pyo3(get)]
     count: usize,
 }
@@ -108,7 +108,8 @@ pub fn levels() -> impl ExactSizeIterator<Item = &'static str> {
     Level::available().iter().map(|level| level.name())
 }
 
-fn find(name: &str) -> PyResult<Level> {
+/// The level of a name. BugError if this processor lacks it.
+pub fn find(name: &str) -> PyResult<Level> {
     let level = Level::available().iter().find(|level| level.name() == name);
     level.copied().ok_or_else(|| {
         bug(format!("{name:?} is none of this processor's: {}", levels().collect::<Vec<_>>().join(", ")))

@@ -24,14 +24,18 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 class Batch(NamedTuple):
     """One call of the model, padded: rows behind the last one have slot -1, sequences behind the last one length 0.
 
-    tokens, positions, slots: int32 [T]; outputs: int32 [S], the row of each sequence whose logits are wanted.
+    tokens, positions, slots: int32 [T]; after: int32 [T], the row's token is what this slice of the step before chose,
+    -1: it is in `tokens`; outputs: int32 [S], the row of each sequence whose logits are wanted; places: int32 [S], the
+    number of its slice in the step, one that does not exist where no token is wanted.
     """
 
     tokens: jax.Array
+    after: jax.Array
     positions: jax.Array
     slots: jax.Array
     sequences: Sequences
     outputs: jax.Array
+    places: jax.Array
 
 
 class Step(NamedTuple):
@@ -65,10 +69,12 @@ class Decoder(nnx.Module):
         self.head = shards.head()
         self.cosines, self.sines = shards.angles()
 
-    def __call__(self, batch: Batch, cache: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, batch: Batch, before: jax.Array, cache: jax.Array, *, decoding: bool
+    ) -> tuple[jax.Array, jax.Array]:
         """Computes one call. Returns float32 logits [S, vocab], and the cache with the call's KV.
 
-        decoding: there is one row for each sequence.
+        before: int32 [slices], what the step before chose. decoding: there is one row for each sequence.
         """
         config, kernels = self.config, self.kernels
         attention = kernels.decode_attention if decoding else kernels.prefill_attention
@@ -76,7 +82,7 @@ class Decoder(nnx.Module):
             cosines=self.cosines[batch.positions],
             sines=self.sines[batch.positions],
             slots=batch.slots,
-            attend=attention(batch.sequences, cache, len(batch.tokens), config.window),
+            attend=attention(batch.sequences, len(batch.tokens), config.window),
         )
         graph, weights = nnx.split(self.layers)
 
@@ -85,7 +91,7 @@ class Decoder(nnx.Module):
             index, own = layer
             return nnx.merge(graph, own)(*carry, index, step), None
 
-        x = self._embed(batch.tokens)
+        x = self._embed(jnp.where(batch.after < 0, batch.tokens, before[batch.after]))
         start = (x, jnp.zeros_like(x), cache)
         (x, residual, cache), _ = jax.lax.scan(compute, start, (jnp.arange(config.layers), weights))
         x, _ = kernels.rms_norm(x[batch.outputs], self.norm[...], config.norm_eps, residual[batch.outputs])
