@@ -63,6 +63,9 @@ class JaxBackend:
         model = MODELS[config.architecture](Shards(Weights(checkpoint), config, self._mesh, dtype), kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
         self._cache: jax.Array | None = None
+        # int32, by number of the slice: what the step launched last chooses, from which the next may compute.
+        self._chosen: jax.Array
+        self._nothing: jax.Array
         group = KvGroup(
             layers=config.layers,
             kv_heads=config.kv_heads,
@@ -199,9 +202,8 @@ class JaxBackend:
         pages, block_tokens = self._pages.shape[3], self.namespace.kv.block_tokens
         width = min(pages, -(-self.max_positions // block_tokens))
         self._buckets = Buckets(max_tokens, max_sequences, width, pages, block_tokens)
-        # int32, by number of the slice: what the step launched last chooses, from which the next may compute.
-        self._nothing: jax.Array = jax.device_put(np.full(self._buckets.slices, -1, np.int32), cut(self._mesh))
-        self._chosen: jax.Array = self._nothing
+        self._nothing = jax.device_put(np.full(self._buckets.slices, -1, np.int32), cut(self._mesh))
+        self._chosen = self._nothing
 
     def _compute(self, call: Call, before: jax.Array) -> jax.Array:
         """Queues one call, which leaves its tokens in `_chosen`. Returns its logits [S, vocab]."""

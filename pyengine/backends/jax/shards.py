@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from pyengine.backends.jax.mesh import BOTH, cut
-from pyengine.checkpoint import ModelConfig, Weights, inverse_frequencies
+from pyengine.checkpoint import ModelConfig, Weights, rotary_tables
 
 Array = npt.NDArray[Any]
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -88,12 +88,10 @@ class Shards:
 
         Weights may be rounded, angles not: at position 8000 half of bf16's eight bits would be gone.
         """
-        name = "rope_factors.weight"
-        factors = self._weights.get(name).astype(np.float32) if name in self._weights else None
-        positions = np.arange(self.config.max_positions, dtype=np.float32)
-        angles = np.outer(positions, inverse_frequencies(self.config, factors))
-        cosines, sines = (jax.device_put(turn(angles), cut(self.mesh)) for turn in (np.cos, np.sin))
-        return nnx.Param(cosines), nnx.Param(sines)
+        cosines, sines = (
+            nnx.Param(jax.device_put(table, cut(self.mesh))) for table in rotary_tables(self.config, self._weights)
+        )
+        return cosines, sines
 
     def _tokens(self, name: str, axis: int) -> nnx.Param[jax.Array]:
         vocab, hidden = self._weights.shape(name)
