@@ -59,6 +59,12 @@ class Converted:
     def allocate(self, pages: int) -> None:
         self._backend.allocate(pages)
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        self._backend.warm_up(max_tokens, max_sequences)
+
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        self._backend.warm_up(max_tokens, max_sequences)
+
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._backend.execute(slices)
 
