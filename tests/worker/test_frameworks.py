@@ -18,6 +18,7 @@ from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.scheduler.types import SamplingParams
 from tests import crossing, oracle
+from tests.model.checkpoints import SHAPES, write_tiny
 from tests.worker.harness import Cluster, Request
 
 pytest.importorskip("torch", reason="the torch extra is not installed")
@@ -80,8 +81,12 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def test_namespaces_are_equal(backend: Callable[[str, str], Backend]) -> None:
-    torch, jax = (backend(framework, "prefill") for framework in FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("grouped", "float32"), ("mistral window", "bfloat16"), ("qwen3", "auto")]
+)
+def test_namespaces_are_equal(shape: str, dtype: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny", **SHAPES[shape])
+    torch, jax = (load_backend(name, str(folder), cache=tmp_path, threads=1, dtype=dtype) for name in FRAMEWORKS)
     assert torch.namespace.difference(jax.namespace) is None
     assert torch.namespace.digest() == jax.namespace.digest()
     assert (torch.vocab_size, torch.max_positions, torch.eos_token_ids) == (
