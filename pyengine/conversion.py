@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, U32, Backend, Slice
+from pyengine.backend import U8, U32, Backend, Pending, Slice
 from pyengine.backends import DTYPES
 from pyengine.scheduler.types import DTYPE_BYTES, KvSpec, Namespace
 
@@ -51,6 +51,7 @@ class Converted:
         self.vocab_size = backend.vocab_size
         self.max_positions = backend.max_positions
         self.eos_token_ids = backend.eos_token_ids
+        self.overlaps = backend.overlaps
         (self._from,) = {group.dtype for group in self._own.groups}
         self._to = decode
 
@@ -59,6 +60,9 @@ class Converted:
 
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._backend.execute(slices)
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        return self._backend.submit(slices)
 
     def read_pages(self, pages: list[int], out: U8) -> None:
         if self._from == self._to:
