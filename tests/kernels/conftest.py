@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -9,7 +11,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.kernels import calls
-from tests.kernels.calls import Answer, Call
+from tests.kernels.calls import JAX, Answer, Call
 from tests.kernels.interpreter import interpret
 
 Compute = Callable[[Call, str], Answer]
@@ -18,15 +20,21 @@ Compute = Callable[[Call, str], Answer]
 @pytest.fixture(scope="session")
 def compute() -> Iterator[Compute]:
     """compute(call, implementation): on the GPU if there is one; else Triton in its interpreter, in a child."""
-    torch = pytest.importorskip("torch", reason="needs the torch extra")
-    if torch.cuda.is_available():
-        yield lambda call, implementation: calls.compute(call, implementation, "cuda")
-        return
-    with ProcessPoolExecutor(1, get_context("spawn"), interpret) as child:
+    with contextlib.ExitStack() as children:
+
+        @functools.cache
+        def interpreting() -> ProcessPoolExecutor:
+            return children.enter_context(ProcessPoolExecutor(1, get_context("spawn"), interpret))
 
         def compute(call: Call, implementation: str) -> Answer:
+            if implementation in JAX:
+                pytest.importorskip("jax", reason="needs the jax extra")
+                return calls.compute(call, implementation, "")
+            torch = pytest.importorskip("torch", reason="needs the torch extra")
+            if torch.cuda.is_available():
+                return calls.compute(call, implementation, "cuda")
             if implementation == "triton":
-                return child.submit(calls.compute, call, implementation, "cpu").result()
+                return interpreting().submit(calls.compute, call, implementation, "cpu").result()
             return calls.compute(call, implementation, "cpu")
 
         yield compute
