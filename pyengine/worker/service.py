@@ -114,6 +114,7 @@ class WorkerService:
         spec = self._backend.namespace.kv
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(pages)
+        self._backend.warm_up(config.max_tokens_per_step, config.max_sequences)
         self._incarnation = secrets.randbits(63)
         self._pool: PoolClient | None = self._await_daemon(stop or threading.Event())
         self._worker = Worker(

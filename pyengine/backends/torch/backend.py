@@ -85,6 +85,9 @@ class TorchBackend:
             self._device,
         )
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
