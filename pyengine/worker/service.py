@@ -23,7 +23,7 @@ from pyengine.conversion import Converted
 from pyengine.kv_mover import TIERS
 from pyengine.scheduler.changes import CHANGE_BYTES
 from pyengine.scheduler.messages import Abort, PagesChanged, SetRole, Work, WorkerAlive
-from pyengine.scheduler.types import Node, Role, WorkerInfo
+from pyengine.scheduler.types import Namespace, Node, Role, WorkerInfo
 from pyengine.secret import read_secret
 from pyengine.worker.calibrate import calibrate
 from pyengine.worker.core import Worker
@@ -137,6 +137,8 @@ class WorkerService:
         )
         self._worker.attach(self._pool)
         self.info = describe(config, self._backend, self._incarnation, self._pool, pages)
+        #: Who computes, as a sample: what is counted of a worker can be told by it.
+        self._says = {info_sample(config, self.info.namespace): 1.0}
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
         self._poll = select.poll()
         self._poll.register(self._links.arrived, select.POLLIN)
@@ -295,7 +297,7 @@ class WorkerService:
             running=worker.load.running,
             free_pages=batcher.pool.free,
             cost=worker.load.cost,
-            counters=sample_names(self._config.worker, worker),
+            counters=self._says | sample_names(self._config.worker, worker),
             loads=tuple(loads),
             queue_seconds=worker.load.queue_seconds,
             running_context=worker.load.running_context,
@@ -323,6 +325,15 @@ def describe(config: WorkerConfig, backend: Backend, incarnation: int, pool: Poo
         max_tokens_per_step=config.max_tokens_per_step,
         max_sequences=config.max_sequences,
         pinned=config.pinned,
+    )
+
+
+def info_sample(config: WorkerConfig, namespace: Namespace) -> str:
+    """Name and labels of the sample that says what computes in this worker, in which dtype, and that of pooled KV."""
+    kept = namespace.kv.groups[0].dtype
+    return (
+        f'pyengine_worker_info{{worker="{config.worker}",backend="{config.backend}",'
+        f'dtype="{namespace.compute_dtype}",kv_dtype="{kept}"}}'
     )
 
 
