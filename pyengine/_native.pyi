@@ -318,8 +318,8 @@ class PoolClient:
     ) -> None:
         """Copies whole strips into a reserved slot and stores their checksums beside it.
 
-        source: contiguous, n * strip_bytes bytes. They become strips first_strip, first_strip + 1, ...; of fewer heads than
-        the block has, `run` of every `stride` strips from first_strip on. Raises BugError if out of range.
+        source: contiguous, n * strip_bytes bytes. They become strips first_strip, first_strip + 1, ...; of fewer heads
+        than the block has, `run` of every `stride` strips from first_strip on. Raises BugError if out of range.
         """
     def load(
         self, slot: int, generation: int, into: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
@@ -343,7 +343,7 @@ class SharedSlots:
     def __new__(
         cls, descriptors: Sequence[int], arena_bytes: int, slots: int, strips: int, strip_bytes: int
     ) -> SharedSlots:
-        """As `PoolClient.share` has returned them there; the descriptors are given away. Raises GiveUpError: no arena."""
+        """As `PoolClient.share` has returned them there; the descriptors are given away. GiveUpError: no arena."""
     def store(
         self, slot: int, generation: int, source: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
     ) -> None:

@@ -36,6 +36,12 @@ class Slice(msgspec.Struct, frozen=True):
     after: int | None = None
 
 
+class WorkerBroken(RuntimeError):
+    """The backend computes nothing any more: the process must end, so that its requests are retried elsewhere and a
+    fresh one takes its place.
+    """
+
+
 class Pending(Protocol):
     """A step that was submitted."""
 

@@ -62,9 +62,6 @@ class Converted:
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         self._backend.warm_up(max_tokens, max_sequences)
 
-    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
-        self._backend.warm_up(max_tokens, max_sequences)
-
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._backend.execute(slices)
 

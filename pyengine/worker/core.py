@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import I32, Backend, Slice
+from pyengine.backend import I32, Backend, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -47,12 +47,6 @@ HOPELESS_STEPS = 3
 ACCEPTED = 4096
 #: Seconds between two looks at who waits how long: a part of a heartbeat.
 TELL_EVERY = HEARTBEAT_EVERY / 5
-
-
-class WorkerBroken(RuntimeError):
-    """The backend computes nothing any more: the process must end, so that its requests are retried elsewhere and a
-    fresh one takes its place.
-    """
 
 
 class Load(NamedTuple):
@@ -344,6 +338,8 @@ class Worker:
             return []
         try:
             tokens = self._compute(slices)
+        except WorkerBroken:
+            raise
         except Exception:
             logger.exception("a step of %d sequences failed: computing each alone", len(slices))
         else:
@@ -354,6 +350,8 @@ class Worker:
         for each, slice_ in zip(planned, slices, strict=True):
             try:
                 tokens += self._compute([slice_])
+            except WorkerBroken:
+                raise
             except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
                 failed[each.id] = error
                 tokens.append(-1)

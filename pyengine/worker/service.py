@@ -21,6 +21,7 @@ from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
 from pyengine.conversion import Converted
 from pyengine.kv_mover import TIERS
+from pyengine.ranks import Ranked
 from pyengine.scheduler.changes import CHANGE_BYTES
 from pyengine.scheduler.messages import Abort, PagesChanged, SetRole, Work, WorkerAlive
 from pyengine.scheduler.types import Namespace, Node, Role, WorkerInfo
@@ -108,6 +109,7 @@ class WorkerService:
             cache=Path(config.state_dir) / "models",
             threads=config.threads or None,
             dtype=config.dtype,
+            tp=config.tp,
         )
         if config.converted is not None:
             self._backend = Converted(self._backend, *config.converted)
@@ -142,6 +144,9 @@ class WorkerService:
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
         self._poll = select.poll()
         self._poll.register(self._links.arrived, select.POLLIN)
+        self._ranks = self._backend.ranks if isinstance(self._backend, Ranked) else None
+        if self._ranks is not None:
+            self._poll.register(self._ranks.wake, select.POLLIN)
         self._pool_fd = self._watch(self._pool)
         self._redial: threading.Thread | None = None
         self._redialled: PoolClient | None = None
@@ -162,6 +167,8 @@ class WorkerService:
         while not self._stopping:
             if self._links.failed is not None:
                 raise RuntimeError("the worker's links have failed") from self._links.failed
+            if self._ranks is not None:
+                self._ranks.check()
             began, before = time.perf_counter(), self._worker.model_seconds
             for message in self._links.take():
                 match message:

@@ -12,6 +12,7 @@ import torch
 
 from pyengine.backend import U8, Deferred, Pending, Slice
 from pyengine.backends.torch.model import Model, StepInput
+from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import pages
@@ -29,18 +30,20 @@ class TorchBackend:
         block_tokens: int = BLOCK_TOKENS,
         threads: int | None = None,
         dtype: str = "auto",
+        part: Part | None = None,
     ) -> None:
         """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice. dtype: as
-        `load_backend` has it.
+        `load_backend` has it. part: what this rank has of the model, None: all.
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        cuda = f"cuda:{part.rank}" if part is not None else "cuda"
+        self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
         if dtype == "auto":
             dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Model(checkpoint, getattr(torch, dtype), self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device, part)
         self._cache: torch.Tensor | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
@@ -77,7 +80,7 @@ class TorchBackend:
         config = self._model.config
         self._cache = pages.allocate(
             config.layers,
-            config.kv_heads,
+            self._model.group.part.heads.count,
             pages_wanted,
             self.namespace.kv.block_tokens,
             config.head_dim,
@@ -111,6 +114,11 @@ class TorchBackend:
             self._chosen = chosen
             return Launched(chosen, rows)
 
+    def compute(self, slices: list[Slice]) -> None:
+        """A rank's part of a step whose tokens are chosen by rank 0."""
+        with torch.inference_mode():
+            self._forward(slices, _order(slices))
+
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
         with torch.inference_mode():
@@ -134,6 +142,11 @@ class TorchBackend:
 
     def close(self) -> None:
         self._cache = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the model, and this one's part of it."""
+        return self._model.group
 
     @property
     def _pages(self) -> torch.Tensor:

@@ -6,30 +6,51 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyengine.backends.torch.part import Group
 from pyengine.checkpoint import Weights
 from pyengine.kernels.torch.linear import Linear
 
 
 class Reader:
-    """Tensors below one prefix of their names, in the type and on the device of the model."""
+    """Tensors below one prefix of their names, in the type and on the device of the model: this rank's part of them."""
 
-    def __init__(self, weights: Weights, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self, weights: Weights, dtype: torch.dtype, device: torch.device, group: Group, prefix: str = ""
+    ) -> None:
         self._weights = weights
         self._dtype = dtype
         self._device = device
+        self._group = group
         self._prefix = prefix
 
     def below(self, prefix: str) -> Reader:
-        return Reader(self._weights, self._dtype, self._device, self._prefix + prefix)
+        return Reader(self._weights, self._dtype, self._device, self._group, self._prefix + prefix)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Where type and device are the file's, processes share its memory."""
-        name = self._prefix + name
-        return as_tensor(self._weights.get(name), self._weights.dtype(name)).to(self._device, self._dtype)
+        name, part = self._prefix + name, self._group.part
+        values = self._weights.get(name, part.rows(name), part.columns(name))
+        return as_tensor(values, self._weights.dtype(name)).to(self._device, self._dtype)
 
-    def linear(self, *names: str) -> Linear:
+    def linear(self, *names: str) -> Linear | Summed:
         """The named projections, one below the other as one product."""
-        return Linear(*(self.tensor(f"{name}.weight") for name in names))
+        weights = [f"{name}.weight" for name in names]
+        product = Linear(*map(self.tensor, weights))
+        cut = [self._group.part.columns(self._prefix + weight) is not None for weight in weights]
+        assert len(set(cut)) == 1, "one product is summed over all ranks, or not at all"
+        return Summed(product, self._group) if cut[0] else product
+
+
+class Summed:
+    """A product with weights of which each rank has some columns."""
+
+    def __init__(self, product: Linear, group: Group) -> None:
+        self._product = product
+        self._group = group
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As `Linear`."""
+        return self._group.sum(self._product(x, out))
 
 
 def as_tensor(values: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
