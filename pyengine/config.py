@@ -308,7 +308,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024
     pinned: bool = False
     threads: int = 0
-    dtype: str = "auto"
 
     def device_pages(self, block_bytes: int, block_tokens: int, max_positions: int) -> int:
         """Pages to allocate: `pages`, else what fits `kv_bytes`, but not more than all sequences can ever fill."""

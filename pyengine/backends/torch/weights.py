@@ -15,7 +15,7 @@ from pyengine.kernels.torch.linear import Linear, Scratch
 
 
 class Reader:
-    """Tensors below one prefix of their names, in the types and on the device of the model: this rank's part of them."""
+    """Tensors below one prefix of their names, in the types and on the device of the model: this rank's part."""
 
     def __init__(
         self, weights: Weights, dtype: torch.dtype, working: torch.dtype, device: torch.device, group: Group
