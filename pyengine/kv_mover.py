@@ -28,6 +28,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Run
+from functools import partial
 from typing import ParamSpec, Protocol
 
 import msgspec
@@ -253,6 +254,7 @@ class KvMover:
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, Copied] = {}
+        self._requests: list[Callable[[], None]] = []
         #: Questions of this round that the daemon answers at once.
         self._asked: set[Tag] = set()
         self._answers = select.poll()
@@ -277,18 +279,31 @@ class KvMover:
         self.lost = None
 
     def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        """Makes a request of the pool. One that finds the daemon dead, or too far behind to take it, does nothing, and
-        neither do those after it: what was held is let go as a whole by `pump`.
+        """A request of the pool, to be made by `flush`."""
+        self._requests.append(partial(request, *arguments, **named))
+
+    def flush(self) -> None:
+        """Makes the requests of the pool, together: the first wakes the daemon's thread, which costs ten times as much
+        as each further one. To be called before anything that lasts.
+
+        A request that finds the daemon dead, or too far behind to take it, does nothing, and neither do those after it:
+        what was held is let go as a whole by `pump`.
         """
+        requests, self._requests = self._requests, []
+        for request in requests:
+            self._try(request)
+
+    def _try(self, request: Callable[[], None]) -> None:
         if self.lost is None:
             try:
-                request(*arguments, **named)
+                request()
             except _native.RetryError as error:
                 self.lost = str(error)
 
     def _disconnected(self, reason: str) -> None:
         """The daemon died. What decodes goes on from its pages; what needed the pool is failed or goes on without."""
         self.close()
+        self._requests.clear()
         self._asked.clear()
         self._write_through.clear()
         self._by_tag.clear()
@@ -465,10 +480,12 @@ class KvMover:
         answer within ANSWER is heard in a later one, and not waited for again.
         """
         self._take_events()
+        self.flush()
         until = time.monotonic() + ANSWER
         while self._asked and self.lost is None and (left := until - time.monotonic()) > 0.0:
             self._answers.poll(left * 1000)
             self._take_events()
+            self.flush()
         self._asked.clear()
 
     def _take_events(self) -> None:
@@ -794,7 +811,8 @@ class KvMover:
     def _store(self, sequence: Sequence, slots: dict[int, Slot]) -> None:
         """Copies blocks of a sequence from its pages into slots of the arena."""
         pages, tokens = self._filled(sequence, list(slots))
-        self._ask(self.copier.store, pages, tokens, list(slots.values()))
+        # At once: whoever is told of a block later is told of what is there.
+        self._try(partial(self.copier.store, pages, tokens, list(slots.values())))
         if self.lost is None:
             self.counters["stored_blocks"] += len(slots)
 
@@ -823,7 +841,7 @@ class KvMover:
     def _store_through(self, tag: Tag, copied: Copied, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"
         wanted = [index for index, slot in enumerate(slots) if not slot.committed]
-        self._ask(self.copier.store_copied, copied, wanted, [slots[index] for index in wanted])
+        self._try(partial(self.copier.store_copied, copied, wanted, [slots[index] for index in wanted]))
         if wanted:
             self.counters["stored_blocks"] += len(wanted) if self.lost is None else 0
             self._ask(self.pool.commit, tag, wanted)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import Backend, Slice, WorkerBroken
+from pyengine.backend import I32, Backend, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -122,6 +122,7 @@ class Worker:
         self._hash_key = hash_key
         self._hopeless = 0
         self._sequences: dict[SequenceId, Sequence] = {}
+        self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
         self._next_due = float("inf")
         self._ended: OrderedDict[SequenceId, None] = OrderedDict()
@@ -254,12 +255,15 @@ class Worker:
         step = self.batcher.plan(time.monotonic())
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
+            self._tables.pop(sequence_id, None)
             self.mover.resume(sequence_id)
         for load in step.loads:
             self.mover.load(load)
+        self.mover.flush()
         if step.slices:
             self._forward(self._within_recompute_limit(step))
             self._forget_copied_out()
+            self.mover.flush()
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
         self.busy = bool(out) or not step.empty or self.mover.lost is not None
@@ -329,7 +333,7 @@ class Worker:
         If the backend fails, every sequence of the step is tried alone (to write the same KV twice is harmless), and
         those that fail again are ended.
         """
-        slices = [self._slice(each) for each in planned]
+        slices = self._slices(planned)
         if not slices:
             return []
         try:
@@ -359,14 +363,24 @@ class Worker:
             self._fail(sequence_id, "bug", f"the model failed on this request: {failure}")
         return tokens
 
-    def _slice(self, planned: Planned) -> Slice:
-        sequence = self._sequences[planned.id]
-        return Slice(
-            tokens=np.asarray(sequence.tokens[planned.start : planned.start + planned.count], np.uint32),
-            start=planned.start,
-            pages=np.asarray(planned.pages, np.int32),
-            sampling=sequence.sampling if planned.sample else None,
-        )
+    def _slices(self, planned: list[Planned]) -> list[Slice]:
+        tokens: list[int] = []
+        for each in planned:
+            tokens += self._sequences[each.id].tokens[each.start : each.start + each.count]
+        ids = np.array(tokens, np.uint32)
+        slices, end = [], 0
+        for each in planned:
+            begin, end = end, end + each.count
+            sampling = self._sequences[each.id].sampling if each.sample else None
+            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling))
+        return slices
+
+    def _table(self, planned: Planned) -> I32:
+        """Its pages as an array. A sequence decodes 16 steps in the same ones, and a long one has hundreds."""
+        table = self._tables.get(planned.id)
+        if table is None or len(table) != len(planned.pages):
+            table = self._tables[planned.id] = np.array(planned.pages, np.int32)
+        return table
 
     def _compute(self, slices: list[Slice]) -> list[int]:
         """One forward pass. Raises what the backend raises, and ValueError for an answer that cannot be."""
@@ -397,7 +411,7 @@ class Worker:
             )
         if outcome.token is not None:
             self._emit(work, outcome.index, outcome.token, outcome.finish)
-        if work.part != "prefill":
+        if outcome.filled and work.part != "prefill":
             self.mover.write_through(sequence, outcome.filled)
         if outcome.finish is not None:
             self._end(outcome.id)
@@ -425,15 +439,18 @@ class Worker:
 
     def _within_recompute_limit(self, step: Step) -> Step:
         """A decode worker mends small losses itself; a prompt lost as a whole goes back for a new plan."""
-        within = []
-        for planned in step.slices:
-            sequence = self._sequences[planned.id]
-            lost = sequence.high_water - planned.start
-            if sequence.handed_off and lost > self.recompute_limit:
-                self._fail(planned.id, "need_prefill", f"KV of {lost} tokens was lost")
-            else:
-                within.append(planned)
-        return dataclasses.replace(step, slices=within)
+        lost = [
+            (planned.id, missing)
+            for planned in step.slices
+            if not planned.decodes
+            and (sequence := self._sequences[planned.id]).handed_off
+            and (missing := sequence.high_water - planned.start) > self.recompute_limit
+        ]
+        if not lost:
+            return step
+        for sequence_id, missing in lost:
+            self._fail(sequence_id, "need_prefill", f"KV of {missing} tokens was lost")
+        return dataclasses.replace(step, slices=[planned for planned in step.slices if planned.id in self.work])
 
     def _end_late(self) -> None:
         """Ends what cannot be in time any more for its client, and attempts that are worthless by now, should their
@@ -469,6 +486,7 @@ class Worker:
         self.mover.end(sequence_id)
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
+        self._tables.pop(sequence_id, None)
         self._due.pop(sequence_id, None)
 
     def _remember(self, sequence_id: SequenceId) -> None:

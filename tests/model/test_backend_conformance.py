@@ -2,8 +2,8 @@
 
 Method: a list of implementations (torch on a tiny random Llama, fake, and fake beside the host) times a list of
 expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same computed in
-another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through `write_pages`, with
-steps that are submitted before the tokens they continue are known.
+another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through `write_pages`,
+with steps that are submitted before the tokens they continue are known.
 """
 
 from __future__ import annotations

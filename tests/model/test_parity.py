@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from pyengine.backend import Slice
-from pyengine.checkpoint import Weights, inverse_frequencies, resolve, rotary_tables
+from pyengine.checkpoint import ModelError, Weights, inverse_frequencies, resolve, rotary_tables
 from pyengine.kernels import reference
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, SHAPES, TINY, YARN_ROPE, tiny_config, write_tiny
@@ -120,6 +120,27 @@ def test_a_mixed_step_equals_transformers(shape: str, tmp_path: Path) -> None:
     ]
     ours = backend.logits(last).numpy()
     np.testing.assert_allclose(ours, expected[np.array(ends) - 1], atol=TOLERANCE["float32"], rtol=0)
+
+
+def test_a_weight_that_is_not_finite_is_named_at_load(tmp_path: Path) -> None:
+    from pyengine.backends.torch import TorchBackend
+
+    folder = write_tiny(tmp_path / "model", **QWEN3)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.k_norm.weight"][3] = np.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"'model.layers.2.self_attn.k_norm.weight' has values that are NaN or infin"):
+        TorchBackend.load(str(folder), cache=tmp_path)
+
+
+def test_an_architecture_that_torch_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in the table of architectures is not yet a model."""
+    from pyengine.backends.torch import TorchBackend, models
+
+    monkeypatch.delitem(models.MODELS, "qwen3")
+    folder = write_tiny(tmp_path / "model", **QWEN3)
+    with pytest.raises(ModelError, match="torch backend has no 'qwen3' model; it has: llama, mistral, qwen2"):
+        TorchBackend.load(str(folder), cache=tmp_path)
 
 
 @pytest.mark.parametrize("shape", ["grouped", "mistral window", "qwen2", "qwen3"])

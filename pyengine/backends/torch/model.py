@@ -16,6 +16,7 @@ from pyengine.backends.torch.models import MODELS
 from pyengine.backends.torch.part import Group, Part
 from pyengine.backends.torch.weights import Reader
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, rotary_tables
+from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch.choice import choose
 from pyengine.kernels.torch.contract import Attend
@@ -45,7 +46,7 @@ class Model:
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, part: Part | None = None
     ) -> None:
         """part: what this rank has of it, None: all. Raises ModelError for an architecture without a file in models/,
-        and for weights that are not finite.
+        and for weights that are not finite or too large for the memory that is free.
         """
         self.config = config = checkpoint.config
         self.dtype = dtype
@@ -55,10 +56,13 @@ class Model:
                 f"the torch backend has no {config.architecture!r} model; it has: {', '.join(MODELS)}. Another backend "
                 "may have it (--backend)"
             )
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        part = part or Part(config)
+        check_room(checkpoint.name, config, str(dtype).removeprefix("torch."), free, part.ranks)
         layer = MODELS[config.architecture]
         self.kernels = choose(device, dtype, config.head_dim)
         weights = Weights(checkpoint)
-        self.group = Group(part or Part(config), device)
+        self.group = Group(part, device)
         read = Reader(weights, dtype, device, self.group)
         self.embedding = read.tensor("model.embed_tokens.weight")
         self.layers = [layer(read.below(f"model.layers.{index}."), config) for index in range(config.layers)]
