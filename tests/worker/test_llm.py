@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from pyengine.backend import Slice
 from pyengine.backends.fake import FakeBackend, fake_tokens
