@@ -98,7 +98,7 @@ def test_tokens_are_those_without_overlap(
 
     loop = Overlapped(filled())
     loop.run()
-    expected = {}
+    expected: dict[tuple[int, int], list[int]] = {}
     for number, (tokens, most, first_only) in enumerate(prompts):
         alone = batcher(pages, max_tokens=budget)
         alone.add(sequence(number, tokens, max_tokens=most, first_only=first_only))
