@@ -313,17 +313,47 @@ class PoolClient:
         """
     def unkeep(self, keys: _Bytes, by: str) -> None:
         """Keeps them no more in this name; -> Kept."""
-    def store(self, slot: int, generation: int, source: _Bytes, first_strip: int = 0) -> None:
+    def store(
+        self, slot: int, generation: int, source: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
         """Copies whole strips into a reserved slot and stores their checksums beside it.
 
-        source: contiguous, n * strip_bytes bytes. Raises BugError if out of range.
+        source: contiguous, n * strip_bytes bytes. They become strips first_strip, first_strip + 1, ...; of fewer heads
+        than the block has, `run` of every `stride` strips from first_strip on. Raises BugError if out of range.
         """
-    def load(self, slot: int, generation: int, into: _Bytes, first_strip: int = 0) -> bool:
+    def load(
+        self, slot: int, generation: int, into: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool:
         """Copies whole strips out of a slot into a writable buffer, verifying each checksum on the copied bytes.
 
-        False: a checksum did not hold, or the slot's life is over; `into` holds garbage then.
+        False: a checksum did not hold, or the slot's life is over; `into` holds garbage then. Strips as for `store`.
+        """
+    def share(self) -> tuple[list[int], int, int]:
+        """For another process that writes and reads this client's slots: (descriptors, arena_bytes, slots), the first
+        arguments of its SharedSlots. The descriptors are the caller's: to send over a unix socket, and to close.
+
+        The daemon gives this client's slots to others when it is closed (or dead) and so are all SharedSlots; where the
+        daemon is in this process, they are to be closed before the client is. Raises RetryError: the daemon is gone.
         """
     def close(self) -> None: ...
+
+@final
+class SharedSlots:
+    """The slots of another process's PoolClient, which says what may be written when. Use from one thread."""
+    def __new__(
+        cls, descriptors: Sequence[int], arena_bytes: int, slots: int, strips: int, strip_bytes: int
+    ) -> SharedSlots:
+        """As `PoolClient.share` has returned them there; the descriptors are given away. GiveUpError: no arena."""
+    def store(
+        self, slot: int, generation: int, source: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
+        """As PoolClient.store; never RetryError."""
+    def load(
+        self, slot: int, generation: int, into: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool:
+        """As PoolClient.load."""
+    def close(self) -> None:
+        """Nothing is written through it any more; what it was made of is closed."""
 
 @final
 class Daemon:

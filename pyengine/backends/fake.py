@@ -14,13 +14,15 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class FakeBackend:
         hold: str = "",
         cost: str = "",
         time_scale: float = 1.0,
+        overlaps: int = 0,
     ) -> None:
         """For tests that need to meet it at work:
 
@@ -64,6 +67,8 @@ class FakeBackend:
         To compare a live cluster with the simulation of it: `execute` takes as long as a step of the cost model `cost`
         (a name or a file, as `scheduler.sim.compute` has them), times time_scale, to 0.2 ms. Small sizes (layers=1,
         kv_heads=1, head_dim=2) leave the processor to other workers meanwhile: every KV byte is read for every token.
+
+        overlaps=1: steps are computed on a thread, as a device computes beside the host.
         Raises ValueError for a cost model that cannot be had.
         """
         if head_dim % 2 or min(layers, kv_heads, head_dim, block_tokens, max_positions) < 1 or vocab < VOCAB:
@@ -91,6 +96,9 @@ class FakeBackend:
         self._strips = self.namespace.kv.strips
         self._words = head_dim // 2
         self._cache: U64 | None = None
+        self.overlaps = bool(overlaps)
+        self._device = ThreadPoolExecutor(1, "device") if overlaps else None
+        self._chosen: list[int] = []
 
     @classmethod
     def load(cls, model: str) -> FakeBackend:
@@ -119,6 +127,9 @@ class FakeBackend:
             needed = pages * self.namespace.kv.block_bytes
             raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
         began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
@@ -126,12 +137,25 @@ class FakeBackend:
             time.sleep(seconds)
         while self._hold is not None and self._hold.exists():
             time.sleep(0.01)
+        slices = [self._known(slice_) for slice_ in slices]
         for slice_ in slices:
             self._write(slice_)
         tokens = [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
         if self._cost is not None:
             sleep_until(began + self._time_scale * step_seconds(self._cost, slices))
+        self._chosen = tokens
         return tokens
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        if self._device is None:
+            return Deferred(lambda: self.execute(slices))
+        return Deferred(self._device.submit(self.execute, slices).result)
+
+    def _known(self, slice_: Slice) -> Slice:
+        """With the token that the step before has chosen for it."""
+        if slice_.after is None:
+            return slice_
+        return msgspec.structs.replace(slice_, tokens=np.array([self._chosen[slice_.after]], np.uint32))
 
     def read_pages(self, pages: list[int], out: U8) -> None:
         out[:] = self._pages[pages].view(np.uint8).reshape(len(pages), self._strips, -1)
@@ -141,6 +165,8 @@ class FakeBackend:
         self._pages[pages] = np.ascontiguousarray(strips).view(np.uint64).reshape(shape)
 
     def close(self) -> None:
+        if self._device is not None:
+            self._device.shutdown()
         self._cache = None
 
     @property

@@ -103,7 +103,12 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     try:
+        scaling = parse_rope(rope)
+        max_positions = int(config["max_position_embeddings"])
+        if scaling.kind == "yarn":  # Qwen's leave the length as it was, and say the factor
+            max_positions = max(max_positions, int(scaling.factor * scaling.original_max_positions))
         return ModelConfig(
             architecture=architecture.name,
             vocab_size=int(config["vocab_size"]),
@@ -113,10 +118,10 @@ def parse_config(config: dict[str, Any]) -> ModelConfig:
             heads=int(config["num_attention_heads"]),
             kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
             head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
-            max_positions=int(config["max_position_embeddings"]),
+            max_positions=max_positions,
             norm_eps=float(config["rms_norm_eps"]),
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_scaling=parse_rope(rope),
+            rope_scaling=scaling,
             tied_head=bool(config.get("tie_word_embeddings", False)),
             window=architecture.window(config),
             qkv_bias=architecture.qkv_bias,

@@ -17,7 +17,7 @@ from pyengine.checkpoint.gguf_tokenizer import convert_tokenizer
 
 F32 = npt.NDArray[np.float32]
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it when `convert_gguf` writes something else for the same file
+CONVERTER_VERSION = 2  # part of the cache key: raise it when `convert_gguf` writes something else for the same file
 
 GGUF_TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -66,6 +66,10 @@ def _config_json(fields: Fields, tensors: set[str]) -> dict[str, Any]:
 
     heads = fields[prefix + "attention.head_count"]
     hidden = fields[prefix + "embedding_length"]
+    head_dim = fields.get(prefix + "attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if fields.get(prefix + name, head_dim) != head_dim:
+            raise ModelError(f"{fields.path}: {name} is not the heads' {head_dim}, which is not supported")
     eos = [fields[name] for name in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if name in fields]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.get(prefix + "rope.freq_base", 10000.0)}
     scaling = fields.get(prefix + "rope.scaling.type", "none")
@@ -84,7 +88,7 @@ def _config_json(fields: Fields, tensors: set[str]) -> dict[str, Any]:
         "num_hidden_layers": fields[prefix + "block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get(prefix + "attention.head_count_kv", heads),
-        "head_dim": fields.get(prefix + "attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": fields[prefix + "context_length"],
         "rms_norm_eps": fields[prefix + "attention.layer_norm_rms_epsilon"],
         "rope_parameters": rope,

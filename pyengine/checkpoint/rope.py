@@ -22,8 +22,9 @@ class RopeScaling(msgspec.Struct, frozen=True):
     """How rotary frequencies differ from theta ** (-2i / head_dim).
 
     kind: "default", "linear" (all divided by `factor`), "llama3" (low ones divided by `factor`, a ramp between the two
-    wavelength bounds; Llama 3.1), or "factors" (divided one by one by the tensor `rope_factors.weight` of the
-    checkpoint, as GGUF files spell llama3).
+    wavelength bounds; Llama 3.1), "yarn" (low ones divided by `factor`, a ramp between the dimensions that turn
+    `beta_fast` and `beta_slow` times within the original length; cosines and sines times `attention_factor`), or
+    "factors" (divided one by one by the tensor `rope_factors.weight` of the checkpoint, as GGUF files spell llama3).
     """
 
     kind: str = "default"
@@ -31,10 +32,15 @@ class RopeScaling(msgspec.Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
 
 
 def parse_rope(rope: dict[str, Any]) -> RopeScaling:
     """Hugging Face's `rope_parameters`. Raises ModelError, KeyError where a number is missing."""
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError("config.json sets 'partial_rotary_factor', which is not supported; use another checkpoint")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return RopeScaling()
@@ -50,7 +56,22 @@ def parse_rope(rope: dict[str, Any]) -> RopeScaling:
             high_freq_factor=float(rope["high_freq_factor"]),
             original_max_positions=int(rope["original_max_position_embeddings"]),
         )
-    raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3")
+    if kind == "yarn":
+        for key in ("mscale", "mscale_all_dim"):
+            if rope.get(key):
+                raise ModelError(f"config.json sets {key!r} for yarn, which is not supported; use another checkpoint")
+        if not rope.get("truncate", True):
+            raise ModelError("config.json turns off yarn's 'truncate', which is not supported; use another checkpoint")
+        factor = float(rope["factor"])
+        return RopeScaling(
+            kind=kind,
+            factor=factor,
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+            beta_fast=float(rope.get("beta_fast") or 32.0),
+            beta_slow=float(rope.get("beta_slow") or 1.0),
+            attention_factor=float(rope.get("attention_factor") or 0.1 * math.log(max(factor, 1.0)) + 1.0),
+        )
+    raise ModelError(f"config.json: rope type {kind!r} is not supported; supported: default, linear, llama3, yarn")
 
 
 def rotary_tables(config: ModelConfig, weights: Weights) -> tuple[F32, F32]:
@@ -67,13 +88,15 @@ def rotary_tables(config: ModelConfig, weights: Weights) -> tuple[F32, F32]:
         rows = slice(first, first + 4096)
         exact = angles[rows].astype(np.float64)
         cosines[rows], sines[rows] = np.cos(exact), np.sin(exact)
-    return cosines, sines
+    scale = np.float32(config.rope_scaling.attention_factor)
+    return (cosines, sines) if scale == 1 else (cosines * scale, sines * scale)
 
 
 def inverse_frequencies(config: ModelConfig, factors: F32 | None = None) -> F32:
     """Rotary angle per position of each pair of dimensions, float32 [head_dim / 2].
 
-    factors: the checkpoint's `rope_factors.weight`, for scaling "factors". Source of "llama3": its release code.
+    factors: the checkpoint's `rope_factors.weight`, for scaling "factors". Source of "llama3": its release code; of
+    "yarn": Peng et al., YaRN, 2023, section 3.2.
     """
     # numpy's float32 power is off by another bit or two on every kind of processor, and a position multiplies that.
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -90,4 +113,16 @@ def inverse_frequencies(config: ModelConfig, factors: F32 | None = None) -> F32:
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 0: divided by factor, 1: as it is
         frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
+    elif scaling.kind == "yarn":
+        low, high = (_dimension(config, turns) for turns in (scaling.beta_fast, scaling.beta_slow))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), config.head_dim - 1)
+        ramp = (np.arange(config.head_dim // 2) - low) / max(high - low, 0.001)
+        keep = 1 - np.clip(ramp, 0.0, 1.0).astype(np.float32)
+        frequencies = (1 - keep) * frequencies / np.float32(scaling.factor) + keep * frequencies
     return frequencies.astype(np.float32)
+
+
+def _dimension(config: ModelConfig, turns: float) -> float:
+    """The pair of dimensions that turns so often within the original context length; between two pairs, a fraction."""
+    length = config.rope_scaling.original_max_positions
+    return config.head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))

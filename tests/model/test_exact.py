@@ -56,7 +56,8 @@ def load(tmp_path: Path) -> Iterator[Load]:
 
 
 def tokens_of(seed: int, length: int = LENGTH) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 256, length).tolist()
+    return tokens
 
 
 def piece(tokens: list[int], first: int, last: int, page: int) -> Slice:

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pyengine.checkpoint import ModelError, Weights, resolve
-from tests.model.checkpoints import write_tiny
+from tests.model.checkpoints import upper_half, write_bits, write_tiny
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -55,6 +55,8 @@ def test_whole_and_in_part(tiny: Path) -> None:
         np.testing.assert_array_equal(weights.get(QUERY, columns=range(12)), expected[QUERY][:, :12])
         np.testing.assert_array_equal(weights.get(QUERY, range(3, 5), range(7, 48)), expected[QUERY][3:5, 7:])
         assert "rope_factors.weight" not in weights
+        weights.get(QUERY)[0, 0] = 5.0  # a framework may want to write: to memory of its own
+        assert opened(tiny).get(QUERY)[0, 0] == expected[QUERY][0, 0]
         with pytest.raises(ValueError, match="not a part of 96"):
             weights.get(QUERY, rows=range(90, 97))
         with pytest.raises(ValueError, match="not a part of 48"):
@@ -67,24 +69,12 @@ def test_two_byte_types(tiny: Path, dtype: str) -> None:
     bits = {}
     tensors = load_file(tiny / "model.safetensors")
     for name, values in tensors.items():
-        words = values.view(np.uint32) >> 16 if dtype == "bfloat16" else values.astype(np.float16).view(np.uint16)
-        bits[name] = words.astype(np.uint16)
+        bits[name] = upper_half(values) if dtype == "bfloat16" else values.astype(np.float16).view(np.uint16)
     write_bits(tiny / "model.safetensors", bits, {"float16": "F16", "bfloat16": "BF16"}[dtype])
     weights = opened(tiny)
     for name, expected in bits.items():
         assert weights.dtype(name) == dtype
         np.testing.assert_array_equal(weights.get(name).view(np.uint16), expected)
-
-
-def write_bits(path: Path, bits: dict[str, np.ndarray[Any, Any]], dtype: str, pad: int = 0) -> None:
-    """A safetensors file by hand: numpy has no bfloat16. pad: spaces behind the header."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, values in bits.items():
-        header[name] = {"dtype": dtype, "shape": values.shape, "data_offsets": [end, end + values.nbytes]}
-        end += values.nbytes
-    text = json.dumps(header).encode() + b" " * pad
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(values.tobytes() for values in bits.values()))
 
 
 def test_a_header_that_leaves_the_data_unaligned(tiny: Path) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backends import DTYPES
 from pyengine.backends.torch.model import Model, StepInput
+from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import native, pages
@@ -32,33 +34,41 @@ class TorchBackend:
         block_tokens: int = BLOCK_TOKENS,
         threads: int | None = None,
         dtype: str = "auto",
+        part: Part | None = None,
     ) -> None:
         """Loads the weights. threads: CPU threads of this process; None: PyTorch's own choice. dtype: of weights and
-        KV; "auto" is float32 on CPUs, bfloat16 on GPUs. Sums are float32 in any case.
+        KV, as `load_backend` has it; sums are float32 in any case. part: what this rank has of the model, None: all.
         """
         if threads is not None:
             torch.set_num_threads(threads)
             kernel_threads.use(threads)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        kept = _dtype(dtype, self._device)
+        cuda = f"cuda:{part.rank}" if part is not None else "cuda"
+        self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+        if dtype == "auto":
+            dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Model(checkpoint, kept, self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device, part)
         if threads is not None and self._model.kernels is native:
             torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
-        dtype_name = str(kept).removeprefix("torch.")
+        # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
+        self.overlaps = self._device.type == "cuda"
+        # int64, by row of the step launched last: its tokens, which the next one may compute from.
+        self._chosen = torch.empty(0, dtype=torch.int64)
         group = KvGroup(
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            dtype=dtype_name,
+            dtype=dtype,
             window=config.window,
         )
         self.namespace = Namespace(
             weights=checkpoint.weights_digest,
             config=config.digest(),
-            compute_dtype=dtype_name,
+            compute_dtype=dtype,
             weight_quantization="none",
             kv=KvSpec(groups=(group,), block_tokens=block_tokens),
         )
@@ -79,7 +89,7 @@ class TorchBackend:
         config = self._model.config
         self._cache = pages.allocate(
             config.layers,
-            config.kv_heads,
+            self._model.group.part.heads.count,
             pages_wanted,
             self.namespace.kv.block_tokens,
             config.head_dim,
@@ -87,23 +97,36 @@ class TorchBackend:
             self._device,
         )
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
-        chosen = [-1] * len(slices)
-        if not slices:
-            return chosen
+        return self._launch(slices).tokens()
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        if self.overlaps:
+            return self._launch(slices)
+        return Deferred(lambda: self.execute(slices))
+
+    def _launch(self, slices: list[Slice]) -> Launched:
+        """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
+            chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
             order = _order(slices)
-            logits = self._forward(slices, order)
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
-            if not asked:
-                return chosen
-            positions = [slices[index].start + len(slices[index].tokens) for index, _ in asked]
-            tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions)).tolist()
-        if -1 in tokens:
-            raise ArithmeticError("the model computed logits that are not finite")
-        for (index, _), token in zip(asked, tokens, strict=True):
-            chosen[index] = token
-        return chosen
+            rows = [index for index, _ in asked]
+            logits = self._forward(slices, order) if slices else None
+            if logits is not None and asked:
+                positions = [slices[index].start + len(slices[index].tokens) for index in rows]
+                tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions))
+                chosen[self._index(rows)] = tokens
+            self._chosen = chosen
+            return Launched(chosen, rows)
+
+    def compute(self, slices: list[Slice]) -> None:
+        """A rank's part of a step whose tokens are chosen by rank 0."""
+        with torch.inference_mode():
+            self._forward(slices, _order(slices))
 
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
@@ -130,13 +153,25 @@ class TorchBackend:
         self._cache = None
 
     @property
+    def group(self) -> Group:
+        """The ranks that share the model, and this one's part of it."""
+        return self._model.group
+
+    @property
     def _pages(self) -> torch.Tensor:
         if self._cache is None:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
     def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
-        return self._model.forward(self._step_input([slices[index] for index in order]), self._pages)
+        slices = [slices[index] for index in order]
+        step = self._step_input(slices)
+        # Single tokens come first, so the row of such a slice is the row of its token.
+        fed = {row: slice_.after for row, slice_ in enumerate(slices) if slice_.after is not None}
+        if fed:
+            # A step that has failed chose -1: this one has no meaning then, but must not read beside the embedding.
+            step.tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
+        return self._model.forward(step, self._pages)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
         """slices: those with one token first."""
@@ -172,13 +207,30 @@ class TorchBackend:
         return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if name not in known:
-        raise ValueError(f"unknown dtype {name!r}; known: auto, {', '.join(known)}")
-    return known[name]
+class Launched:
+    """A step whose tokens are on their way to the host.
+
+    chosen: int64 [slices], -1 where none was asked for. asked: rows where one was.
+    """
+
+    def __init__(self, chosen: torch.Tensor, asked: list[int]) -> None:
+        self._asked = asked
+        self._event: torch.cuda.Event | None = None
+        if chosen.device.type == "cpu":
+            self._host = chosen
+        else:
+            self._host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
+            self._host.copy_(chosen, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._host.tolist()
+        if any(tokens[row] < 0 for row in self._asked):
+            raise ArithmeticError("the model computed logits that are not finite")
+        return tokens
 
 
 def _order(slices: list[Slice]) -> list[int]:
