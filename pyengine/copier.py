@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Run
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
-from pyengine._native import Slot
 from pyengine.backend import U8
 from pyengine.scheduler.types import KvSpec
 
@@ -20,8 +20,29 @@ from pyengine.scheduler.types import KvSpec
 COPY_BLOCKS = 32
 
 
+class Slot(Protocol):
+    """What a copier must know of a slot: `_native.Slot` has it."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """The KV heads `first` to `first + count - 1` of `of`: in each half layer of a block a run of strips.
+
+    stores: False: another rank has the same heads, and writes them.
+    """
+
+    first: int
+    count: int
+    of: int
+    stores: bool = True
+
+
 class Pages(Protocol):
-    """The part of a backend that a copier uses."""
+    """The part of a backend that a copier uses: of the heads that it has, if they are not all."""
 
     def read_pages(self, pages: list[int], out: U8) -> None: ...
     def write_pages(self, pages: list[int], strips: U8) -> None: ...
@@ -30,8 +51,12 @@ class Pages(Protocol):
 class Slots(Protocol):
     """The part of a link to the pool that a copier uses."""
 
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool: ...
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None: ...
+    def load(
+        self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool: ...
 
 
 class Copied(NamedTuple):
@@ -44,9 +69,14 @@ class Copied(NamedTuple):
 class Copier:
     """Owned by one mover. `connect` again after a daemon's death."""
 
-    def __init__(self, pages: Pages, spec: KvSpec) -> None:
+    def __init__(self, pages: Pages, spec: KvSpec, heads: Heads | None = None) -> None:
+        """spec: of whole blocks. heads: those that this process has pages of; None: all."""
         self.spec = spec
         self._pages = pages
+        self._heads = heads
+        self._strips = spec.strips if heads is None else spec.strips // heads.of * heads.count
+        #: Which strips of a block they are: first, run and stride.
+        self._runs = (0, 1, 1) if heads is None else (heads.first, heads.count, heads.of)
         self._slots: Slots | None = None
         self._out: dict[int, U8] = {}
         self._next = 0
@@ -66,6 +96,8 @@ class Copier:
         """Copies blocks from pages into slots. tokens: how many of each block's positions are filled, the rest becomes
         zeros. Returns when all of it is in the arena. Raises RetryError: the daemon is gone.
         """
+        if not self._stores:
+            return
         for begin in range(0, len(pages), COPY_BLOCKS):
             part = slice(begin, begin + COPY_BLOCKS)
             for slot, strips in zip(slots[part], self._read(pages[part], tokens[part]), strict=True):
@@ -74,12 +106,14 @@ class Copier:
     def copy_out(self, pages: Run[int], tokens: Run[int]) -> Copied:
         """Copies blocks out of their pages, which may change from now on. tokens: as for `store`."""
         self._next += 1
-        self._out[self._next] = self._read(pages, tokens)
+        self._out[self._next] = self._read(pages, tokens) if self._stores else self._scratch(0)
         return Copied(self._next, len(pages))
 
     def store_copied(self, copied: Copied, rows: Run[int], slots: Run[Slot]) -> None:
         """Copies some of the blocks that were copied out into slots, and forgets all of them. Raises as `store`."""
         strips = self._out.pop(copied.number)
+        if not self._stores:
+            return
         for row, slot in zip(rows, slots, strict=True):
             self._store(slot, strips[row])
 
@@ -92,9 +126,10 @@ class Copier:
             part = slots[begin : begin + COPY_BLOCKS]
             strips = self._scratch(len(part))
             verified = 0
-            while verified < len(part) and self._slots.load(
-                part[verified].slot, part[verified].generation, strips[verified]
-            ):
+            while verified < len(part):
+                slot = part[verified]
+                if not self._slots.load(slot.slot, slot.generation, strips[verified], *self._runs):
+                    break
                 verified += 1
             if verified:
                 self._pages.write_pages(list(pages[begin : begin + verified]), strips[:verified])
@@ -102,9 +137,13 @@ class Copier:
                 return begin + verified
         return len(slots)
 
+    @property
+    def _stores(self) -> bool:
+        return self._heads is None or self._heads.stores
+
     def _store(self, slot: Slot, strips: U8) -> None:
         assert self._slots is not None, "callers have a pool"
-        self._slots.store(slot.slot, slot.generation, strips)
+        self._slots.store(slot.slot, slot.generation, strips, *self._runs)
 
     def _read(self, pages: Run[int], tokens: Run[int]) -> U8:
         """Canonical strips of the blocks in these pages."""
@@ -116,4 +155,4 @@ class Copier:
         return strips
 
     def _scratch(self, blocks: int) -> U8:
-        return np.empty((blocks, self.spec.strips, self.spec.strip_bytes), np.uint8)
+        return np.empty((blocks, self._strips, self.spec.strip_bytes), np.uint8)

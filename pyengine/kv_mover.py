@@ -37,6 +37,8 @@ from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
 from pyengine.backend import U8, Backend
 from pyengine.copier import Copied, Copier
+from pyengine.group_copier import GroupCopier
+from pyengine.ranks import Ranked
 from pyengine.scheduler.batcher import Batcher, Filled, Load, Sequence, SequenceId, State
 from pyengine.scheduler.messages import LoadSample, Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
@@ -83,8 +85,12 @@ class Pool(Protocol):
     def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
     def end(self, tag: Tag) -> None: ...
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool: ...
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None: ...
+    def load(
+        self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
@@ -230,7 +236,11 @@ class KvMover:
         self.batcher = batcher
         self.spec = spec
         self.incarnation = incarnation
-        self.copier = Copier(backend, spec)
+        self.copier = (
+            GroupCopier(backend, spec, backend.heads, backend.ranks)
+            if isinstance(backend, Ranked)
+            else Copier(backend, spec)
+        )
         self.pool: Pool | None = None
         self.lost: str | None = None
         self.jobs: dict[SequenceId, Job] = {}

@@ -97,8 +97,11 @@ pub struct Fenced;
 /// run of them in each half layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Runs {
+    /// The first strip.
     pub first: u32,
+    /// Strips one behind the other.
     pub run: u32,
+    /// From the beginning of a run to that of the next.
     pub stride: u32,
 }
 
