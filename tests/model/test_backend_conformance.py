@@ -1,6 +1,6 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
-Method: a list of implementations (torch on a tiny random Llama, fake, and fake beside the host) times a list of
+Method: a list of implementations (torch on a tiny random Llama, fake, and both as if beside the host) times a list of
 expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same computed in
 another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through `write_pages`,
 with steps that are submitted before the tokens they continue are known.
@@ -29,16 +29,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "fake", "fake:overlaps=1"])
+@pytest.fixture(params=["torch", "torch:queued", "fake", "fake:overlaps=1"])
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
-    if request.param == "torch":
+    name, _, way = request.param.partition(":")
+    if name == "torch":
         pytest.importorskip("torch", reason="needs the torch extra")
     made: list[Backend] = []
 
     def make_one() -> Backend:
-        model = str(tiny) if request.param == "torch" else request.param
-        backend = load_backend(request.param.partition(":")[0], model, cache=tmp_path, threads=1)
+        backend = load_backend(name, str(tiny) if name == "torch" else request.param, cache=tmp_path, threads=1)
+        # As on a GPU, where a step is queued when it is submitted.
+        backend.overlaps = backend.overlaps or way == "queued"
         backend.allocate(PAGES)
         made.append(backend)
         return backend
