@@ -32,17 +32,17 @@ from functools import partial
 from typing import ParamSpec, Protocol
 
 import msgspec
-import numpy as np
 
 from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
 from pyengine.backend import U8, Backend
+from pyengine.copier import Copied, Copier
+from pyengine.group_copier import GroupCopier
+from pyengine.ranks import Ranked
 from pyengine.scheduler.batcher import Batcher, Filled, Load, Sequence, SequenceId, State
 from pyengine.scheduler.messages import LoadSample, Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
 
-#: Blocks copied per call between pages and arena. It bounds the scratch buffer: 24 MiB for a small model.
-COPY_BLOCKS = 32
 #: Blocks that may wait, copied out of their pages, for a free slot to be cached in; beyond it they are not cached.
 WRITE_THROUGH_BLOCKS = 256
 #: Blocks of one sequence on their way through the own pool at once; the others wait in their pages. A long prefix that
@@ -85,8 +85,12 @@ class Pool(Protocol):
     def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
     def end(self, tag: Tag) -> None: ...
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool: ...
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None: ...
+    def load(
+        self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
@@ -232,6 +236,11 @@ class KvMover:
         self.batcher = batcher
         self.spec = spec
         self.incarnation = incarnation
+        self.copier = (
+            GroupCopier(backend, spec, backend.heads, backend.ranks)
+            if isinstance(backend, Ranked)
+            else Copier(backend, spec)
+        )
         self.pool: Pool | None = None
         self.lost: str | None = None
         self.jobs: dict[SequenceId, Job] = {}
@@ -244,7 +253,7 @@ class KvMover:
         self.loads: list[LoadSample] = []
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
-        self._write_through: dict[Tag, U8] = {}
+        self._write_through: dict[Tag, Copied] = {}
         self._requests: list[Callable[[], None]] = []
         #: Questions of this round that the daemon answers at once.
         self._asked: set[Tag] = set()
@@ -264,6 +273,7 @@ class KvMover:
         """Takes a fresh link to the node's daemon. Requires that none is connected."""
         assert self.pool is None, "a mover has one pool at a time"
         self.pool = pool
+        self.copier.connect(pool)
         self._answers = select.poll()
         self._answers.register(pool.fileno(), select.POLLIN)
         self.lost = None
@@ -292,9 +302,7 @@ class KvMover:
 
     def _disconnected(self, reason: str) -> None:
         """The daemon died. What decodes goes on from its pages; what needed the pool is failed or goes on without."""
-        if self.pool is not None:
-            self.pool.close()
-        self.pool = None
+        self.close()
         self._requests.clear()
         self._asked.clear()
         self._write_through.clear()
@@ -315,6 +323,7 @@ class KvMover:
 
     def close(self) -> None:
         if self.pool is not None:
+            self.copier.disconnect()
             self.pool.close()
             self.pool = None
 
@@ -649,8 +658,9 @@ class KvMover:
             self.batcher.ready(job.id, job.leading(self._prefix_limit(job)) * self.spec.block_tokens)
 
     def _refused(self, tag: Tag, refusal: str) -> None:
-        if (strips := self._write_through.pop(tag, None)) is not None:
-            self.counters["uncached_blocks"] += len(strips)
+        if (copied := self._write_through.pop(tag, None)) is not None:
+            self.copier.store_copied(copied, [], [])
+            self.counters["uncached_blocks"] += copied.blocks
             if self.pool is not None:
                 self._ask(self.pool.end, tag)
             return
@@ -681,16 +691,8 @@ class KvMover:
     def load(self, load: Load) -> None:
         """Copies pooled blocks into the sequence's pages and tells the batcher how far they are good."""
         job = self.jobs[load.id]
-        good, began = 0, time.monotonic()
-        for begin in range(0, len(load.pages), COPY_BLOCKS):
-            pages = load.pages[begin : begin + COPY_BLOCKS]
-            strips = np.empty((len(pages), self.spec.strips, self.spec.strip_bytes), np.uint8)
-            verified = self._load_blocks(job, load.first_block + begin, strips)
-            if verified:
-                self.backend.write_pages(pages[:verified], strips[:verified])
-            good += verified
-            if verified < len(pages):
-                break
+        began = time.monotonic()
+        good = self._load_blocks(job, load)
         self.counters["loaded_blocks"] += good
         if good and self.pool is not None and len(self.loads) < LOADS:
             size, seconds = good * self.spec.block_bytes, time.monotonic() - began
@@ -705,18 +707,18 @@ class KvMover:
         self.batcher.loaded(job.id, tokens)
         self._in_pages(job)
 
-    def _load_blocks(self, job: Job, first_block: int, strips: U8) -> int:
-        """Fills leading rows of `strips` from the pool; returns how many hold verified blocks."""
-        for row in range(len(strips)):
-            found = job.find(first_block + row)
-            if found is None or self.pool is None:
-                return row
-            holding, slot = found
-            if not self.pool.load(slot.slot, slot.generation, strips[row]):
-                self.counters["checksum_failures"] += 1
-                self._ask(self.pool.corrupt, holding.tag, first_block + row)
-                return row
-        return len(strips)
+    def _load_blocks(self, job: Job, load: Load) -> int:
+        """Fills leading pages from the pool; returns how many hold verified blocks."""
+        if self.pool is None:
+            return 0
+        readable: list[tuple[Holding, Slot]] = []
+        while len(readable) < len(load.pages) and (found := job.find(load.first_block + len(readable))) is not None:
+            readable.append(found)
+        good = self.copier.load([slot for _, slot in readable], load.pages[: len(readable)])
+        if good < len(readable):
+            self.counters["checksum_failures"] += 1
+            self._ask(self.pool.corrupt, readable[good][0].tag, load.first_block + good)
+        return good
 
     def cached_by_tier(self, sequence: Sequence) -> dict[str, int]:
         """Where the tokens were found that the sequence reused when it first started; in all, `sequence.cached`."""
@@ -808,52 +810,40 @@ class KvMover:
 
     def _store(self, sequence: Sequence, slots: dict[int, Slot]) -> None:
         """Copies blocks of a sequence from its pages into slots of the arena."""
-        assert self.pool is not None, "callers check"
-        blocks = list(slots)
-        for begin in range(0, len(blocks), COPY_BLOCKS):
-            batch = blocks[begin : begin + COPY_BLOCKS]
-            for index, strips in zip(batch, self._read_blocks(sequence, batch), strict=True):
-                self._put(slots[index], strips)
+        pages, tokens = self._filled(sequence, list(slots))
+        # At once: whoever is told of a block later is told of what is there.
+        self._try(partial(self.copier.store, pages, tokens, list(slots.values())))
+        if self.lost is None:
+            self.counters["stored_blocks"] += len(slots)
 
-    def _put(self, slot: Slot, strips: U8) -> None:
-        """Copies one block into its slot, at once: whoever is told of it later is told of what is there."""
-        assert self.pool is not None, "callers check"
-        self._try(partial(self.pool.store, slot.slot, slot.generation, strips))
-        self.counters["stored_blocks"] += self.lost is None
-
-    def _read_blocks(self, sequence: Sequence, blocks: list[int]) -> U8:
-        """Canonical strips of some blocks of a sequence; a partial one is zeroed beyond its tokens."""
-        strips = np.empty((len(blocks), self.spec.strips, self.spec.strip_bytes), np.uint8)
-        self.backend.read_pages([sequence.pages[index] for index in blocks], strips)
-        for row, index in enumerate(blocks):
-            tokens = sequence.computed - index * self.spec.block_tokens
-            if tokens < self.spec.block_tokens:
-                strips[row, :, tokens * self.spec.strip_bytes // self.spec.block_tokens :] = 0
-        return strips
+    def _filled(self, sequence: Sequence, blocks: list[int]) -> tuple[list[int], list[int]]:
+        """The pages of some blocks of a sequence, and how many positions of each are computed."""
+        tokens = [min(sequence.computed - index * self.spec.block_tokens, self.spec.block_tokens) for index in blocks]
+        return [sequence.pages[index] for index in blocks], tokens
 
     # -- write-through --------------------------------------------------------------------------------------------
 
     def write_through(self, sequence: Sequence, filled: Run[Filled]) -> None:
         """Caches blocks that this worker computed, if the pool has room at once; it never makes a step wait."""
-        waiting = sum(map(len, self._write_through.values()))
+        waiting = sum(copied.blocks for copied in self._write_through.values())
         room = WRITE_THROUGH_BLOCKS - waiting if self.pool is not None else 0
         self.counters["uncached_blocks"] += len(filled[room:])
         filled = filled[:room]
         if not filled or self.pool is None:
             return
         tag = self._local_tag()
-        self._write_through[tag] = self._read_blocks(sequence, [block.index for block in filled])
+        self._write_through[tag] = self.copier.copy_out(*self._filled(sequence, [block.index for block in filled]))
         keys = b"".join(block.key for block in filled)
         parent = filled[0].parent if filled[0].index else NO_PARENT
         tenant = self.jobs[sequence.id].work.tenant
         self._ask(self.pool.grant, tag, keys, False, parent, filled[0].index, "now", tenant)
 
-    def _store_through(self, tag: Tag, strips: U8, slots: list[Slot]) -> None:
+    def _store_through(self, tag: Tag, copied: Copied, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"
         wanted = [index for index, slot in enumerate(slots) if not slot.committed]
-        for index in wanted:
-            self._put(slots[index], strips[index])
+        self._try(partial(self.copier.store_copied, copied, wanted, [slots[index] for index in wanted]))
         if wanted:
+            self.counters["stored_blocks"] += len(wanted) if self.lost is None else 0
             self._ask(self.pool.commit, tag, wanted)
         self._ask(self.pool.end, tag)
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import I32, Backend, Pending, Slice
+from pyengine.backend import I32, Backend, Pending, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -54,12 +54,6 @@ HOPELESS_STEPS = 3
 ACCEPTED = 4096
 #: Seconds between two looks at who waits how long: a part of a heartbeat.
 TELL_EVERY = HEARTBEAT_EVERY / 5
-
-
-class WorkerBroken(RuntimeError):
-    """The backend computes nothing any more: the process must end, so that its requests are retried elsewhere and a
-    fresh one takes its place.
-    """
 
 
 class Load(NamedTuple):
@@ -350,6 +344,8 @@ class Worker:
         pending = None
         try:
             pending = self.backend.submit(self._slices(step.slices))
+        except WorkerBroken:
+            raise
         except Exception:
             logger.exception("a step of %d sequences could not be submitted", len(step.slices))
         rows = {planned.id: row for row, planned in enumerate(step.slices)}
@@ -390,6 +386,8 @@ class Worker:
         if flight.pending is not None:
             try:
                 tokens = self._checked(planned, flight.pending.tokens())
+            except WorkerBroken:
+                raise
             except Exception:
                 logger.exception("a step of %d sequences failed: computing each alone", len(planned))
                 self._void_later(flight)
@@ -414,6 +412,8 @@ class Worker:
         for row, each in here:
             try:
                 (tokens[row],) = self._checked([each], self.backend.execute(self._slices([each])))
+            except WorkerBroken:
+                raise
             except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
                 failed[each.id] = error
         if here:

@@ -1,9 +1,9 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
-Method: a list of implementations (torch on a tiny random Llama, fake, and both as if beside the host) times a list of
-expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same computed in
-another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through `write_pages`,
-with steps that are submitted before the tokens they continue are known.
+Method: a list of implementations (torch and JAX on a tiny random Llama, fake, and each as if beside the host) times a
+list of expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same
+computed in another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through
+`write_pages`, with steps that are submitted before the tokens they continue are known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pyengine.backend import Backend, Pending, Slice
-from pyengine.backends import load_backend
+from pyengine.backends import lacking, load_backend
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import write_tiny
 
@@ -29,18 +29,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "torch:queued", "fake", "fake:overlaps=1"])
+@pytest.fixture(params=["torch", "torch:overlaps", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
     name, _, way = request.param.partition(":")
-    if name == "torch":
-        pytest.importorskip("torch", reason="needs the torch extra")
+    if reason := lacking(name):
+        pytest.skip(reason)
     made: list[Backend] = []
 
     def make_one() -> Backend:
-        backend = load_backend(name, str(tiny) if name == "torch" else request.param, cache=tmp_path, threads=1)
-        # As on a GPU, where a step is queued when it is submitted.
-        backend.overlaps = backend.overlaps or way == "queued"
+        backend = load_backend(name, request.param if name == "fake" else str(tiny), cache=tmp_path, threads=1)
+        if way == "overlaps":
+            backend.overlaps = True  # as it does on accelerators: a step is begun when it is submitted
         backend.allocate(PAGES)
         made.append(backend)
         return backend
@@ -331,5 +331,5 @@ def test_pages_are_allocated_once(make: Callable[[], Backend]) -> None:
 
 
 def test_unknown_backend_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="known: torch, fake"):
+    with pytest.raises(ValueError, match="known: torch, jax, fake"):
         load_backend("tensorflow", "fake", cache=tmp_path)

@@ -155,10 +155,12 @@ class TieredPool:
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         self.asked.append(("open", to.node))
 
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None:
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
         self._content[slot] = source.copy()
 
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool:
+    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1) -> bool:
         content = self._content[slot]
         assert content is not None, "a slot is read that holds nothing"
         into[:] = content

@@ -1,6 +1,8 @@
-"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Llama`.
+"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
-fp32 on the CPU, where it is tested. With a CUDA device it computes in bf16 there; that path has never been run.
+fp32 on the CPU unless told otherwise: there a sequence's tokens do not depend on the batch, to the last bit, nor on how
+its prompt was cut into chunks or what of it was cached, as all that is computed has one order (`rust/linear`,
+`rust/kernels`). With a CUDA device it computes in bf16 there; that path has never been run.
 """
 
 from __future__ import annotations
@@ -11,37 +13,62 @@ import numpy as np
 import torch
 
 from pyengine.backend import U8, Deferred, Pending, Slice
-from pyengine.backends.torch.llama import Llama, StepInput
+from pyengine.backends import DTYPES
+from pyengine.backends.torch.model import Model, StepInput
+from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch import pages
+from pyengine.kernels.torch import native, pages
+from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
 
 class TorchBackend:
-    """A Llama model on one device, and its pages."""
+    """A model on one device, and its pages."""
 
-    def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        threads: int | None = None,
+        dtype: str = "auto",
+        part: Part | None = None,
+    ) -> None:
+        """Loads the weights. threads: CPU threads of this process; None: PyTorch's own choice. dtype: of weights and
+        KV, as `load_backend` has it; sums are float32 in any case. part: what this rank has of the model, None: all.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+            kernel_threads.use(threads)
+        cuda = f"cuda:{part.rank}" if part is not None else "cuda"
+        self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+        if dtype == "auto":
+            dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Llama(checkpoint, dtype, self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device, part)
+        if threads is not None and self._model.kernels is native:
+            torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
         # int64, by row of the step launched last: its tokens, which the next one may compute from.
         self._chosen = torch.empty(0, dtype=torch.int64)
-        dtype_name = str(dtype).removeprefix("torch.")
-        group = KvGroup(layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype_name)
+        group = KvGroup(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            window=config.window,
+        )
         self.namespace = Namespace(
             weights=checkpoint.weights_digest,
             config=config.digest(),
-            compute_dtype=dtype_name,
+            compute_dtype=dtype,
             weight_quantization="none",
             kv=KvSpec(groups=(group,), block_tokens=block_tokens),
         )
@@ -52,9 +79,9 @@ class TorchBackend:
         self.eos_token_ids = checkpoint.eos_token_ids
 
     @classmethod
-    def load(cls, model: str, *, cache: Path, threads: int | None = None) -> TorchBackend:
+    def load(cls, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto") -> TorchBackend:
         """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError."""
-        return cls(resolve(model, cache), threads=threads)
+        return cls(resolve(model, cache), threads=threads, dtype=dtype)
 
     def allocate(self, pages_wanted: int) -> None:
         if self._cache is not None:
@@ -62,13 +89,16 @@ class TorchBackend:
         config = self._model.config
         self._cache = pages.allocate(
             config.layers,
-            config.kv_heads,
+            self._model.group.part.heads.count,
             pages_wanted,
             self.namespace.kv.block_tokens,
             config.head_dim,
             self._model.dtype,
             self._device,
         )
+
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
 
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
@@ -93,6 +123,11 @@ class TorchBackend:
             self._chosen = chosen
             return Launched(chosen, rows)
 
+    def compute(self, slices: list[Slice]) -> None:
+        """A rank's part of a step whose tokens are chosen by rank 0."""
+        with torch.inference_mode():
+            self._forward(slices, _order(slices))
+
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
         with torch.inference_mode():
@@ -116,6 +151,11 @@ class TorchBackend:
 
     def close(self) -> None:
         self._cache = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the model, and this one's part of it."""
+        return self._model.group
 
     @property
     def _pages(self) -> torch.Tensor:

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// Version of the session protocol and of all messages in it.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Bytes of a session frame's header.
 pub const HEADER_BYTES: usize = 12;
 /// Most bytes in a frame's body once a session stands: a grant of a million tokens in blocks of 16, four times over.
