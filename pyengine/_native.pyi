@@ -824,6 +824,90 @@ class LinearWeights:
         """
 
 @final
+class AttentionPlan:
+    """Attention of one step of some sequences: what is the same for all layers."""
+    def __new__(
+        cls,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        tables: _Bytes,
+        window: int | None,
+        group: int,
+        pages: int,
+        page_tokens: int,
+    ) -> AttentionPlan:
+        """rows, lengths, tables (int32): as `kernels.inputs.Sequences` has them; window: positions that a token sees,
+        or None; group: query heads for each KV head; pages, page_tokens: of the page tensors. Raises BugError if these
+        do not fit each other, or a page is named that does not exist.
+        """
+
+@final
+class CpuKernels:
+    """The contracts of kernels/ on CPUs: see kernels/reference.py. Without the GIL; results do not depend, to the last
+    bit, on threads or level.
+
+    Tensors are addresses and ways (from row to row, from head to head, ... in numbers), dense in their last axis;
+    float32, or bfloat16 where `half` (activations) or `half_pages` says so. The caller keeps them, they are as large
+    as is said, and nobody else uses them meanwhile. pages: (address, ways from keys to values, from head to head, from
+    page to page, from token to token, then how many heads, pages, tokens of a page, numbers of a head).
+    """
+    def __new__(cls, threads: LinearThreads, level: str | None = None) -> CpuKernels:
+        """level: one of LINEAR_LEVELS, the best by default. Raises BugError."""
+    def rms_norm(
+        self,
+        x: tuple[int, int],
+        residual: tuple[int, int],
+        weight: int,
+        out: tuple[int, int],
+        rows: int,
+        width: int,
+        eps: float,
+        half: bool,
+    ) -> None:
+        """residual: its address is 0 where there is none; else it becomes the sum. out may be x."""
+    def rope_write(
+        self,
+        qkv: tuple[int, int, int],
+        tokens: int,
+        heads: int,
+        pages: tuple[int, Sequence[int], Sequence[int]],
+        cosines: tuple[int, int],
+        sines: tuple[int, int],
+        slots: int,
+        norms: tuple[int, int, float] | None,
+        half: bool,
+        half_pages: bool,
+    ) -> None:
+        """Queries are rotated where they are. heads: of queries. norms: two weights and eps."""
+    def swiglu(self, gate_up: tuple[int, int], rows: int, width: int, half: bool) -> None:
+        """The result is written over the gate."""
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: tuple[int, int, int],
+        out: tuple[int, int, int],
+        rows: int,
+        pages: tuple[int, Sequence[int], Sequence[int]],
+        half: bool,
+        half_pages: bool,
+    ) -> None:
+        """out may be the query. Raises BugError if the plan is for other pages or more rows."""
+    def copy_pages(
+        self,
+        pages: int,
+        page_ways: Sequence[int],
+        strips: int,
+        strip_ways: Sequence[int],
+        shape: tuple[int, int, int, int],
+        page_ids: Sequence[int],
+        scatter: bool,
+    ) -> None:
+        """Whole pages to strips, or back. page_ways: bytes from layer to layer, from keys to values, from head to head,
+        from page to page, from token to token; strip_ways: from block to block, from layer to layer, from keys to
+        values, from head to head, from token to token; shape: layers, heads, tokens of a page, bytes of a head.
+        """
+
+@final
 class PoolModel:
     """Which blocks a node would have: the production pool and eviction policies without a memory, for simulations.
 

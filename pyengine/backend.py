@@ -1,6 +1,7 @@
 """The seam between the engine loop and a framework: what a model must be able to do.
 
-Implementations: `backends/torch`, and `backends/fake`, its twin for tests. All pass tests/test_backend_conformance.py.
+Implementations: `backends/torch`, `backends/jax`, and `backends/fake`, their twin for tests. All pass
+tests/model/test_backend_conformance.py.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ class Backend(Protocol):
 
     def allocate(self, pages: int) -> None:
         """Makes the page tensor, once. Raises MemoryError saying how much was needed."""
+        ...
+
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Makes ready for steps of so many tokens and sequences at most: compiles what it would compile for them.
+
+        May be left out, then the first steps pay. Called after `allocate`, while nobody has pages.
+        """
         ...
 
     def execute(self, slices: list[Slice]) -> list[int]:

@@ -127,6 +127,9 @@ class FakeBackend:
             needed = pages * self.namespace.kv.block_bytes
             raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
         began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)

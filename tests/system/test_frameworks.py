@@ -89,6 +89,8 @@ def test_kv_crosses_over_tcp(prefill: str, decode: str, model: Path, cases: list
         assert server.metric("pyengine_worker_tokens_total", worker="decode-0", phase="prefill") == 0
         assert server.metric("pyengine_recomputed_tokens_total") == 0
         assert f"prefill-0 ({prefill}), decode-0 ({decode})" in server.log
+        for worker, backend in (("prefill-0", prefill), ("decode-0", decode)):
+            assert server.metric("pyengine_worker_info", worker=worker, backend=backend, kv_dtype="float32") == 1
 
 
 @pytest.mark.parametrize(("framework", "other"), [("torch", "jax"), ("jax", "torch")])

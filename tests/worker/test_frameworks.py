@@ -9,6 +9,7 @@ of every prompt crossed, and the decode worker computed its own tokens only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.scheduler.types import SamplingParams
 from tests import crossing, oracle
+from tests.model.checkpoints import SHAPES, write_tiny
 from tests.worker.harness import Cluster, Request
 
 pytest.importorskip("torch", reason="the torch extra is not installed")
@@ -25,6 +27,7 @@ pytest.importorskip("flax", reason="the jax extra is not installed")
 
 BLOCK = 16
 PAGES = 256
+MAX_TOKENS, MAX_SEQUENCES = 64, 8
 FRAMEWORKS = ("torch", "jax")
 
 
@@ -58,12 +61,15 @@ def cases(model: Path) -> list[oracle.Case]:
 def backend(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Backend]]:
     """By framework and part: a worker of either part has a backend of its own."""
     made: dict[tuple[str, str], Backend] = {}
+    cache = tmp_path_factory.mktemp("cache")
 
     def of(framework: str, part: str) -> Backend:
         if (framework, part) not in made:
-            cache = tmp_path_factory.mktemp("cache")
-            made[framework, part] = load_backend(framework, str(model), cache=cache, threads=1, dtype="float32")
-            made[framework, part].allocate(PAGES)
+            backend = load_backend(framework, str(model), cache=cache, threads=1, dtype="float32")
+            made[framework, part] = backend
+            backend.allocate(PAGES)
+            # Here, as nobody waits: to compile takes longer than an event may.
+            backend.warm_up(MAX_TOKENS, MAX_SEQUENCES)
         return Reused(made[framework, part])  # type: ignore[return-value]
 
     yield of
@@ -75,8 +81,12 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def test_namespaces_are_equal(backend: Callable[[str, str], Backend]) -> None:
-    torch, jax = (backend(framework, "prefill") for framework in FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("grouped", "float32"), ("mistral window", "bfloat16"), ("qwen3", "auto")]
+)
+def test_namespaces_are_equal(shape: str, dtype: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path / "tiny", **SHAPES[shape])
+    torch, jax = (load_backend(name, str(folder), cache=tmp_path, threads=1, dtype=dtype) for name in FRAMEWORKS)
     assert torch.namespace.difference(jax.namespace) is None
     assert torch.namespace.digest() == jax.namespace.digest()
     assert (torch.vocab_size, torch.max_positions, torch.eos_token_ids) == (
@@ -97,8 +107,9 @@ def test_the_same_tokens_whoever_computes(
         names = {"one arena": ("n", "n"), "tcp": ("p", "d")}[nodes]
         for name in sorted(set(names)):
             cluster.add_node(name, 512, there)
-        cluster.add_worker("prefill", names[0], backend(prefill, "prefill"), pages=PAGES, max_sequences=8)
-        worker = cluster.add_worker("decode", names[1], there, pages=PAGES, max_sequences=8)
+        add = partial(cluster.add_worker, pages=PAGES, max_tokens=MAX_TOKENS, max_sequences=MAX_SEQUENCES)
+        add("prefill", names[0], backend(prefill, "prefill"))
+        worker = add("decode", names[1], there)
         comparisons = [oracle.Comparison(case) for case in cases]
         requests: list[Request] = []
         while open_ones := [(c, wanted) for c in comparisons if (wanted := c.wanted()) is not None]:

@@ -1,6 +1,8 @@
 """`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
-fp32 on the CPU unless told otherwise. With a CUDA device it computes in bf16 there; that path has never been run.
+fp32 on the CPU unless told otherwise: there a sequence's tokens do not depend on the batch, to the last bit, nor on how
+its prompt was cut into chunks or what of it was cached, as all that is computed has one order (`rust/linear`,
+`rust/kernels`). With a CUDA device it computes in bf16 there; that path has never been run.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import numpy as np
 import torch
 
 from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backends import DTYPES
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch import pages
+from pyengine.kernels.torch import native, pages
+from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
@@ -32,18 +36,23 @@ class TorchBackend:
         dtype: str = "auto",
         part: Part | None = None,
     ) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice. dtype: as
-        `load_backend` has it. part: what this rank has of the model, None: all.
+        """Loads the weights. threads: CPU threads of this process; None: PyTorch's own choice. dtype: of weights and
+        KV, as `load_backend` has it; sums are float32 in any case. part: what this rank has of the model, None: all.
         """
         if threads is not None:
             torch.set_num_threads(threads)
+            kernel_threads.use(threads)
         cuda = f"cuda:{part.rank}" if part is not None else "cuda"
         self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
         if dtype == "auto":
             dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
             self._model = Model(checkpoint, getattr(torch, dtype), self._device, part)
+        if threads is not None and self._model.kernels is native:
+            torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
@@ -87,6 +96,9 @@ class TorchBackend:
             self._model.dtype,
             self._device,
         )
+
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
 
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()

@@ -18,7 +18,7 @@ from pyengine.backends.torch.weights import Reader
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, rotary_tables
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch.choice import choose
+from pyengine.kernels.torch.choice import choose, working_type
 from pyengine.kernels.torch.contract import Attend
 from pyengine.kernels.torch.linear import Linear
 
@@ -63,8 +63,9 @@ class Model:
         self.kernels = choose(device, dtype, config.head_dim)
         weights = Weights(checkpoint)
         self.group = Group(part, device)
-        read = Reader(weights, dtype, device, self.group)
-        self.embedding = read.tensor("model.embed_tokens.weight")
+        self.working = working_type(device, dtype, config.head_dim)
+        read = Reader(weights, dtype, self.working, device, self.group)
+        self.embedding = read.matrix("model.embed_tokens.weight")
         self.layers = [layer(read.below(f"model.layers.{index}."), config) for index in range(config.layers)]
         self.norm = read.tensor("model.norm.weight")
         self.head = Linear(self.embedding) if config.tied_head else read.linear("lm_head")
@@ -80,7 +81,7 @@ class Model:
             slots=step.slots,
             attend=self._plan_attention(step, cache[0]),
         )
-        x = self._embed(step.tokens)  # [T, hidden]
+        x = self._embed(step.tokens).to(self.working)  # [T, hidden]
         residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, cache, strict=True):
             x, residual = layer(x, residual, kv, shared)
