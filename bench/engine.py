@@ -62,7 +62,7 @@ def main() -> None:
         if not (case := f"prefill {length}").startswith(arguments.only):
             continue
         prompt = tokens[:length]
-        runs = {
+        runs: dict[str, Callable[[], object]] = {
             "ours": partial(ours.prefill, prompt),
             "bf16": partial(half.prefill, prompt),
             "transformers": partial(theirs.prefill, prompt),
@@ -82,7 +82,7 @@ def main() -> None:
             one.begin(prompts, steps * (rounds + 1))
         theirs.begin(prompts)
         memory = torch.ones(decode_numbers(config, batch))
-        runs = {
+        runs: dict[str, Callable[[], object]] = {
             "ours": partial(ours.decode, steps),
             "bf16": partial(half.decode, steps),
             "transformers": partial(theirs.decode, steps),
