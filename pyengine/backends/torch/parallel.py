@@ -68,6 +68,8 @@ class ParallelTorchBackend(TorchBackend):
         self._end = weakref.finalize(self, _end, self._model.group, self.ranks)
         #: A step is begun by all ranks, when the leader waits for it.
         self.overlaps = False
+        #: While a step runs the ranks hear of nothing else, such as layers to be copied.
+        self.layerwise = False
 
     def _meet(self) -> None:
         with tempfile.TemporaryDirectory(prefix="pyengine-ranks-") as folder:
