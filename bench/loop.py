@@ -1,7 +1,10 @@
-"""What a step costs beside the model: the worker's loop over a backend that computes nothing.
+"""What a step costs beside the model, and how much of that is hidden where the model computes beside the host.
 
-Prints one JSON object a line. `decode batch N`: microseconds of a round of `Worker.step` in which N sequences decode,
-with a pool attached in which each block is cached as it fills; nobody takes the messages but this script.
+Prints one JSON object a line. `decode batch N`: microseconds of a round of `Worker.step` in which N sequences decode
+and the model computes nothing, with a pool attached in which each block is cached as it fills; nobody takes the
+messages but this script. `decode batch 64, steps of M ms`: a device that needs so long for a step, with each step
+planned while the one before runs, against the same without; ratio to `limit`: of the tokens/s that there would be if
+steps followed each other at once.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import numpy as np
 
 from bench.common import line
 from pyengine import _native
-from pyengine.backend import Slice
-from pyengine.backends.fake import FakeBackend
+from pyengine.backend import Deferred, Pending, Slice
+from pyengine.backends.fake import FakeBackend, sleep_until
 from pyengine.scheduler.messages import Tokens, Work
 from pyengine.scheduler.types import Node, SamplingParams
 from pyengine.worker.core import Worker
@@ -27,10 +30,28 @@ PROMPT = 100
 
 
 class Nothing(FakeBackend):
-    """A model that answers the same whatever it is asked."""
+    """A model that answers the same whatever it is asked, at once."""
 
     def execute(self, slices: list[Slice]) -> list[int]:
         return [-1 if slice_.sampling is None else 65 for slice_ in slices]
+
+
+class Device(Nothing):
+    """One that needs `seconds` for a step, and nothing of the host. overlaps: or it begins when it is waited for."""
+
+    def __init__(self, seconds: float, overlaps: bool) -> None:
+        super().__init__()
+        self.overlaps = overlaps
+        self._seconds = seconds
+        self._free = 0.0
+
+    def submit(self, slices: list[Slice]) -> Pending:
+        def tokens() -> list[int]:
+            sleep_until(end if self.overlaps else time.perf_counter() + self._seconds)
+            return self.execute(slices)
+
+        end = self._free = max(self._free, time.perf_counter()) + self._seconds
+        return Deferred(tokens)
 
 
 class Loop:
@@ -105,6 +126,17 @@ def overhead(batch: int, steps: int, *, pooled: bool) -> float:
     return statistics.median(runs)
 
 
+def speed(milliseconds: float, steps: int, *, overlaps: bool) -> float:
+    """Tokens/s of 64 sequences that decode."""
+    loop = Loop(Device(milliseconds * 1e-3, overlaps), 64, steps + 200, pooled=True)
+    began = time.perf_counter()
+    for _ in range(steps):
+        loop.round()
+    seconds = time.perf_counter() - began
+    loop.close()
+    return 64 * steps / seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps: some ten seconds")
@@ -114,6 +146,15 @@ def main() -> None:
         for pooled in (True, False):
             seconds = overhead(batch, steps, pooled=pooled)
             line("loop", f"decode batch {batch}{'' if pooled else ' without pool'}", seconds * 1e6, "us a step")
+    for milliseconds in (1.0, 5.0):
+        # In turns, as what else the machine does comes and goes.
+        turns = [[speed(milliseconds, steps // 2, overlaps=overlaps) for overlaps in (True, False)] for _ in range(3)]
+        ahead, waiting = (statistics.median(turn) for turn in zip(*turns, strict=True))
+        limit = 64 / (milliseconds * 1e-3)
+        case = f"decode batch 64, steps of {milliseconds:.0f} ms"
+        line("loop", case, ahead, "tokens/s", against="not planned ahead", ratio=ahead / waiting)
+        line("loop", case, ahead, "tokens/s", against="limit", ratio=ahead / limit)
+        line("loop", f"{case}, not planned ahead", waiting, "tokens/s", against="limit", ratio=waiting / limit)
 
 
 if __name__ == "__main__":

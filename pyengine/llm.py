@@ -195,7 +195,7 @@ class LLM:
         The pool survives, and what is cached there.
         """
         old = self._worker
-        old.mover.close()
+        old.close()
         fresh, pool = self._new_worker()
         fresh.counters, fresh.mover.counters = old.counters, old.mover.counters
         self._worker, self._pool = fresh, pool
@@ -207,7 +207,7 @@ class LLM:
     def close(self) -> None:
         """Frees the model and the pool. Idempotent."""
         self._closed = True
-        self._worker.mover.close()
+        self._worker.close()
         self._daemon.stop()
         self._backend.close()
 

@@ -181,7 +181,7 @@ class WorkerService:
             self._links.send(self._worker.step(), self._worker.take_ended())
             self._tell_pages()
             self._mind_daemon()
-            if computed := self._worker.model_seconds - before:
+            if (computed := self._worker.model_seconds - before) or self._worker.computing:
                 self._worker.loop_seconds += time.perf_counter() - began - computed
             if not self._worker.busy:
                 # Checking costs milliseconds: once whenever the worker comes to rest, not at every look at the clock.
@@ -225,7 +225,7 @@ class WorkerService:
         self._links.stop()
         if self._redial is not None:
             self._redial.join()
-        self._worker.mover.close()
+        self._worker.close()
         self._backend.close()
 
     def _watch(self, pool: PoolClient) -> int:

@@ -150,11 +150,15 @@ def test_bfloat16(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tokens = np.random.default_rng(1).integers(0, 256, LENGTH).tolist()
     exact = their_logits(folder, tokens, torch.float32)
     np.testing.assert_allclose(our_logits(folder, tmp_path, tokens, LENGTH)[0], exact[-1], atol=TOLERANCE["float32"])
-    from pyengine.kernels.torch import linear
+    from pyengine.backends.torch import model
+    from pyengine.kernels.torch import eager, linear
 
-    monkeypatch.setattr(linear, "PRODUCTS", (linear.Plain,))  # the others take activations in float32 only
     theirs = np.abs(their_logits(folder, tokens, torch.bfloat16) - exact)
-    for chunk in (1, 10):
+    for chunk, as_on_a_gpu in ((10, False), (1, True), (10, True)):
+        if as_on_a_gpu:  # activations are rounded as well
+            monkeypatch.setattr(linear, "PRODUCTS", (linear.Plain,))
+            monkeypatch.setattr(model, "choose", lambda *_: eager)
+            monkeypatch.setattr(model, "working_type", lambda _, dtype, *__: dtype)
         ours = np.abs(our_logits(folder, tmp_path, tokens, chunk, "bfloat16") - exact[chunk - 1 :: chunk])
         print(f"error of a logit, ours / transformers: mean {ours.mean():.4f} / {theirs.mean():.4f}, "
               f"largest {ours.max():.4f} / {theirs.max():.4f}, of {np.abs(exact).max():.2f}")  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backends import DTYPES
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
@@ -43,6 +44,8 @@ class TorchBackend:
             kernel_threads.use(threads)
         cuda = f"cuda:{part.rank}" if part is not None else "cuda"
         self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
         if dtype == "auto":
             dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config

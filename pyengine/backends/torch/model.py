@@ -57,11 +57,12 @@ class Model:
                 "may have it (--backend)"
             )
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-        check_room(checkpoint.name, config, str(dtype).removeprefix("torch."), free, part.ranks if part else 1)
+        part = part or Part(config)
+        check_room(checkpoint.name, config, str(dtype).removeprefix("torch."), free, part.ranks)
         layer = MODELS[config.architecture]
         self.kernels = choose(device, dtype, config.head_dim)
         weights = Weights(checkpoint)
-        self.group = Group(part or Part(config), device)
+        self.group = Group(part, device)
         self.working = working_type(device, dtype, config.head_dim)
         read = Reader(weights, dtype, self.working, device, self.group)
         self.embedding = read.matrix("model.embed_tokens.weight")

@@ -17,6 +17,7 @@ from pyengine.backend import Slice
 from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, ModelError
+from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.ranks import Allocate, Compute, Join, RankRefused, Ranks, Row, uninterrupted
 from pyengine.scheduler.types import BLOCK_TOKENS
 
@@ -48,6 +49,9 @@ class ParallelTorchBackend(TorchBackend):
         heads cannot be shared evenly.
         """
         part = Part(checkpoint.config, 0, ranks)
+        if not torch.cuda.is_available():  # each has a device of its own there, and looks at that
+            kept = "float32" if dtype == "auto" else dtype
+            check_room(checkpoint.name, checkpoint.config, kept, free_memory())
         each = max(1, (threads or torch.get_num_threads()) // ranks)
         self.heads = part.heads
         self.ranks = Ranks(ranks, RANK)
