@@ -4,12 +4,12 @@
     python -m bench.handoff --quick          the same with fewer rounds
 
 The same prompts go to three servers of their own in turn, round by round: one worker of role both, and a prefill and a
-decode worker on one node and on two. A line says by how much the gap is longer than role both's, as a share of its time
-to the first token (the prefill); medians over the rounds. Only one server has a request at any time, but all share
-this machine's cores: what a hand-off takes from a prefill beside it shows in `ttft`.
+decode worker on one node and on two. A line says by how much the gap is longer than role both's, as a share of its
+time to the first token (the prefill); medians over the rounds. Only one server has a request at any time, but all
+share this machine's cores: what a hand-off takes from a prefill beside it shows in `ttft`.
 
-The fake model sleeps as a device of its own would compute, so that the processor is free meanwhile, and has the real one's
-KV for each token.
+The fake model sleeps as a device of its own would compute, so that the processor is free meanwhile, and has the real
+one's KV for each token.
 """
 
 from __future__ import annotations

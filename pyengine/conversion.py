@@ -8,6 +8,8 @@ with pages goes through it, in the converted namespace, so nothing there is ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,7 @@ class Converted:
         self.max_positions = backend.max_positions
         self.eos_token_ids = backend.eos_token_ids
         self.overlaps = backend.overlaps
+        self.layerwise = backend.layerwise
         (self._from,) = {group.dtype for group in self._own.groups}
         self._to = decode
 
@@ -61,15 +64,15 @@ class Converted:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._backend.execute(slices)
 
-    def submit(self, slices: list[Slice]) -> Pending:
-        return self._backend.submit(slices)
+    def submit(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> Pending:
+        return self._backend.submit(slices, written)
 
-    def read_pages(self, pages: list[int], out: U8) -> None:
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         if self._from == self._to:
-            self._backend.read_pages(pages, out)
+            self._backend.read_pages(pages, out, layers)
             return
-        strips = np.empty((len(pages), self._own.strips, self._own.strip_bytes), np.uint8)
-        self._backend.read_pages(pages, strips)
+        strips = np.empty((len(pages), out.shape[1], self._own.strip_bytes), np.uint8)
+        self._backend.read_pages(pages, strips, layers)
         convert(strips, self._from, out, self._to)
 
     def write_pages(self, pages: list[int], strips: U8) -> None:

@@ -23,7 +23,7 @@ COPY_BLOCKS = 32
 class Pages(Protocol):
     """The part of a backend that a copier uses."""
 
-    def read_pages(self, pages: list[int], out: U8) -> None: ...
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None: ...
     def write_pages(self, pages: list[int], strips: U8) -> None: ...
 
 
@@ -62,14 +62,16 @@ class Copier:
         self._slots = None
         self._out.clear()
 
-    def store(self, pages: Run[int], tokens: Run[int], slots: Run[Slot]) -> None:
-        """Copies blocks from pages into slots. tokens: how many of each block's positions are filled, the rest becomes
-        zeros. Returns when all of it is in the arena. Raises RetryError: the daemon is gone.
+    def store(self, pages: Run[int], tokens: Run[int], slots: Run[Slot], layers: range | None = None) -> None:
+        """Copies blocks, or these layers of them, from pages into slots. tokens: how many of each block's positions are
+        filled, the rest becomes zeros. Returns when all of it is in the arena. Raises RetryError: the daemon is gone.
+
+        With layers it may be called on another thread, beside one that does anything else here but `disconnect`.
         """
         for begin in range(0, len(pages), COPY_BLOCKS):
             part = slice(begin, begin + COPY_BLOCKS)
-            for slot, strips in zip(slots[part], self._read(pages[part], tokens[part]), strict=True):
-                self._store(slot, strips)
+            for slot, strips in zip(slots[part], self._read(pages[part], tokens[part], layers), strict=True):
+                self._store(slot, strips, 0 if layers is None else self.spec.strips_of(layers).start)
 
     def copy_out(self, pages: Run[int], tokens: Run[int]) -> Copied:
         """Copies blocks out of their pages, which may change from now on. tokens: as for `store`."""
@@ -102,14 +104,18 @@ class Copier:
                 return begin + verified
         return len(slots)
 
-    def _store(self, slot: Slot, strips: U8) -> None:
+    def _store(self, slot: Slot, strips: U8, first_strip: int = 0) -> None:
         assert self._slots is not None, "callers have a pool"
-        self._slots.store(slot.slot, slot.generation, strips)
+        self._slots.store(slot.slot, slot.generation, strips, first_strip)
 
-    def _read(self, pages: Run[int], tokens: Run[int]) -> U8:
+    def _read(self, pages: Run[int], tokens: Run[int], layers: range | None = None) -> U8:
         """Canonical strips of the blocks in these pages."""
-        strips = self._scratch(len(pages))
-        self._pages.read_pages(list(pages), strips)
+        if layers is None:
+            strips = self._scratch(len(pages))
+            self._pages.read_pages(list(pages), strips)
+        else:
+            strips = np.empty((len(pages), len(self.spec.strips_of(layers)), self.spec.strip_bytes), np.uint8)
+            self._pages.read_pages(list(pages), strips, layers)
         for row, count in enumerate(tokens):
             if count < self.spec.block_tokens:
                 strips[row, :, count * self.spec.strip_bytes // self.spec.block_tokens :] = 0

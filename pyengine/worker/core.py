@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -338,13 +339,16 @@ class Worker:
         slices = [self._slice(each) for each in planned]
         if not slices:
             return []
+        written = self.mover.stream(planned)
         try:
-            tokens = self._compute(slices)
+            tokens = self._compute(slices, written)
         except Exception:
             logger.exception("a step of %d sequences failed: computing each alone", len(slices))
         else:
             self._hopeless = 0
             return tokens
+        finally:
+            self.mover.streamed()
         tokens = []
         failed: dict[SequenceId, Exception] = {}
         for each, slice_ in zip(planned, slices, strict=True):
@@ -370,9 +374,10 @@ class Worker:
             sampling=sequence.sampling if planned.sample else None,
         )
 
-    def _compute(self, slices: list[Slice]) -> list[int]:
+    def _compute(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> list[int]:
         """One forward pass. Raises what the backend raises, and ValueError for an answer that cannot be."""
-        tokens = self.backend.execute(slices)
+        execute = self.backend.execute
+        tokens = execute(slices) if written is None else self.backend.submit(slices, written).tokens()
         if len(tokens) != len(slices):
             raise ValueError(f"the backend gave {len(tokens)} tokens for {len(slices)} slices")
         for token, slice_ in zip(tokens, slices, strict=True):

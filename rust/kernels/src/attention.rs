@@ -344,11 +344,8 @@ impl Partial {
 }
 
 impl Memory {
-    const NUMBERS: usize = BLOCK * STRIDE
-        + ROWS * STRIDE
-        + 2 * SEGMENT * WIDEST_HEAD
-        + Partial::numbers(BLOCK)
-        + Partial::numbers(ROWS);
+    const NUMBERS: usize =
+        BLOCK * STRIDE + ROWS * STRIDE + 2 * SEGMENT * WIDEST_HEAD + Partial::numbers(BLOCK) + Partial::numbers(ROWS);
 
     /// The thread's own, for the time of a call.
     #[inline(always)]
@@ -474,7 +471,8 @@ unsafe fn take_queries<T: Number, C: Number>(
         for query in 0..plan.group {
             // SAFETY: by the caller's promise.
             unsafe {
-                let from = step.query.0.add((block.row + token) * step.query.1 + (head * plan.group + query) * step.query.2);
+                let from =
+                    step.query.0.add((block.row + token) * step.query.1 + (head * plan.group + query) * step.query.2);
                 let to = memory.queries.add((token * plan.group + query) * STRIDE);
                 for column in 0..step.pages.head_dim {
                     *to.add(column) = (*from.add(column)).widen() * scale;

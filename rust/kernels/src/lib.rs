@@ -19,7 +19,7 @@ mod tile;
 pub use attention::{Attention, Pages, Plan, SEGMENT, Sequence};
 pub use linear::{Bf16, Level, Threads};
 pub use numbers::Number;
-pub use rows::{Norms, Rope, RmsNorm, Swiglu};
+pub use rows::{Norms, RmsNorm, Rope, Swiglu};
 pub use strips::{Copied, Strips};
 
 /// The widest head: rows of queries and scores are so many numbers apart.

@@ -3,10 +3,10 @@
 use linear::lanes::Lanes;
 use linear::{Level, Threads};
 
+use crate::WIDEST_HEAD;
 use crate::attention::Pages;
 use crate::levels::compiled;
 use crate::numbers::{LANES, Number, exp, total};
-use crate::WIDEST_HEAD;
 
 /// Numbers that are dealt with sooner by one thread than shared out: some 5 us of work.
 const ALONE: usize = 16 << 10;
@@ -218,9 +218,9 @@ unsafe fn rope_rows<V: Lanes, T: Number, C: Number>(step: &Rope<T, C>, first: us
             for index in 0..heads + pages.heads {
                 let from = row.add(index * step.qkv.2);
                 let query = index < heads;
-                let scale = step.norms.map(|norms| {
-                    (inverse_rms(from, width, norms.eps), if query { norms.query } else { norms.key })
-                });
+                let scale = step
+                    .norms
+                    .map(|norms| (inverse_rms(from, width, norms.eps), if query { norms.query } else { norms.key }));
                 for (column, to) in head[..width].iter_mut().enumerate() {
                     let number = (*from.add(column)).widen();
                     *to = match scale {

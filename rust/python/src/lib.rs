@@ -7,8 +7,8 @@ mod daemon;
 mod errors;
 mod index;
 mod inflight;
-mod keys;
 mod kernels;
+mod keys;
 mod linear;
 mod model;
 mod objects;
@@ -31,9 +31,9 @@ mod _native {
     #[pymodule_export]
     use super::inflight::Inflight;
     #[pymodule_export]
-    use super::keys::{block_keys, derive_key, root_key};
-    #[pymodule_export]
     use super::kernels::{AttentionPlan, CpuKernels};
+    #[pymodule_export]
+    use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
     use super::linear::{LinearThreads, LinearWeights};
     #[pymodule_export]
