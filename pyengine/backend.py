@@ -1,6 +1,7 @@
 """The seam between the engine loop and a framework: what a model must be able to do.
 
-Implementations: `backends/torch`, and `backends/fake`, its twin for tests. All pass tests/test_backend_conformance.py.
+Implementations: `backends/torch`, `backends/jax`, and `backends/fake`, their twin for tests. All pass
+tests/model/test_backend_conformance.py.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ class Slice(msgspec.Struct, frozen=True):
     pages: I32
     sampling: SamplingParams | None
     after: int | None = None
+
+
+class WorkerBroken(RuntimeError):
+    """The backend computes nothing any more: the process must end, so that its requests are retried elsewhere and a
+    fresh one takes its place.
+    """
+
+
+#: Told of a layer whose KV of a step can be read, see `Backend.submit`.
+Written = Callable[[int], None]
 
 
 class Pending(Protocol):
@@ -74,6 +85,13 @@ class Backend(Protocol):
         """Makes the page tensor, once. Raises MemoryError saying how much was needed."""
         ...
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Makes ready for steps of so many tokens and sequences at most: compiles what it would compile for them.
+
+        May be left out, then the first steps pay. Called after `allocate`, while nobody has pages.
+        """
+        ...
+
     def execute(self, slices: list[Slice]) -> list[int]:
         """Runs one step over all slices; returns one token id per slice, -1 where `sampling` is None.
 
@@ -83,7 +101,7 @@ class Backend(Protocol):
         """
         ...
 
-    def submit(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         """Begins a step, or takes it in: it is computed behind those before it, at the latest when it is waited for.
 
         Behind a step that nobody has waited for yet there is one other at most. Raises what it finds wrong at once; the

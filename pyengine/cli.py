@@ -52,6 +52,9 @@ def serve(
     prefill_dtype: str | None = None,
     decode_dtype: str | None = None,
     convert_kv: Annotated[bool | None, Parameter(negative=())] = None,
+    tp: int | None = None,
+    prefill_tp: int | None = None,
+    decode_tp: int | None = None,
     prefill: int | None = None,
     decode: int | None = None,
     both: int | None = None,
@@ -97,6 +100,12 @@ def serve(
         Of the decode workers (default: dtype).
     convert_kv
         Prefill workers convert KV to the dtype of the decode workers, if they differ.
+    tp
+        Over how many processes (torch) or devices (jax) a worker spreads each layer (default 1).
+    prefill_tp
+        Of the prefill workers (default: tp). It may differ from the decode workers'.
+    decode_tp
+        Of the decode workers (default: tp).
     prefill
         Prefill workers. With no number named: 1 prefill and 1 decode worker.
     decode
@@ -165,6 +174,7 @@ def worker(
     file: Annotated[Path, Parameter(name="--config")],
     backend: str | None = None,
     dtype: str | None = None,
+    tp: int | None = None,
     ready_fd: int | None = None,
 ) -> int:
     """One worker of a deployment.
@@ -177,10 +187,12 @@ def worker(
         torch, jax or fake.
     dtype
         float32, bfloat16 or auto.
+    tp
+        Over how many processes (torch) or devices (jax) each layer is spread.
     ready_fd
         Descriptor that gets one JSON line when the worker accepts work.
     """
-    flags = {"backend": backend, "dtype": dtype}
+    flags = {"backend": backend, "dtype": dtype, "tp": tp}
 
     def run() -> int:
         from pyengine.worker.service import run_worker

@@ -31,14 +31,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Run
+from functools import partial
 from typing import ParamSpec, Protocol
 
 import msgspec
 
 from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
-from pyengine.backend import U8, Backend
+from pyengine.backend import U8, Backend, Written
 from pyengine.copier import Copied, Copier
+from pyengine.group_copier import GroupCopier
+from pyengine.ranks import Ranked
 from pyengine.scheduler.batcher import Batcher, Filled, Load, Planned, Sequence, SequenceId, State
 from pyengine.scheduler.messages import LoadSample, Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
@@ -94,8 +97,12 @@ class Pool(Protocol):
     ) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
     def end(self, tag: Tag) -> None: ...
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool: ...
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None: ...
+    def load(
+        self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
@@ -243,7 +250,11 @@ class KvMover:
         self.batcher = batcher
         self.spec = spec
         self.incarnation = incarnation
-        self.copier = Copier(backend, spec)
+        self.copier = (
+            GroupCopier(backend, spec, backend.heads, backend.ranks)
+            if isinstance(backend, Ranked)
+            else Copier(backend, spec)
+        )
         self.streamer = Streamer(self.copier, spec, self._send_strips)
         self.pool: Pool | None = None
         self.lost: str | None = None
@@ -258,6 +269,7 @@ class KvMover:
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, Copied] = {}
+        self._requests: list[Callable[[], None]] = []
         #: Questions of this round that the daemon answers at once.
         self._asked: set[Tag] = set()
         self._answers = select.poll()
@@ -282,18 +294,31 @@ class KvMover:
         self.lost = None
 
     def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        """Makes a request of the pool. One that finds the daemon dead, or too far behind to take it, does nothing, and
-        neither do those after it: what was held is let go as a whole by `pump`.
+        """A request of the pool, to be made by `flush`."""
+        self._requests.append(partial(request, *arguments, **named))
+
+    def flush(self) -> None:
+        """Makes the requests of the pool, together: the first wakes the daemon's thread, which costs ten times as much
+        as each further one. To be called before anything that lasts.
+
+        A request that finds the daemon dead, or too far behind to take it, does nothing, and neither do those after it:
+        what was held is let go as a whole by `pump`.
         """
+        requests, self._requests = self._requests, []
+        for request in requests:
+            self._try(request)
+
+    def _try(self, request: Callable[[], None]) -> None:
         if self.lost is None:
             try:
-                request(*arguments, **named)
+                request()
             except _native.RetryError as error:
                 self.lost = str(error)
 
     def _disconnected(self, reason: str) -> None:
         """The daemon died. What decodes goes on from its pages; what needed the pool is failed or goes on without."""
         self.close()
+        self._requests.clear()
         self._asked.clear()
         self._write_through.clear()
         self._by_tag.clear()
@@ -472,10 +497,12 @@ class KvMover:
         answer within ANSWER is heard in a later one, and not waited for again.
         """
         self._take_events()
+        self.flush()
         until = time.monotonic() + ANSWER
         while self._asked and self.lost is None and (left := until - time.monotonic()) > 0.0:
             self._answers.poll(left * 1000)
             self._take_events()
+            self.flush()
         self._asked.clear()
 
     def _take_events(self) -> None:
@@ -743,25 +770,28 @@ class KvMover:
             self._deliver(job, len(job.handoff.committed))
             self._note_if_copied_out(job)
 
-    def stream(self, planned: Run[Planned]) -> Callable[[int], None] | None:
+    def stream(self, planned: Run[Planned]) -> Written | None:
         """Before a step: has KV that it completes leave while it computes, where that is enough to gain.
 
         Returns what `Backend.submit` is to call; None: all leaves after the step.
         """
-        if not self.backend.layerwise:
+        if not self.backend.layerwise or self.backend.overlaps:
+            # Behind a step that is under way another may be submitted: nobody keeps their streams apart yet.
             return None
         jobs = [job for each in planned if (job := self._streams(each)) is not None]
         # The own daemon answers at once if it has room; blocks whose slots come later leave after the step.
+        self.flush()
         until = time.monotonic() + ANSWER
         while any(job.staging for job in jobs) and self.pool is not None and (left := until - time.monotonic()) > 0.0:
             self._answers.poll(left * 1000)
             self._take_events()
+            self.flush()
         streams = [job.stream for job in jobs if job.stream is not None]
         return self.streamer.begin(streams) if streams else None
 
     def streamed(self) -> None:
         """The step is over, well or not: nothing of it is copied any more."""
-        self._ask(self.streamer.join)
+        self._try(self.streamer.join)
 
     def _streams(self, planned: Planned) -> Job | None:
         """The job of this part of a step, if its blocks are to leave meanwhile."""
@@ -806,7 +836,7 @@ class KvMover:
     def _finish_stream(self, job: Job, stream: Stream) -> None:
         """The step has succeeded: what is left goes after the rest, and all is committed."""
         assert self.pool is not None and job.handoff is not None, "callers check"
-        self._ask(self.streamer.finish, stream)
+        self._try(partial(self.streamer.finish, stream))
         if self.lost is None:
             self.counters["stored_blocks"] += len(stream.blocks)
         for tag in stream.tags:
@@ -884,7 +914,8 @@ class KvMover:
     def _store(self, sequence: Sequence, slots: dict[int, Slot]) -> None:
         """Copies blocks of a sequence from its pages into slots of the arena."""
         pages, tokens = self._filled(sequence, list(slots))
-        self._ask(self.copier.store, pages, tokens, list(slots.values()))
+        # At once: whoever is told of a block later is told of what is there.
+        self._try(partial(self.copier.store, pages, tokens, list(slots.values())))
         if self.lost is None:
             self.counters["stored_blocks"] += len(slots)
 
@@ -913,7 +944,7 @@ class KvMover:
     def _store_through(self, tag: Tag, copied: Copied, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"
         wanted = [index for index, slot in enumerate(slots) if not slot.committed]
-        self._ask(self.copier.store_copied, copied, wanted, [slots[index] for index in wanted])
+        self._try(partial(self.copier.store_copied, copied, wanted, [slots[index] for index in wanted]))
         if wanted:
             self.counters["stored_blocks"] += len(wanted) if self.lost is None else 0
             self._ask(self.pool.commit, tag, wanted)

@@ -300,6 +300,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             backend=config.backend_of(role),
             dtype=config.dtype_of(role),
             converted=config.converted,
+            tp=config.tp_of(role),
             state_dir=config.state_dir,
             kv_bytes=config.kv_bytes,
             pages=config.pages,

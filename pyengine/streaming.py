@@ -15,6 +15,7 @@ from collections.abc import Sequence as Run
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pyengine._native import Slot, Tag
+from pyengine.backend import Written
 from pyengine.copier import Copier
 from pyengine.scheduler.types import KvSpec
 
@@ -63,7 +64,7 @@ class Streamer:
         """In how many parts so many blocks would leave."""
         return self._spec.layers // self._layers(blocks)
 
-    def begin(self, streams: Run[Stream]) -> Callable[[int], None]:
+    def begin(self, streams: Run[Stream]) -> Written:
         """Before a step. Returns what the backend tells of each layer, see `Backend.submit`."""
         assert not self._copies, "one step is streamed at a time"
         if self._thread is None:

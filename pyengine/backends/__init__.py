@@ -32,12 +32,15 @@ def _installed(package: str) -> bool:
         return False
 
 
-def load_backend(name: str, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto") -> Backend:
+def load_backend(
+    name: str, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto", tp: int = 1
+) -> Backend:
     """Loads `model` on the backend `name`.
 
     model: see `checkpoint.resolve`; for "fake": "fake" or "fake:name=value,...". cache: folder for converted models.
-    threads: CPU threads of this process. dtype: of weights, computing and KV; auto: float32 on CPUs, bfloat16 on
-    accelerators. Raises ModelError, or ValueError for an unknown or missing backend, or another dtype.
+    threads: CPU threads of the model. dtype: of weights, computing and KV; auto: float32 on CPUs, bfloat16 on
+    accelerators. tp: over how many processes (torch) or devices (jax) each layer is spread. Raises ModelError, or
+    ValueError for an unknown or missing backend, or another dtype.
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
@@ -46,15 +49,20 @@ def load_backend(name: str, model: str, *, cache: Path, threads: int | None = No
     if reason := lacking(name):
         raise ValueError(reason)
     if name == "torch":
-        from pyengine.backends.torch import TorchBackend
+        from pyengine.backends.torch import ParallelTorchBackend, TorchBackend
+        from pyengine.checkpoint import resolve
 
+        if tp > 1:
+            return ParallelTorchBackend(resolve(model, cache), tp, threads=threads, dtype=dtype)
         return TorchBackend.load(model, cache=cache, threads=threads, dtype=dtype)
     if name == "jax":
         from pyengine.backends.jax import JaxBackend
 
-        return JaxBackend.load(model, cache=cache, threads=threads, dtype=dtype)
+        return JaxBackend.load(model, cache=cache, threads=threads, dtype=dtype, tp=tp)
     from pyengine.backends.fake import FakeBackend
 
+    if tp > 1:
+        raise ValueError("the fake backend has no layers that could be spread: leave out --tp")
     if dtype not in ("auto", "float32"):
         raise ValueError("the fake backend's KV is not made of numbers that could be rounded: leave out --dtype")
     return FakeBackend.load(model)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -129,10 +129,13 @@ class FakeBackend:
             needed = pages * self.namespace.kv.block_bytes
             raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._compute(slices, None)
 
-    def _compute(self, slices: list[Slice], written: Callable[[int], None] | None) -> list[int]:
+    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
         began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
         while self._hold is not None and self._hold.exists():
@@ -141,7 +144,7 @@ class FakeBackend:
         rows = [self._rows(slice_) for slice_ in slices]
         for layer in range(self._layers):
             if seconds:
-                sleep_until(began + seconds * (layer + 1) / self._layers)
+                time.sleep(max(began + seconds * (layer + 1) / self._layers - time.perf_counter(), 0.0))
             for slice_, kv in zip(slices, rows, strict=True):
                 self._write(slice_, kv, layer)
             if written is not None:
@@ -152,7 +155,7 @@ class FakeBackend:
         self._chosen = tokens
         return tokens
 
-    def submit(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         def compute() -> list[int]:
             return self.execute(slices) if written is None else self._compute(slices, written)
 

@@ -17,7 +17,7 @@ from pyengine.checkpoint.gguf_tokenizer import convert_tokenizer
 
 F32 = npt.NDArray[np.float32]
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it when `convert_gguf` writes something else for the same file
+CONVERTER_VERSION = 2  # part of the cache key: raise it when `convert_gguf` writes something else for the same file
 
 GGUF_TENSORS = {
     "token_embd": "model.embed_tokens",

@@ -5,27 +5,46 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
+
 from pyengine.checkpoint.errors import ModelError
 from pyengine.checkpoint.gguf_fields import Fields
 
 CONTROL, USER_DEFINED = 3, 4  # token types of the GGUF specification
 
-# How text is cut before the merges apply, by the GGUF field tokenizer.ggml.pre. An empty pattern: GPT-2's own. The
-# oracle is transformers, id for id, so smollm is not cut at digits here, though llama.cpp does so.
-PRE_TOKENIZERS = {
-    "default": "",
-    "gpt-2": "",
-    "smollm": "",
-    "llama-bpe": (
-        r"(?i:'(?:s|t|re|ve|m|ll|d))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
+_PIECE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """How text is cut before the merges apply.
+
+    pattern: of one piece; None: GPT-2's. composed: characters are composed first (NFC). whole: a piece that is a token
+    is one, whatever the merges say. bos: a text begins with it where the file does not say.
+    """
+
+    pattern: str | None = None
+    composed: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+#: By the GGUF field tokenizer.ggml.pre. The oracle is transformers, id for id, so smollm is not cut at digits here,
+#: though llama.cpp does so. `whole` and `bos` are llama.cpp's, and in Llama 3's own tokenizer.json.
+CUTS = {
+    "default": Cut(),
+    "gpt-2": Cut(),
+    "smollm": Cut(),
+    "llama-bpe": Cut(_PIECE.replace("DIGITS", "{1,3}"), whole=True, bos=True),
+    "qwen2": Cut(_PIECE.replace("DIGITS", ""), composed=True),
 }
 
 
 def convert_tokenizer(fields: Fields, folder: Path) -> None:
     """Builds tokenizer.json (byte-level BPE), tokenizer_config.json and chat_template.jinja from GGUF metadata."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     kind = fields["tokenizer.ggml.model"]
     if kind != "gpt2":
@@ -34,25 +53,29 @@ def convert_tokenizer(fields: Fields, folder: Path) -> None:
             "Use the model's Hugging Face folder instead"
         )
     pre = fields.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    if pre not in CUTS:
         raise ModelError(
-            f"{fields.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}. "
+            f"{fields.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(CUTS)}. "
             "Use the model's Hugging Face folder instead"
         )
+    cut = CUTS[pre]
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     types: list[int] = fields.get("tokenizer.ggml.token_type", [])
 
     try:
-        tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole))
     except Exception as error:  # the library raises nothing more exact
         raise ModelError(
             f"{fields.path}: the tokenizer's vocabulary and merges do not fit together ({error})"
         ) from error
-    if PRE_TOKENIZERS[pre]:
+    if cut.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    if cut.pattern is not None:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(PRE_TOKENIZERS[pre]), behavior="isolated"),
+                pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -72,7 +95,7 @@ def convert_tokenizer(fields: Fields, folder: Path) -> None:
         return tokens[fields[key]] if key in fields else None
 
     bos = token_of("bos")
-    if bos is not None and fields.get("tokenizer.ggml.add_bos_token"):
+    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", cut.bos):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )

@@ -1,4 +1,4 @@
-"""One call of one contract, in numpy, and how the oracle and the implementations in PyTorch answer it.
+"""One call of one contract, in numpy, and how the oracle and the implementations answer it.
 
 What is passed about is plain data, so that another process can compute it.
 """
@@ -19,8 +19,10 @@ from pyengine.kernels import reference
 if TYPE_CHECKING:
     import torch
 
-#: Modules under pyengine.kernels.torch that have every contract.
-IMPLEMENTATIONS = ("eager", "native", "triton")
+#: Modules under pyengine.kernels.torch and pyengine.kernels.jax that have every contract.
+TORCH = ("eager", "native", "triton")
+JAX = ("jnp",)
+IMPLEMENTATIONS = TORCH + JAX
 WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache"}
 BITS = {"float32": np.int32, "bfloat16": np.int16, "float16": np.int16}
 #: float32 whatever the type of the model.
@@ -66,6 +68,10 @@ def oracle(call: Call) -> Answer:
 
 def compute(call: Call, implementation: str, device: str) -> Answer:
     """What an implementation answers. Raises ValueError where it refuses."""
+    if implementation in JAX:
+        from tests.kernels import jax_calls
+
+        return jax_calls.compute(call, implementation)
     import torch
 
     kernels = importlib.import_module(f"pyengine.kernels.torch.{implementation}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -9,7 +11,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.kernels import calls
-from tests.kernels.calls import Answer, Call
+from tests.kernels.calls import JAX, Answer, Call
 from tests.kernels.interpreter import interpret
 
 Compute = Callable[[Call, str], Answer]
@@ -20,7 +22,6 @@ def compute() -> Iterator[Compute]:
     """compute(call, implementation): on the GPU if there is one; else Triton in its interpreter, in a child. What is
     written for CPUs stays there, and refuses what they do not compute in.
     """
-    torch = pytest.importorskip("torch", reason="needs the torch extra")
 
     def native(call: Call) -> Answer:
         if call.dtype == "float16" and call.contract not in ("gather", "scatter", "sample"):
@@ -29,14 +30,23 @@ def compute() -> Iterator[Compute]:
             pytest.skip("native kernels refuse float16: no CPU model is computed in it")
         return calls.compute(call, "native", "cpu")
 
-    if torch.cuda.is_available():
-        yield lambda call, name: native(call) if name == "native" else calls.compute(call, name, "cuda")
-        return
-    with ProcessPoolExecutor(1, get_context("spawn"), interpret) as child:
+    with contextlib.ExitStack() as children:
+
+        @functools.cache
+        def interpreting() -> ProcessPoolExecutor:
+            return children.enter_context(ProcessPoolExecutor(1, get_context("spawn"), interpret))
 
         def compute(call: Call, implementation: str) -> Answer:
+            if implementation in JAX:
+                pytest.importorskip("jax", reason="needs the jax extra")
+                return calls.compute(call, implementation, "")
+            torch = pytest.importorskip("torch", reason="needs the torch extra")
+            if implementation == "native":
+                return native(call)
+            if torch.cuda.is_available():
+                return calls.compute(call, implementation, "cuda")
             if implementation == "triton":
-                return child.submit(calls.compute, call, implementation, "cpu").result()
-            return native(call) if implementation == "native" else calls.compute(call, implementation, "cpu")
+                return interpreting().submit(calls.compute, call, implementation, "cpu").result()
+            return calls.compute(call, implementation, "cpu")
 
         yield compute

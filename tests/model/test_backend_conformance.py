@@ -2,8 +2,8 @@
 
 Method: a list of implementations (torch on a tiny random Llama, fake, and fake beside the host) times a list of
 expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same computed in
-another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through `write_pages`, with
-steps that are submitted before the tokens they continue are known.
+another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through `write_pages`,
+with steps that are submitted before the tokens they continue are known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from pyengine.backend import Backend, Pending, Slice
-from pyengine.backends import load_backend
+from pyengine.backends import lacking, load_backend
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import write_tiny
 
@@ -29,16 +29,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "fake", "fake:overlaps=1"])
+@pytest.fixture(params=["torch", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
-    if request.param == "torch":
-        pytest.importorskip("torch", reason="needs the torch extra")
+    name = request.param.partition(":")[0]
+    if reason := lacking(name):
+        pytest.skip(reason)
     made: list[Backend] = []
 
     def make_one() -> Backend:
-        model = str(tiny) if request.param == "torch" else request.param
-        backend = load_backend(request.param.partition(":")[0], model, cache=tmp_path, threads=1)
+        backend = load_backend(name, request.param if name == "fake" else str(tiny), cache=tmp_path, threads=1)
+        if request.param == "jax:overlaps":
+            backend.overlaps = True  # as it does on accelerators; XLA queues steps on CPUs too
         backend.allocate(PAGES)
         made.append(backend)
         return backend

@@ -268,6 +268,14 @@ def test_both_spellings_of_rope() -> None:
     )
 
 
+def test_yarn_lengthens_the_context() -> None:
+    """Qwen's say the factor and leave the length; others say the length too."""
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    assert tiny_config(rope_parameters=rope).max_positions == 4 * 512
+    assert tiny_config(rope_parameters=rope | {"original_max_position_embeddings": 100}).max_positions == 512
+    assert tiny_config(rope_parameters={"rope_type": "linear", "factor": 4.0}).max_positions == 512
+
+
 @pytest.mark.parametrize(
     ("changes", "window"),
     [

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from pyengine.backend import Slice
-from pyengine.checkpoint import Weights, inverse_frequencies, resolve, rotary_tables
+from pyengine.checkpoint import ModelError, Weights, inverse_frequencies, resolve, rotary_tables
 from pyengine.kernels import reference
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, SHAPES, TINY, YARN_ROPE, tiny_config, write_tiny
@@ -122,6 +122,27 @@ def test_a_mixed_step_equals_transformers(shape: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, expected[np.array(ends) - 1], atol=TOLERANCE["float32"], rtol=0)
 
 
+def test_a_weight_that_is_not_finite_is_named_at_load(tmp_path: Path) -> None:
+    from pyengine.backends.torch import TorchBackend
+
+    folder = write_tiny(tmp_path / "model", **QWEN3)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.k_norm.weight"][3] = np.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"'model.layers.2.self_attn.k_norm.weight' has values that are NaN or infin"):
+        TorchBackend.load(str(folder), cache=tmp_path)
+
+
+def test_an_architecture_that_torch_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in the table of architectures is not yet a model."""
+    from pyengine.backends.torch import TorchBackend, models
+
+    monkeypatch.delitem(models.MODELS, "qwen3")
+    folder = write_tiny(tmp_path / "model", **QWEN3)
+    with pytest.raises(ModelError, match="torch backend has no 'qwen3' model; it has: llama, mistral, qwen2"):
+        TorchBackend.load(str(folder), cache=tmp_path)
+
+
 @pytest.mark.parametrize("shape", ["grouped", "mistral window", "qwen2", "qwen3"])
 def test_bfloat16(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in bfloat16, computed in float32: as exact as any. In bfloat16, as on a GPU: as near as transformers."""
@@ -129,11 +150,15 @@ def test_bfloat16(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tokens = np.random.default_rng(1).integers(0, 256, LENGTH).tolist()
     exact = their_logits(folder, tokens, torch.float32)
     np.testing.assert_allclose(our_logits(folder, tmp_path, tokens, LENGTH)[0], exact[-1], atol=TOLERANCE["float32"])
-    from pyengine.kernels.torch import linear
+    from pyengine.backends.torch import model
+    from pyengine.kernels.torch import eager, linear
 
-    monkeypatch.setattr(linear, "PRODUCTS", (linear.Plain,))  # the others take activations in float32 only
     theirs = np.abs(their_logits(folder, tokens, torch.bfloat16) - exact)
-    for chunk in (1, 10):
+    for chunk, as_on_a_gpu in ((10, False), (1, True), (10, True)):
+        if as_on_a_gpu:  # activations are rounded as well
+            monkeypatch.setattr(linear, "PRODUCTS", (linear.Plain,))
+            monkeypatch.setattr(model, "choose", lambda *_: eager)
+            monkeypatch.setattr(model, "working_type", lambda _, dtype, *__: dtype)
         ours = np.abs(our_logits(folder, tmp_path, tokens, chunk, "bfloat16") - exact[chunk - 1 :: chunk])
         print(f"error of a logit, ours / transformers: mean {ours.mean():.4f} / {theirs.mean():.4f}, "
               f"largest {ours.max():.4f} / {theirs.max():.4f}, of {np.abs(exact).max():.2f}")  # fmt: skip

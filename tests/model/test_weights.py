@@ -55,6 +55,8 @@ def test_whole_and_in_part(tiny: Path) -> None:
         np.testing.assert_array_equal(weights.get(QUERY, columns=range(12)), expected[QUERY][:, :12])
         np.testing.assert_array_equal(weights.get(QUERY, range(3, 5), range(7, 48)), expected[QUERY][3:5, 7:])
         assert "rope_factors.weight" not in weights
+        weights.get(QUERY)[0, 0] = 5.0  # a framework may want to write: to memory of its own
+        assert opened(tiny).get(QUERY)[0, 0] == expected[QUERY][0, 0]
         with pytest.raises(ValueError, match="not a part of 96"):
             weights.get(QUERY, rows=range(90, 97))
         with pytest.raises(ValueError, match="not a part of 48"):

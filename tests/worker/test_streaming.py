@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from pyengine import _native, kv_mover
-from pyengine.backend import Pending, Slice
+from pyengine.backend import Pending, Slice, Written
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.kv_mover import Pool
 from pyengine.scheduler.types import SamplingParams
 from tests.worker.harness import PATIENCE, Cluster, Request
 
 #: 128 KiB a block, so that 16 blocks of a chunk are two parts.
-SHAPE = {"layers": 4, "kv_heads": 4, "head_dim": 64}
-STRIPS = 4 * 2 * 4
+LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 64
+STRIPS = LAYERS * 2 * KV_HEADS
 CHUNK = 256
 TWO_WAYS = ["tcp", "arena"]
 
@@ -33,7 +33,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def oracle(tokens: list[int], count: int = 4) -> list[int]:
-    return fake_tokens(tokens, count, **SHAPE)
+    return fake_tokens(tokens, count, layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
 
 
 class Recorded:
@@ -55,12 +59,12 @@ class Model(FakeBackend):
     """Calls `at` within a step when a layer is there, and keeps how many layers steps have told of."""
 
     def __init__(self, at: Callable[[int], None] | None = None, layerwise: bool = True) -> None:
-        super().__init__(**SHAPE)
+        super().__init__(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
         self.layerwise = layerwise
         self.at = at
         self.told = 0
 
-    def submit(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         def tell(layer: int) -> None:
             assert written is not None
             written(layer)
@@ -75,9 +79,9 @@ def cluster_of(way: str, prefill: Model, wrap: Callable[[_native.PoolClient], Po
     cluster = Cluster()
     nodes = ("a", "b") if way == "tcp" else ("a",)
     for node in nodes:
-        cluster.add_node(node, 256, FakeBackend(**SHAPE))
+        cluster.add_node(node, 256, backend())
     cluster.add_worker("prefill", "a", prefill, pages=256, max_tokens=CHUNK, wrap=wrap)
-    cluster.add_worker("decode", nodes[-1], FakeBackend(**SHAPE), pages=256, max_tokens=CHUNK)
+    cluster.add_worker("decode", nodes[-1], backend(), pages=256, max_tokens=CHUNK)
     return cluster
 
 
@@ -104,7 +108,7 @@ def test_layers_leave_while_the_step_computes(way: str, monkeypatch: pytest.Monk
         request = ask(cluster, tokens)
         cluster.run(request)
         assert request.ids == oracle(tokens)
-        assert model.told == 2 * SHAPE["layers"]
+        assert model.told == 2 * LAYERS
         if way == "tcp":
             parts: dict[int, list[tuple[int, int] | None]] = {}
             for block, strips in pools[0].pushes:

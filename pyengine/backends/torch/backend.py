@@ -1,21 +1,25 @@
 """`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
-fp32 on the CPU unless told otherwise. With a CUDA device it computes in bf16 there; that path has never been run.
+fp32 on the CPU unless told otherwise: there a sequence's tokens do not depend on the batch, to the last bit, nor on how
+its prompt was cut into chunks or what of it was cached, as all that is computed has one order (`rust/linear`,
+`rust/kernels`). With a CUDA device it computes in bf16 there; that path has never been run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
+from pyengine.backends import DTYPES
 from pyengine.backends.torch.model import Model, StepInput
+from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch import pages
+from pyengine.kernels.torch import native, pages
+from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
@@ -30,18 +34,25 @@ class TorchBackend:
         block_tokens: int = BLOCK_TOKENS,
         threads: int | None = None,
         dtype: str = "auto",
+        part: Part | None = None,
     ) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice. dtype: as
-        `load_backend` has it.
+        """Loads the weights. threads: CPU threads of this process; None: PyTorch's own choice. dtype: of weights and
+        KV, as `load_backend` has it; sums are float32 in any case. part: what this rank has of the model, None: all.
         """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            kernel_threads.use(threads)
+        cuda = f"cuda:{part.rank}" if part is not None else "cuda"
+        self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
         if dtype == "auto":
             dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Model(checkpoint, getattr(torch, dtype), self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device, part)
+        if threads is not None and self._model.kernels is native:
+            torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
@@ -80,7 +91,7 @@ class TorchBackend:
         config = self._model.config
         self._cache = pages.allocate(
             config.layers,
-            config.kv_heads,
+            self._model.group.part.heads.count,
             pages_wanted,
             self.namespace.kv.block_tokens,
             config.head_dim,
@@ -88,15 +99,18 @@ class TorchBackend:
             self._device,
         )
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         if self.overlaps:
             return self._launch(slices)
         return Deferred(lambda: self.execute(slices) if written is None else self._launch(slices, written).tokens())
 
-    def _launch(self, slices: list[Slice], written: Callable[[int], None] | None = None) -> Launched:
+    def _launch(self, slices: list[Slice], written: Written | None = None) -> Launched:
         """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
             chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
@@ -110,6 +124,11 @@ class TorchBackend:
                 chosen[self._index(rows)] = tokens
             self._chosen = chosen
             return Launched(chosen, rows)
+
+    def compute(self, slices: list[Slice]) -> None:
+        """A rank's part of a step whose tokens are chosen by rank 0."""
+        with torch.inference_mode():
+            self._forward(slices, _order(slices))
 
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
@@ -137,14 +156,17 @@ class TorchBackend:
         self._cache = None
 
     @property
+    def group(self) -> Group:
+        """The ranks that share the model, and this one's part of it."""
+        return self._model.group
+
+    @property
     def _pages(self) -> torch.Tensor:
         if self._cache is None:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _forward(
-        self, slices: list[Slice], order: list[int], written: Callable[[int], None] | None = None
-    ) -> torch.Tensor:
+    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
         slices = [slices[index] for index in order]
         step = self._step_input(slices)
         # Single tokens come first, so the row of such a slice is the row of its token.

@@ -14,10 +14,12 @@ import torch.nn.functional as F
 
 from pyengine.backends.torch.layer import Step
 from pyengine.backends.torch.models import MODELS
+from pyengine.backends.torch.part import Group, Part
 from pyengine.backends.torch.weights import Reader
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, rotary_tables
+from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch.choice import choose
+from pyengine.kernels.torch.choice import choose, working_type
 from pyengine.kernels.torch.contract import Attend
 from pyengine.kernels.torch.linear import Linear
 
@@ -41,8 +43,12 @@ class StepInput:
 class Model:
     """Weights and forward pass. Holds no KV: the page tensor is an argument."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelError for an architecture without a file in models/, and for weights that are not finite."""
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, part: Part | None = None
+    ) -> None:
+        """part: what this rank has of it, None: all. Raises ModelError for an architecture without a file in models/,
+        and for weights that are not finite or too large for the memory that is free.
+        """
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
@@ -51,11 +57,16 @@ class Model:
                 f"the torch backend has no {config.architecture!r} model; it has: {', '.join(MODELS)}. Another backend "
                 "may have it (--backend)"
             )
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+        part = part or Part(config)
+        check_room(checkpoint.name, config, str(dtype).removeprefix("torch."), free, part.ranks)
         layer = MODELS[config.architecture]
         self.kernels = choose(device, dtype, config.head_dim)
         weights = Weights(checkpoint)
-        read = Reader(weights, dtype, device)
-        self.embedding = read.tensor("model.embed_tokens.weight")
+        self.group = Group(part, device)
+        self.working = working_type(device, dtype, config.head_dim)
+        read = Reader(weights, dtype, self.working, device, self.group)
+        self.embedding = read.matrix("model.embed_tokens.weight")
         self.layers = [layer(read.below(f"model.layers.{index}."), config) for index in range(config.layers)]
         self.norm = read.tensor("model.norm.weight")
         self.head = Linear(self.embedding) if config.tied_head else read.linear("lm_head")
@@ -76,7 +87,7 @@ class Model:
             slots=step.slots,
             attend=self._plan_attention(step, cache[0]),
         )
-        x: torch.Tensor = F.embedding(step.tokens, self.embedding)  # [T, hidden]
+        x = self._embed(step.tokens).to(self.working)  # [T, hidden]
         residual: torch.Tensor | None = None
         for index, (layer, kv) in enumerate(zip(self.layers, cache, strict=True)):
             x, residual = layer(x, residual, kv, shared)
@@ -84,7 +95,15 @@ class Model:
                 written(index)
         assert residual is not None, "a model has layers"
         x, _ = self.kernels.rms_norm(x[step.outputs], self.norm, self.config.norm_eps, residual[step.outputs])
-        return self.head(x).float()
+        return self.group.logits(self.head(x).float())
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        part = self.group.part
+        if part.ranks == 1:
+            return F.embedding(tokens, self.embedding)
+        ours = (tokens >= part.vocabulary.start) & (tokens < part.vocabulary.stop)
+        x = F.embedding(torch.where(ours, tokens - part.vocabulary.start, 0), self.embedding)
+        return self.group.sum(x.masked_fill_(~ours[:, None], 0.0))
 
     def _plan_attention(self, step: StepInput, kv: torch.Tensor) -> Attend:
         """Decode for the first rows, prefill for the others."""

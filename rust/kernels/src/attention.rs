@@ -29,6 +29,9 @@ use crate::tile::{PANEL, ROWS, STRIDE, Tiled};
 pub const SEGMENT: usize = 256;
 /// Rows of a block at most: so many share the packing of a segment.
 const BLOCK: usize = 192;
+/// Keys between the one that is packed and the one that memory is asked for: 4 KiB of keys with 64 dimensions, some 200 ns at
+/// the speed of one core. 8, 12, 32 and 64 were slower.
+const AHEAD: usize = 16;
 /// Numbers that the parts of blocks may take until they are merged, 16 MiB.
 const PARTIAL: usize = 4 << 20;
 /// Blocks for each thread from which on each block is one thread's: they are even enough then.
@@ -171,6 +174,11 @@ impl Plan {
         plan
     }
 
+    /// Whether it was made for such pages, and for no more rows.
+    pub fn fits<T>(&self, pages: &Pages<T>, rows: usize) -> bool {
+        pages.page_tokens == self.page_tokens && pages.count >= self.pages && self.end <= rows
+    }
+
     /// Positions that the token at a position sees: from .. before.
     #[inline(always)]
     fn seen(&self, position: usize) -> (usize, usize) {
@@ -209,7 +217,7 @@ impl<T: Number, C: Number> Attention<T, C> {
     pub unsafe fn compute(&self, plan: &Plan, threads: &Threads, level: Level) {
         let pages = &self.pages;
         assert!(pages.head_dim <= WIDEST_HEAD, "heads of {} numbers", pages.head_dim);
-        assert!(pages.page_tokens == plan.page_tokens && pages.count >= plan.pages && plan.end <= self.rows);
+        assert!(plan.fits(pages, self.rows), "planned for other pages, or for more rows");
         for &(first, last) in plan.blank.iter().chain(&[(plan.end, self.rows)]) {
             for row in first..last {
                 for head in 0..pages.heads * plan.group {
@@ -229,7 +237,7 @@ impl<T: Number, C: Number> Attention<T, C> {
             threads.run(whole, &|part| {
                 let (block, head) = (&plan.blocks[part / heads], part % heads);
                 // SAFETY: by the caller's promise; each part has its own rows and heads.
-                unsafe { whole_block(level, self, plan, block, head) }
+                Memory::with(|memory| unsafe { whole_block(level, self, plan, block, head, memory) });
             });
             return;
         }
@@ -242,14 +250,16 @@ impl<T: Number, C: Number> Attention<T, C> {
                 let ((block, segment), head) = (plan.cut[part / heads], part % heads);
                 let block = &plan.blocks[block];
                 // SAFETY: as above; each part has its own numbers of those that were just made sure of.
-                unsafe { one_segment(level, self, plan, block, head, segment, partials.at(part * partial)) }
+                Memory::with(|memory| unsafe {
+                    one_segment(level, self, plan, (block, head), segment, partials.at(part * partial), memory);
+                });
             });
             let mut first = 0;
             for block in &plan.blocks {
                 for head in 0..heads {
                     let part = |segment: usize| partials.at(((first + segment) * heads + head) * partial);
                     // SAFETY: as above; all parts are done.
-                    unsafe { merged(level, self, plan, block, head, &part) }
+                    Memory::with(|memory| unsafe { merged(level, self, plan, block, head, &part, memory) });
                 }
                 first += block.segments;
             }
@@ -270,6 +280,8 @@ struct Memory {
     scores: *mut f32,
     /// \[SEGMENT / PANEL\]\[head_dim\]\[PANEL\].
     keys: *mut f32,
+    /// One panel's keys as they come: \[PANEL\]\[STRIDE\].
+    rows: *mut f32,
     /// \[head_dim / PANEL, up\]\[SEGMENT\]\[PANEL\].
     values: *mut f32,
     /// What the block's rows have found so far.
@@ -345,10 +357,10 @@ impl Partial {
 
 impl Memory {
     const NUMBERS: usize =
-        BLOCK * STRIDE + ROWS * STRIDE + 2 * SEGMENT * WIDEST_HEAD + Partial::numbers(BLOCK) + Partial::numbers(ROWS);
+        (BLOCK + ROWS + PANEL) * STRIDE + 2 * SEGMENT * WIDEST_HEAD + Partial::numbers(BLOCK) + Partial::numbers(ROWS);
 
-    /// The thread's own, for the time of a call.
-    #[inline(always)]
+    /// The thread's own, for the time of a call. Whoever computes is called from within: code that stands in a closure is
+    /// not compiled for a level.
     fn with(work: impl FnOnce(&Memory)) {
         SCRATCH.with_borrow_mut(|scratch| {
             // Nothing is computed from the zeros, and of what is not used the system has no pages.
@@ -368,6 +380,7 @@ impl Memory {
                 values: take(SEGMENT * WIDEST_HEAD),
                 queries: take(BLOCK * STRIDE),
                 scores: take(ROWS * STRIDE),
+                rows: take(PANEL * STRIDE),
                 found: take(Partial::numbers(BLOCK)),
                 here: take(Partial::numbers(ROWS)),
             });
@@ -376,7 +389,7 @@ impl Memory {
 }
 
 compiled!(unsafe fn whole_block<T: Number, C: Number>(
-    step: &Attention<T, C>, plan: &Plan, block: &Block, head: usize,
+    step: &Attention<T, C>, plan: &Plan, block: &Block, head: usize, memory: &Memory,
 ) = compute_whole);
 
 #[inline(always)]
@@ -385,47 +398,45 @@ unsafe fn compute_whole<V: Tiled, T: Number, C: Number>(
     plan: &Plan,
     block: &Block,
     head: usize,
+    memory: &Memory,
 ) {
-    Memory::with(|memory| {
-        let found = Partial { first: memory.found, rows: block.tokens * plan.group };
-        // SAFETY: by the promise of `Attention::compute`; the memory has room for a block.
-        unsafe {
-            found.clear(step.pages.head_dim);
-            take_queries(step, plan, block, head, memory);
-            for segment in block.segment..block.segment + block.segments {
-                look::<V, T, C>(step, plan, block, head, segment, memory, found);
-            }
-            finish(step, plan, block, head, found);
+    let found = Partial { first: memory.found, rows: block.tokens * plan.group };
+    // SAFETY: by the promise of `Attention::compute`; the memory has room for a block.
+    unsafe {
+        found.clear(step.pages.head_dim);
+        take_queries(step, plan, block, head, memory);
+        for segment in block.segment..block.segment + block.segments {
+            look::<V, T, C>(step, plan, block, head, segment, memory, found);
         }
-    });
+        finish(step, plan, block, head, found);
+    }
 }
 
 compiled!(unsafe fn one_segment<T: Number, C: Number>(
-    step: &Attention<T, C>, plan: &Plan, block: &Block, head: usize, segment: usize, to: *mut f32,
+    step: &Attention<T, C>, plan: &Plan, place: (&Block, usize), segment: usize, to: *mut f32, memory: &Memory,
 ) = compute_one);
 
 #[inline(always)]
 unsafe fn compute_one<V: Tiled, T: Number, C: Number>(
     step: &Attention<T, C>,
     plan: &Plan,
-    block: &Block,
-    head: usize,
+    (block, head): (&Block, usize),
     segment: usize,
     to: *mut f32,
+    memory: &Memory,
 ) {
-    Memory::with(|memory| {
-        let found = Partial { first: to, rows: block.tokens * plan.group };
-        // SAFETY: as in `compute_whole`; `to` has room for the block's rows.
-        unsafe {
-            found.clear(step.pages.head_dim);
-            take_queries(step, plan, block, head, memory);
-            look::<V, T, C>(step, plan, block, head, segment, memory, found);
-        }
-    });
+    let found = Partial { first: to, rows: block.tokens * plan.group };
+    // SAFETY: as in `compute_whole`; `to` has room for the block's rows.
+    unsafe {
+        found.clear(step.pages.head_dim);
+        take_queries(step, plan, block, head, memory);
+        look::<V, T, C>(step, plan, block, head, segment, memory, found);
+    }
 }
 
 compiled!(unsafe fn merged<T: Number, C: Number>(
     step: &Attention<T, C>, plan: &Plan, block: &Block, head: usize, part: &dyn Fn(usize) -> *mut f32,
+    memory: &Memory,
 ) = compute_merged);
 
 #[inline(always)]
@@ -435,22 +446,23 @@ unsafe fn compute_merged<V: Tiled, T: Number, C: Number>(
     block: &Block,
     head: usize,
     part: &dyn Fn(usize) -> *mut f32,
+    memory: &Memory,
 ) {
     let rows = block.tokens * plan.group;
-    Memory::with(|memory| {
-        let found = Partial { first: memory.found, rows };
-        // SAFETY: as in `compute_whole`; parts are those of this block, by segment.
-        unsafe {
-            found.clear(step.pages.head_dim);
-            for segment in 0..block.segments {
-                let other = Partial { first: part(segment), rows };
-                for row in (0..rows).filter(|row| *other.weight(*row) != 0.0) {
+    let found = Partial { first: memory.found, rows };
+    // SAFETY: as in `compute_whole`; parts are those of this block, by segment.
+    unsafe {
+        found.clear(step.pages.head_dim);
+        for segment in 0..block.segments {
+            let other = Partial { first: part(segment), rows };
+            for row in 0..rows {
+                if *other.weight(row) != 0.0 {
                     found.merge(row, other, row, step.pages.head_dim);
                 }
             }
-            finish(step, plan, block, head, found);
         }
-    });
+        finish(step, plan, block, head, found);
+    }
 }
 
 /// The block's queries, scaled.
@@ -525,7 +537,7 @@ unsafe fn look<V: Tiled, T: Number, C: Number>(
     let (_, end) = seen(block.position + block.tokens - 1);
     // SAFETY: by the caller's promise; the memory has room for a segment and a block.
     unsafe {
-        pack(step, plan, block.sequence, head, start, (begin, end), memory);
+        pack::<V, T, C>(step, plan, block.sequence, head, start, (begin, end), memory);
         let mut first = 0;
         while first < found.rows {
             let rows = V::TILES.len().min(found.rows - first);
@@ -597,7 +609,7 @@ fn weigh(scores: &mut [f32], left: usize, (begin, end): (usize, usize)) -> (f32,
 
 /// Packs the keys and values begin..end of a segment; the panels that these touch are zero elsewhere.
 #[inline(always)]
-unsafe fn pack<T: Number, C: Number>(
+unsafe fn pack<V: Tiled, T: Number, C: Number>(
     step: &Attention<T, C>,
     plan: &Plan,
     sequence: usize,
@@ -614,46 +626,46 @@ unsafe fn pack<T: Number, C: Number>(
         pages.at(value, head, page * plan.page_tokens + token)
     };
     for panel in begin / PANEL..end.div_ceil(PANEL) {
-        let (first, last) = ((panel * PANEL).max(begin), ((panel + 1) * PANEL).min(end));
-        // SAFETY: by the caller's promise; the memory has room for a segment's panels.
+        let keys = (panel * PANEL).max(begin)..((panel + 1) * PANEL).min(end);
+        // SAFETY: by the caller's promise; the memory has room for a segment's panels, and `here` for one panel's rows.
         unsafe {
-            let to = memory.keys.add(panel * width * PANEL);
-            if last - first < PANEL {
-                to.write_bytes(0, width * PANEL);
-            }
-            let mut key = first;
-            while key < last {
-                // A run within one page.
-                let run = (plan.page_tokens - (start + key) % plan.page_tokens).min(last - key);
-                let from = at(0, key);
-                for token in 0..run {
-                    let (from, to) = (from.add(token * pages.token), to.add(key % PANEL + token));
-                    for column in 0..width {
-                        *to.add(column * PANEL) = (*from.add(column)).widen();
-                    }
+            let here = memory.rows;
+            if keys.len() < PANEL {
+                here.write_bytes(0, PANEL * STRIDE);
+                for columns in 0..width.div_ceil(PANEL) {
+                    memory.values.add((columns * SEGMENT + panel * PANEL) * PANEL).write_bytes(0, PANEL * PANEL);
                 }
-                key += run;
             }
-            for columns in 0..width.div_ceil(PANEL) {
-                let to = memory.values.add((columns * SEGMENT + panel * PANEL) * PANEL);
-                let here = PANEL.min(width - columns * PANEL);
-                if last - first < PANEL || here < PANEL {
-                    to.write_bytes(0, PANEL * PANEL);
+            for key in keys.clone() {
+                let (from, to) = (at(0, key), here.add(key % PANEL * STRIDE));
+                ask_for::<V, C>(pages, (key + AHEAD < end).then(|| at(0, key + AHEAD)));
+                for column in 0..width {
+                    *to.add(column) = (*from.add(column)).widen();
                 }
-                let mut key = first;
-                while key < last {
-                    let run = (plan.page_tokens - (start + key) % plan.page_tokens).min(last - key);
-                    let from = at(1, key).add(columns * PANEL);
-                    for token in 0..run {
-                        let (from, to) = (from.add(token * pages.token), to.add((key % PANEL + token) * PANEL));
-                        for column in 0..here {
-                            *to.add(column) = (*from.add(column)).widen();
-                        }
+            }
+            V::turn(here, width, memory.keys.add(panel * width * PANEL));
+            for key in keys {
+                let from = at(1, key);
+                ask_for::<V, C>(pages, (key + AHEAD < end).then(|| at(1, key + AHEAD)));
+                for columns in 0..width.div_ceil(PANEL) {
+                    let from = from.add(columns * PANEL);
+                    let to = memory.values.add((columns * SEGMENT + key) * PANEL);
+                    for column in 0..PANEL.min(width - columns * PANEL) {
+                        *to.add(column) = (*from.add(column)).widen();
                     }
-                    key += run;
                 }
             }
         }
+    }
+}
+
+/// Asks for a token's numbers: pages are too small for the processor to foresee the next.
+#[inline(always)]
+unsafe fn ask_for<V: Tiled, C: Number>(pages: &Pages<C>, token: Option<*mut C>) {
+    let Some(token) = token else { return };
+    for line in 0..(pages.head_dim * size_of::<C>()).div_ceil(64) {
+        // SAFETY: the processor has the instruction; a prefetch may name any address.
+        unsafe { V::prefetch(token.cast::<u8>().wrapping_add(line * 64).cast()) };
     }
 }
 

@@ -55,6 +55,7 @@ impl<T: Number> RmsNorm<T> {
 
 compiled!(unsafe fn rms_norm<T: Number>(norm: &RmsNorm<T>, first: usize, last: usize) = rms_norm_rows);
 
+#[expect(clippy::extra_unused_type_parameters, reason = "`compiled!` names the level by it")]
 #[inline(always)]
 unsafe fn rms_norm_rows<V: Lanes, T: Number>(norm: &RmsNorm<T>, first: usize, last: usize) {
     let width = norm.width;
@@ -135,6 +136,7 @@ impl<T: Number> Swiglu<T> {
 
 compiled!(unsafe fn swiglu<T: Number>(step: &Swiglu<T>, first: usize, last: usize) = swiglu_rows);
 
+#[expect(clippy::extra_unused_type_parameters, reason = "`compiled!` names the level by it")]
 #[inline(always)]
 unsafe fn swiglu_rows<V: Lanes, T: Number>(step: &Swiglu<T>, first: usize, last: usize) {
     for row in first..last {
@@ -204,6 +206,7 @@ impl<T: Number, C: Number> Rope<T, C> {
 
 compiled!(unsafe fn rope<T: Number, C: Number>(step: &Rope<T, C>, first: usize, last: usize) = rope_rows);
 
+#[expect(clippy::extra_unused_type_parameters, reason = "`compiled!` names the level by it")]
 #[inline(always)]
 unsafe fn rope_rows<V: Lanes, T: Number, C: Number>(step: &Rope<T, C>, first: usize, last: usize) {
     let (heads, pages, width) = (step.heads, &step.pages, step.pages.head_dim);

@@ -103,7 +103,7 @@ impl CpuKernels {
         eps: f32,
         half: bool,
     ) -> PyResult<()> {
-        fn compute<T: Number, U>(
+        fn compute<T: Number>(
             this: &CpuKernels,
             py: Python<'_>,
             (x, residual, weight, out): (Matrix, Matrix, usize, Matrix),
@@ -121,7 +121,8 @@ impl CpuKernels {
             // SAFETY: the stub's contract: the caller owns the memory, which is as large as is said, and nobody else uses it.
             this.run(py, |threads, level| unsafe { norm.compute(threads, level) })
         }
-        typed!(half, half, compute(self, py, (x, residual, weight, out), (rows, width, eps)))
+        let (tensors, sizes) = ((x, residual, weight, out), (rows, width, eps));
+        if half { compute::<Bf16>(self, py, tensors, sizes) } else { compute::<f32>(self, py, tensors, sizes) }
     }
 
     #[pyo3(signature = (qkv, tokens, heads, pages, cosines, sines, slots, norms, half, half_pages))]
@@ -168,7 +169,7 @@ impl CpuKernels {
     }
 
     fn swiglu(&self, py: Python<'_>, gate_up: Matrix, rows: usize, width: usize, half: bool) -> PyResult<()> {
-        fn compute<T: Number, U>(
+        fn compute<T: Number>(
             this: &CpuKernels,
             py: Python<'_>,
             gate_up: Matrix,
@@ -178,7 +179,8 @@ impl CpuKernels {
             // SAFETY: as in `rms_norm`.
             this.run(py, |threads, level| unsafe { step.compute(threads, level) })
         }
-        typed!(half, half, compute(self, py, gate_up, (rows, width)))
+        let sizes = (rows, width);
+        if half { compute::<Bf16>(self, py, gate_up, sizes) } else { compute::<f32>(self, py, gate_up, sizes) }
     }
 
     #[expect(clippy::too_many_arguments, reason = "three tensors, as numbers")]
@@ -206,6 +208,9 @@ impl CpuKernels {
                 rows,
                 pages: tensor(pages)?,
             };
+            if !plan.fits(&step.pages, rows) {
+                return Err(bug("attention was planned for other pages, or for more rows"));
+            }
             // SAFETY: as in `rms_norm`.
             this.run(py, |threads, level| unsafe { step.compute(plan, threads, level) })
         }

@@ -43,7 +43,7 @@ mod _native {
     #[pymodule_export]
     use super::pool::{
         Arrived, Complete, Counters, Disconnected, Fetched, Flushed, Granted, Kept, Located, Opened, PoolClient,
-        Pushed, Refused,
+        Pushed, Refused, SharedSlots,
     };
     #[pymodule_export]
     use super::report::{

@@ -119,8 +119,8 @@ pub fn find(name: &str) -> PyResult<Level> {
 fn part(bytes: &[u8], outputs: usize, inputs: usize) -> PyResult<Part<'_>> {
     let count = outputs * inputs;
     let wrong = || bug(format!("{} bytes are no {outputs} x {inputs} numbers of float32 or bfloat16", bytes.len()));
-    // SAFETY: any bits are a number of either kind.
     if bytes.len() == 4 * count {
+        // SAFETY: any bits are a number of either kind.
         let (before, numbers, _) = unsafe { bytes.align_to::<f32>() };
         return if before.is_empty() { Ok(Part::F32(Rows::new(numbers, outputs, inputs))) } else { Err(wrong()) };
     }

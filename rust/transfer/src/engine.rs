@@ -622,9 +622,9 @@ impl Engine {
 
     fn peer(&mut self, peer: &NodeId, message: PeerMessage) {
         match message {
-            PeerMessage::Open { tag, layout, within_ms } => {
+            PeerMessage::Open { tag, layout, namespace, within_ms } => {
                 let deadline = self.deadline(within_ms);
-                self.visit(tag, Opener::Peer(peer.clone()), layout, deadline);
+                self.visit(tag, Opener::Peer(peer.clone()), (layout, namespace), deadline);
             }
             PeerMessage::Opened { tag, region, slots } => self.peer_opened(peer, tag, region, slots),
             PeerMessage::OpenRefused { tag, refusal } => {

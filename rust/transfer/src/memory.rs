@@ -94,6 +94,41 @@ pub fn checksum_cold(bytes: &[u8], next: &[u8]) -> u32 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fenced;
 
+/// Which strips of a block somebody means: `run` of every `stride` from `first` on. One who has some of the heads has a
+/// run of them in each half layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Runs {
+    /// The first strip.
+    pub first: u32,
+    /// Strips one behind the other.
+    pub run: u32,
+    /// From the beginning of a run to that of the next.
+    pub stride: u32,
+}
+
+impl Runs {
+    /// All from this one on.
+    pub const fn from(first: u32) -> Self {
+        Self { first, run: 1, stride: 1 }
+    }
+
+    /// The strips, in order; of a checked range all are within the block.
+    fn strips(self, count: usize) -> impl Iterator<Item = u32> {
+        let runs = (0..).map(move |number: u32| self.first + number * self.stride);
+        runs.flat_map(move |first| first..first.saturating_add(self.run)).take(count)
+    }
+
+    /// One behind the last of so many strips. `None`: there are no such runs.
+    fn end(self, count: usize) -> Option<u64> {
+        let Some(last) = (count as u64).checked_sub(1) else { return Some(u64::from(self.first)) };
+        let (run, stride) = (u64::from(self.run), u64::from(self.stride));
+        if run == 0 || run > stride {
+            return None;
+        }
+        (last / run).checked_mul(stride)?.checked_add(u64::from(self.first) + last % run + 1)
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// No life: never issued, or retired.
@@ -489,8 +524,16 @@ impl Arena {
     /// # Errors
     /// Bug: out of range, or not whole strips.
     pub fn store(&self, slot: SlotRef, first_strip: u32, source: &[u8]) -> Result<(), Error> {
-        self.check_range(slot, first_strip, source.len())?;
-        for (strip, bytes) in (first_strip..).zip(source.chunks_exact(self.layout.strip_bytes as usize)) {
+        self.store_runs(slot, Runs::from(first_strip), source)
+    }
+
+    /// As `store`, into these strips: others may write other strips meanwhile.
+    ///
+    /// # Errors
+    /// As `store`.
+    pub fn store_runs(&self, slot: SlotRef, runs: Runs, source: &[u8]) -> Result<(), Error> {
+        let count = self.check_range(slot, runs, source.len())?;
+        for (strip, bytes) in runs.strips(count).zip(source.chunks_exact(self.layout.strip_bytes as usize)) {
             if self.generation_word(slot.slot).load(Ordering::Acquire) != slot.generation {
                 return Ok(());
             }
@@ -511,9 +554,17 @@ impl Arena {
     /// # Errors
     /// Bug: out of range, or not whole strips.
     pub fn load(&self, slot: SlotRef, first_strip: u32, into: &mut [u8]) -> Result<bool, Error> {
+        self.load_runs(slot, Runs::from(first_strip), into)
+    }
+
+    /// As `load`, out of these strips.
+    ///
+    /// # Errors
+    /// As `load`.
+    pub fn load_runs(&self, slot: SlotRef, runs: Runs, into: &mut [u8]) -> Result<bool, Error> {
+        let count = self.check_range(slot, runs, into.len())?;
         let alive = || self.generation_word(slot.slot).load(Ordering::Acquire) == slot.generation;
-        self.check_range(slot, first_strip, into.len())?;
-        Ok(alive() && self.load_held(slot, first_strip, into)? && alive())
+        Ok(alive() && self.copy_out(slot, runs.strips(count), into) && alive())
     }
 
     /// As `load`, for whoever knows that the slot has a [`ReadHold`]: its life may be over, but its bytes and checksums stay
@@ -522,8 +573,14 @@ impl Arena {
     /// # Errors
     /// Bug: out of range, or not whole strips.
     pub fn load_held(&self, slot: SlotRef, first_strip: u32, into: &mut [u8]) -> Result<bool, Error> {
-        self.check_range(slot, first_strip, into.len())?;
-        for (strip, bytes) in (first_strip..).zip(into.chunks_exact_mut(self.layout.strip_bytes as usize)) {
+        let runs = Runs::from(first_strip);
+        let count = self.check_range(slot, runs, into.len())?;
+        Ok(self.copy_out(slot, runs.strips(count), into))
+    }
+
+    /// False: a checksum did not hold. The strips are in range.
+    fn copy_out(&self, slot: SlotRef, strips: impl Iterator<Item = u32>, into: &mut [u8]) -> bool {
+        for (strip, bytes) in strips.zip(into.chunks_exact_mut(self.layout.strip_bytes as usize)) {
             // SAFETY: the range was checked; `into` is private memory and cannot overlap the mapping. A racing writer
             // breaks the protocol; the checksum is taken over the copy, so what is verified is what is used.
             unsafe {
@@ -535,10 +592,10 @@ impl Arena {
             };
             let expected = self.checksum_word(slot.slot, strip).load(Ordering::Acquire) ^ mix(slot.generation);
             if checksum(bytes) != expected {
-                return Ok(false);
+                return false;
             }
         }
-        Ok(true)
+        true
     }
 
     /// Copies bytes out of a block as they are, from so far behind its start: whoever has pinned it, and checks them itself.
@@ -578,19 +635,22 @@ impl Arena {
 
     // -- inside ------------------------------------------------------------------------------------------------------
 
-    fn check_range(&self, slot: SlotRef, first_strip: u32, length: usize) -> Result<(), Error> {
+    /// How many strips so many bytes are, all of them within the block.
+    fn check_range(&self, slot: SlotRef, runs: Runs, length: usize) -> Result<usize, Error> {
         let strip_bytes = self.layout.strip_bytes as usize;
         if slot.slot >= self.slots {
             return Err(Error::bug(format!("slot {} is outside the arena of {} slots", slot.slot, self.slots)));
         }
         let strips = length / strip_bytes;
-        if !length.is_multiple_of(strip_bytes) || first_strip as usize + strips > self.layout.strips as usize {
+        let within = runs.end(strips).is_some_and(|end| end <= u64::from(self.layout.strips));
+        if !length.is_multiple_of(strip_bytes) || !within {
             return Err(Error::bug(format!(
-                "{length} bytes from strip {first_strip} are not whole strips of {strip_bytes} bytes within {}",
-                self.layout.strips
+                "{length} bytes from strip {} on, runs of {} strips every {}, are not whole strips of {strip_bytes} bytes \
+                 within {}",
+                runs.first, runs.run, runs.stride, self.layout.strips
             )));
         }
-        Ok(())
+        Ok(strips)
     }
 
     fn header(&self) -> [u32; 6] {
@@ -920,6 +980,37 @@ mod tests {
         assert!(!client.load(next, 0, &mut out).expect("in range"), "and changed nothing");
         assert!(client.store(next, 2, &block[..128]).is_err());
         assert!(client.store(next, 0, &block[..63]).is_err());
+    }
+
+    // Goal: several writers fill one block, each its own runs, and each reads its own back; what one has not written is not
+    // intact. Method: three ranks of one head each over two layers, and every shape of runs that is none.
+    #[test]
+    fn ranks_share_a_block() {
+        let layout = Layout { strips: 12, strip_bytes: 8 };
+        let arena = Arena::create(1 << 16, layout).expect("fits");
+        let slot = arena.issue(0);
+        let runs = |rank| Runs { first: rank, run: 1, stride: 3 };
+        let part = |rank: u8| -> Vec<u8> { (0..4).flat_map(|strip| [10 * rank + strip; 8]).collect() };
+        for rank in [2, 0] {
+            client_of(&arena).store_runs(slot, runs(u32::from(rank)), &part(rank)).expect("in range");
+        }
+        let mut whole = [0; 96];
+        assert!(!arena.load(slot, 0, &mut whole).expect("in range"), "rank 1 has written nothing");
+        let mut out = [0; 32];
+        assert!(!arena.load_runs(slot, runs(1), &mut out).expect("in range"));
+        assert!(arena.load_runs(slot, runs(2), &mut out).expect("in range") && out[..] == part(2));
+        arena.store_runs(slot, runs(1), &part(1)).expect("in range");
+        assert!(arena.load(slot, 0, &mut whole).expect("in range"));
+        let strips: Vec<u8> = whole.iter().step_by(8).copied().collect();
+        assert_eq!(strips, [0, 10, 20, 1, 11, 21, 2, 12, 22, 3, 13, 23]);
+        let mut pair = [0; 48];
+        assert!(arena.load_runs(slot, Runs { first: 3, run: 2, stride: 3 }, &mut pair).expect("in range"));
+        assert_eq!(pair.iter().step_by(8).copied().collect::<Vec<u8>>(), [1, 11, 2, 12, 3, 13]);
+        for (first, run, stride) in [(1, 2, 0), (0, 0, 0), (0, 0, 3), (0, 2, 1), (2, 2, 3), (4, 2, 3), (0, u32::MAX, 1)] {
+            let refused = arena.load_runs(slot, Runs { first, run, stride }, &mut whole[..64]);
+            assert!(refused.is_err_and(|error| error.kind == crate::error::ErrorKind::Bug), "{first} {run} {stride}");
+        }
+        assert!(arena.store_runs(slot, Runs { first: 0, run: 1, stride: u32::MAX }, &[0; 64]).is_err());
     }
 
     // Goal: rot is found. Method: flip a bit of each strip in turn.

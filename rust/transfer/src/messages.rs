@@ -165,8 +165,9 @@ pub enum LocalEvent {
 /// Between two daemons, on their session. Either side may send each of them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PeerMessage {
-    /// Wait for the grant `tag` and tell where its blocks lie. `layout` must match.
-    Open { tag: Tag, layout: Layout, within_ms: u64 },
+    /// Wait for the grant `tag` and tell where its blocks lie. `layout` and `namespace`, those of the blocks that
+    /// would fill it, must be those of the client that it was granted to.
+    Open { tag: Tag, layout: Layout, namespace: u64, within_ms: u64 },
     /// The grant is held, in this arena of the sender. `slots[i].committed` needs no push.
     Opened { tag: Tag, region: RegionId, slots: Vec<GrantedSlot> },
     /// No grant: why.

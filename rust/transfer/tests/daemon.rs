@@ -19,7 +19,7 @@ use pyengine_transfer::client::{ClientEvent, PoolClient};
 use pyengine_transfer::config::Config;
 use pyengine_transfer::daemon::Daemon;
 use pyengine_transfer::error::ErrorKind;
-use pyengine_transfer::memory::Arena;
+use pyengine_transfer::memory::{Arena, Runs};
 use pyengine_transfer::messages::{
     DaemonOrder, DaemonReport, GrantMode, GrantedSlot, LocalEvent, LocalRequest, Purpose, Refusal,
 };
@@ -116,7 +116,7 @@ fn open(client: &PoolClient, tag: Tag, to: &Daemon) -> Result<(), Refusal> {
 fn fill(client: &PoolClient, tag: Tag, keys: &[BlockKey], private: u8) {
     let slots = grant(client, tag, keys, private);
     for (seed, granted) in slots.iter().enumerate() {
-        client.store(granted.slot, 0, &content(seed as u64)).expect("in range");
+        client.store(granted.slot, Runs::from(0), &content(seed as u64)).expect("in range");
     }
     let indices = (0..slots.len() as u32).collect();
     client.request(LocalRequest::Commit { tag, indices }).expect("sent");
@@ -142,7 +142,7 @@ fn push(client: &PoolClient, local: Tag, tag: Tag, blocks: u32, note: &[u8]) -> 
 fn assert_holds(client: &PoolClient, slots: &[GrantedSlot]) {
     for (seed, granted) in slots.iter().enumerate() {
         let mut bytes = vec![0; LAYOUT.block_bytes()];
-        assert!(client.load(granted.slot, 0, &mut bytes).expect("in range"), "block {seed} is intact");
+        assert!(client.load(granted.slot, Runs::from(0), &mut bytes).expect("in range"), "block {seed} is intact");
         assert_eq!(bytes, content(seed as u64), "block {seed}");
     }
 }
@@ -389,7 +389,7 @@ fn a_dead_daemon_is_told_to_clients_and_peers() {
         client.wait(Duration::from_millis(200));
         events.extend(client.events());
     }
-    assert!(client.store(slots[0].slot, 0, &content(0)).is_err_and(|error| error.kind == ErrorKind::Retry));
+    assert!(client.store(slots[0].slot, Runs::from(0), &content(0)).is_err_and(|error| error.kind == ErrorKind::Retry));
     // The grant's owner goes on, and can end it.
     decode.request(LocalRequest::End { tag: there }).expect("sent");
     assert_comes_to_rest(&b);

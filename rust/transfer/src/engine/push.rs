@@ -98,11 +98,12 @@ impl Engine {
             return self.refuse(client, tag, refusal);
         }
         let Some(layout) = self.home(client).and_then(|at| Some(self.stores.get(at)?.layout())) else { return };
+        let Some(namespace) = self.clients.get(&client).map(|client| client.namespace) else { return };
         let (deadline, serial) = (self.deadline(within_ms), self.number());
         self.opens.insert(tag, Open { client, to: to.clone(), deadline, state: Opened::Waiting, serial });
         if here {
-            self.visit(tag, Opener::Local(client), layout, deadline);
-        } else if !self.reach(&to, PeerMessage::Open { tag, layout, within_ms }) {
+            self.visit(tag, Opener::Local(client), (layout, namespace), deadline);
+        } else if !self.reach(&to, PeerMessage::Open { tag, layout, namespace, within_ms }) {
             self.fail_open(tag, Refusal::Unreachable, false);
         }
     }
