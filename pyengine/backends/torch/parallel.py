@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pyengine.backend import Slice
+from pyengine.backend import Slice, Written
 from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, ModelError
@@ -98,7 +98,7 @@ class ParallelTorchBackend(TorchBackend):
         super().close()
         self._end()
 
-    def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
+    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
         with uninterrupted():
             self.ranks.tell(Compute([self._row(slice_) for slice_ in slices]))
             try:

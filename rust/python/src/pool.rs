@@ -221,7 +221,8 @@ impl PoolClient {
         self.request(py, LocalRequest::Open { tag: tag.0, to: to.0.clone(), within_ms })
     }
 
-    #[pyo3(signature = (local, tag, indices, first = 0, note = None))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (local, tag, indices, first = 0, note = None, strips = None))]
     fn push(
         &self,
         py: Python<'_>,
@@ -230,9 +231,10 @@ impl PoolClient {
         indices: Vec<u32>,
         first: u32,
         note: Option<Readable>,
+        strips: Option<(u32, u32)>,
     ) -> PyResult<()> {
         let note = note.map(|note| note.bytes().to_vec());
-        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, note })
+        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, strips, note })
     }
 
     fn corrupt(&self, py: Python<'_>, tag: &Tag, index: u32) -> PyResult<()> {

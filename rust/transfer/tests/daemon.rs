@@ -123,8 +123,14 @@ fn fill(client: &PoolClient, tag: Tag, keys: &[BlockKey], private: u8) {
 }
 
 fn push(client: &PoolClient, local: Tag, tag: Tag, blocks: u32, note: &[u8]) -> Result<(), Refusal> {
-    let request =
-        LocalRequest::Push { local, tag, indices: (0..blocks).collect(), first: 0, note: Some(note.to_vec()) };
+    let request = LocalRequest::Push {
+        local,
+        tag,
+        indices: (0..blocks).collect(),
+        first: 0,
+        strips: None,
+        note: Some(note.to_vec()),
+    };
     client.request(request).expect("sent");
     expect(client, "Pushed", |event| match event {
         LocalEvent::Pushed { tag: of, note: true, .. } if *of == tag => Some(Ok(())),
@@ -234,8 +240,14 @@ fn two_nodes_push_to_each_other_at_once() {
         });
     }
     fill(&on_a, tag(5, 1), &[], 1);
-    let request =
-        LocalRequest::Push { local: tag(5, 1), tag: to_b, indices: vec![5], first: 5, note: Some(b"n".to_vec()) };
+    let request = LocalRequest::Push {
+        local: tag(5, 1),
+        tag: to_b,
+        indices: vec![5],
+        first: 5,
+        strips: None,
+        note: Some(b"n".to_vec()),
+    };
     on_a.request(request).expect("sent");
     expect(&on_b, "Complete", |event| matches!(event, LocalEvent::Complete { tag, .. } if *tag == to_b).then_some(()));
 }
