@@ -58,11 +58,12 @@ def main() -> None:
     config = checkpoint.config
     tokens = np.random.default_rng(0).integers(100, config.vocab_size, max(PREFILLS)).tolist()
     square = np.ones((SQUARE, SQUARE), np.float32)
+    runs: dict[str, Callable[[], object]]
     for length in PREFILLS:
         if not (case := f"prefill {length}").startswith(arguments.only):
             continue
         prompt = tokens[:length]
-        runs: dict[str, Callable[[], object]] = {
+        runs = {
             "ours": partial(ours.prefill, prompt),
             "bf16": partial(half.prefill, prompt),
             "transformers": partial(theirs.prefill, prompt),
@@ -82,7 +83,7 @@ def main() -> None:
             one.begin(prompts, steps * (rounds + 1))
         theirs.begin(prompts)
         memory = torch.ones(decode_numbers(config, batch))
-        runs: dict[str, Callable[[], object]] = {
+        runs = {
             "ours": partial(ours.decode, steps),
             "bf16": partial(half.decode, steps),
             "transformers": partial(theirs.decode, steps),
