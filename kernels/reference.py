@@ -25,8 +25,9 @@ ALL = slice(None)
 def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None) -> tuple[Array, Array]:
     """(normed, stream): stream = residual + x (x where there is no residual), normed = stream / RMS(stream) * weight.
 
-    x, residual, both results: [T, width]; weight: [width]. The norm is that of the stream as it is stored. The residual
-    is used up: its memory may hold the stream. Source: Zhang and Sennrich, 2019.
+    x, residual, both results: [T, width]; weight: [width]. The norm is that of the stream as it is stored. Where there
+    is a residual both are used up: its memory may hold the stream, and that of x the norm. Source: Zhang and Sennrich,
+    2019.
     """
     stream = x if residual is None else residual + x
     return np.asarray(stream / np.sqrt((stream * stream).mean(axis=-1, keepdims=True) + eps) * weight), stream
@@ -52,7 +53,8 @@ def rope_write(
     qkv: [T, H + 2K, D], all queries before all keys before all values; kv: [2, K, P, B, D], written; cosines, sines:
     [T, D / 2] in float32 or better, of position * inverse frequency (Llama 3's scaling is in the frequencies); slots:
     int64 [T], page * B + offset, no two alike, or -1: its KV is written nowhere. norms: (query weight [D], key weight
-    [D], eps), an RMS norm of each query and key head before it is rotated (Qwen3).
+    [D], eps), an RMS norm of each query and key head before it is rotated (Qwen3). qkv is used up: the queries may be
+    in its memory.
     """
     kv_heads, page_tokens = kv.shape[1], kv.shape[3]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -68,7 +70,7 @@ def rope_write(
 
 
 def swiglu(gate_up: Array) -> Array:
-    """SiLU(gate) * up. gate_up: [T, 2 * width], gate before up; returns [T, width]. Source: Shazeer, 2020."""
+    """SiLU(gate) * up. gate_up: [T, 2 * width], gate before up, used up; returns [T, width]. Source: Shazeer, 2020."""
     gate, up = np.split(gate_up, 2, axis=-1)
     with np.errstate(over="ignore"):  # exp of a large -gate is infinite, and what is divided by it 0
         return np.asarray(gate / (1.0 + np.exp(-gate)) * up)
@@ -82,7 +84,7 @@ def paged_attention(query: Array, kv: Array, sequences: Sequences, window: int |
 
     Implementations have it twice, `prefill_attention` for any number of new tokens, `decode_attention` for one each,
     and in two stages: `attend = prefill_attention(sequences, kv, window)` once a step, with any layer's kv, then
-    `attend(query, kv)` in each layer.
+    `attend(query, kv)` in each layer, which uses the query up: its memory may hold the result.
     """
     _, heads, head_dim = query.shape
     kv_heads, page_tokens = kv.shape[1], kv.shape[3]

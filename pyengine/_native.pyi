@@ -286,10 +286,20 @@ class PoolClient:
         """A hint: these blocks of one prefix are wanted soon, so they may be brought into DRAM. Nothing is answered."""
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
-    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: _Bytes | None = None) -> None:
+    def push(
+        self,
+        local: Tag,
+        tag: Tag,
+        indices: Sequence[int],
+        first: int = 0,
+        note: _Bytes | None = None,
+        strips: tuple[int, int] | None = None,
+    ) -> None:
         """Sends blocks held (committed) under the grant `local` to these indices of the opened grant `tag`; -> Pushed.
 
-        Block i is taken from index i - first of `local`.
+        Block i is taken from index i - first of `local`. strips: only these of each block, [first, end), which are
+        written and will be written no more; the block need not be committed. Those of one block go in order, without
+        gaps; Pushed comes when all of them have arrived. Not within one arena.
         If `tag` lies in this arena (Opened had slots), the blocks written there are committed and `local` is ignored.
         The note (at most NOTE_LIMIT bytes) arrives after the last commit; give it with the last push.
         """
@@ -313,17 +323,47 @@ class PoolClient:
         """
     def unkeep(self, keys: _Bytes, by: str) -> None:
         """Keeps them no more in this name; -> Kept."""
-    def store(self, slot: int, generation: int, source: _Bytes, first_strip: int = 0) -> None:
+    def store(
+        self, slot: int, generation: int, source: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
         """Copies whole strips into a reserved slot and stores their checksums beside it.
 
-        source: contiguous, n * strip_bytes bytes. Raises BugError if out of range.
+        source: contiguous, n * strip_bytes bytes. They become strips first_strip, first_strip + 1, ...; of fewer heads
+        than the block has, `run` of every `stride` strips from first_strip on. Raises BugError if out of range.
         """
-    def load(self, slot: int, generation: int, into: _Bytes, first_strip: int = 0) -> bool:
+    def load(
+        self, slot: int, generation: int, into: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool:
         """Copies whole strips out of a slot into a writable buffer, verifying each checksum on the copied bytes.
 
-        False: a checksum did not hold, or the slot's life is over; `into` holds garbage then.
+        False: a checksum did not hold, or the slot's life is over; `into` holds garbage then. Strips as for `store`.
+        """
+    def share(self) -> tuple[list[int], int, int]:
+        """For another process that writes and reads this client's slots: (descriptors, arena_bytes, slots), the first
+        arguments of its SharedSlots. The descriptors are the caller's: to send over a unix socket, and to close.
+
+        The daemon gives this client's slots to others when it is closed (or dead) and so are all SharedSlots; where the
+        daemon is in this process, they are to be closed before the client is. Raises RetryError: the daemon is gone.
         """
     def close(self) -> None: ...
+
+@final
+class SharedSlots:
+    """The slots of another process's PoolClient, which says what may be written when. Use from one thread."""
+    def __new__(
+        cls, descriptors: Sequence[int], arena_bytes: int, slots: int, strips: int, strip_bytes: int
+    ) -> SharedSlots:
+        """As `PoolClient.share` has returned them there; the descriptors are given away. GiveUpError: no arena."""
+    def store(
+        self, slot: int, generation: int, source: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
+        """As PoolClient.store; never RetryError."""
+    def load(
+        self, slot: int, generation: int, into: _Bytes, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool:
+        """As PoolClient.load."""
+    def close(self) -> None:
+        """Nothing is written through it any more; what it was made of is closed."""
 
 @final
 class Daemon:
@@ -791,6 +831,90 @@ class LinearWeights:
         x, out: addresses of matrices of float32 with `rows` dense rows, `stride` and `out_stride` numbers apart. The
         caller keeps both, and nobody else uses them meanwhile; they do not overlap. level: one of LINEAR_LEVELS, the
         best by default. Raises BugError.
+        """
+
+@final
+class AttentionPlan:
+    """Attention of one step of some sequences: what is the same for all layers."""
+    def __new__(
+        cls,
+        rows: Sequence[int],
+        lengths: Sequence[int],
+        tables: _Bytes,
+        window: int | None,
+        group: int,
+        pages: int,
+        page_tokens: int,
+    ) -> AttentionPlan:
+        """rows, lengths, tables (int32): as `kernels.inputs.Sequences` has them; window: positions that a token sees,
+        or None; group: query heads for each KV head; pages, page_tokens: of the page tensors. Raises BugError if these
+        do not fit each other, or a page is named that does not exist.
+        """
+
+@final
+class CpuKernels:
+    """The contracts of kernels/ on CPUs: see kernels/reference.py. Without the GIL; results do not depend, to the last
+    bit, on threads or level.
+
+    Tensors are addresses and ways (from row to row, from head to head, ... in numbers), dense in their last axis;
+    float32, or bfloat16 where `half` (activations) or `half_pages` says so. The caller keeps them, they are as large
+    as is said, and nobody else uses them meanwhile. pages: (address, ways from keys to values, from head to head, from
+    page to page, from token to token, then how many heads, pages, tokens of a page, numbers of a head).
+    """
+    def __new__(cls, threads: LinearThreads, level: str | None = None) -> CpuKernels:
+        """level: one of LINEAR_LEVELS, the best by default. Raises BugError."""
+    def rms_norm(
+        self,
+        x: tuple[int, int],
+        residual: tuple[int, int],
+        weight: int,
+        out: tuple[int, int],
+        rows: int,
+        width: int,
+        eps: float,
+        half: bool,
+    ) -> None:
+        """residual: its address is 0 where there is none; else it becomes the sum. out may be x."""
+    def rope_write(
+        self,
+        qkv: tuple[int, int, int],
+        tokens: int,
+        heads: int,
+        pages: tuple[int, Sequence[int], Sequence[int]],
+        cosines: tuple[int, int],
+        sines: tuple[int, int],
+        slots: int,
+        norms: tuple[int, int, float] | None,
+        half: bool,
+        half_pages: bool,
+    ) -> None:
+        """Queries are rotated where they are. heads: of queries. norms: two weights and eps."""
+    def swiglu(self, gate_up: tuple[int, int], rows: int, width: int, half: bool) -> None:
+        """The result is written over the gate."""
+    def attend(
+        self,
+        plan: AttentionPlan,
+        query: tuple[int, int, int],
+        out: tuple[int, int, int],
+        rows: int,
+        pages: tuple[int, Sequence[int], Sequence[int]],
+        half: bool,
+        half_pages: bool,
+    ) -> None:
+        """out may be the query. Raises BugError if the plan is for other pages or more rows."""
+    def copy_pages(
+        self,
+        pages: int,
+        page_ways: Sequence[int],
+        strips: int,
+        strip_ways: Sequence[int],
+        shape: tuple[int, int, int, int],
+        page_ids: Sequence[int],
+        scatter: bool,
+    ) -> None:
+        """Whole pages to strips, or back. page_ways: bytes from layer to layer, from keys to values, from head to head,
+        from page to page, from token to token; strip_ways: from block to block, from layer to layer, from keys to
+        values, from head to head, from token to token; shape: layers, heads, tokens of a page, bytes of a head.
         """
 
 @final

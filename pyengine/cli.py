@@ -46,6 +46,15 @@ def serve(
     *,
     model: str | None = None,
     backend: str | None = None,
+    prefill_backend: str | None = None,
+    decode_backend: str | None = None,
+    dtype: str | None = None,
+    prefill_dtype: str | None = None,
+    decode_dtype: str | None = None,
+    convert_kv: Annotated[bool | None, Parameter(negative=())] = None,
+    tp: int | None = None,
+    prefill_tp: int | None = None,
+    decode_tp: int | None = None,
     prefill: int | None = None,
     decode: int | None = None,
     both: int | None = None,
@@ -78,7 +87,25 @@ def serve(
     model
         Name (smollm2), Hugging Face folder, GGUF file or hub name.
     backend
-        torch, or fake (computes no model; for tests).
+        torch, jax, or fake (computes no model; for tests).
+    prefill_backend
+        Of the prefill workers (default: backend).
+    decode_backend
+        Of the decode workers (default: backend). KV crosses between torch and jax.
+    dtype
+        In which workers compute and keep KV: float32, bfloat16, or auto (default: float32 on CPUs, else bfloat16).
+    prefill_dtype
+        Of the prefill workers (default: dtype).
+    decode_dtype
+        Of the decode workers (default: dtype).
+    convert_kv
+        Prefill workers convert KV to the dtype of the decode workers, if they differ.
+    tp
+        Over how many processes (torch) or devices (jax) a worker spreads each layer (default 1).
+    prefill_tp
+        Of the prefill workers (default: tp). It may differ from the decode workers'.
+    decode_tp
+        Of the decode workers (default: tp).
     prefill
         Prefill workers. With no number named: 1 prefill and 1 decode worker.
     decode
@@ -142,21 +169,35 @@ def serve(
 
 
 @app.command
-def worker(*, file: Annotated[Path, Parameter(name="--config")], ready_fd: int | None = None) -> int:
+def worker(
+    *,
+    file: Annotated[Path, Parameter(name="--config")],
+    backend: str | None = None,
+    dtype: str | None = None,
+    tp: int | None = None,
+    ready_fd: int | None = None,
+) -> int:
     """One worker of a deployment.
 
     Parameters
     ----------
     file
-        TOML or JSON file with the fields of pyengine.config.WorkerConfig.
+        TOML or JSON file with the fields of pyengine.config.WorkerConfig; flags override it.
+    backend
+        torch, jax or fake.
+    dtype
+        float32, bfloat16 or auto.
+    tp
+        Over how many processes (torch) or devices (jax) each layer is spread.
     ready_fd
         Descriptor that gets one JSON line when the worker accepts work.
     """
+    flags = {"backend": backend, "dtype": dtype, "tp": tp}
 
     def run() -> int:
         from pyengine.worker.service import run_worker
 
-        return run_worker(settings.load(WorkerConfig, file, {}), _announcer(ready_fd))
+        return run_worker(settings.load(WorkerConfig, file, flags), _announcer(ready_fd))
 
     return _guarded("worker", run)
 

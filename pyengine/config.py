@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pyengine.backends import BACKENDS, DTYPES, lacking
 from pyengine.scheduler.types import Role, Slo
 
 GIB = 1 << 30
-BACKENDS = ("torch", "fake")
 TRANSPORTS = ("auto", "shm", "tcp", "rdma")
 ROLES = ("fixed", "auto")
 #: What clients send as `service_tier` when they mean no class in particular (OpenAI's words).
@@ -87,25 +87,38 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`pyengine serve`: everything on this machine.
 
     model: name, folder or file. The default comes with a small package, so that it works without a hub. backend: who
-    computes; torch runs everywhere. fake computes no model (tests, benchmarks). prefill, decode, both: numbers of
-    workers of each role. None named at all: one prefill and one decode worker. nodes: daemons (each with its own pool);
-    worker k sits on node k mod nodes, prefill workers first. One: hand-off through a shared arena, the fastest on one
-    machine. transport: how blocks cross between nodes. auto takes the best that stands: shm on one host, then rdma,
-    then tcp. tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used
-    then. dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the memory. ssd_dir: directory
-    where nodes keep KV that survives a restart, each in a folder of its own; "": none does. ssd_bytes: what each node
-    may take there, bytes. kv_bytes: device pages per worker, bytes; 0: as dram_bytes. pages: device pages per worker;
-    0: derived from kv_bytes. host, port: where the gateway listens. Loopback, because it asks nobody for a password.
-    policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is
-    off because its forecast needs a measured machine. roles: fixed, or auto: the conductor tells workers to take on the
-    role that is short. Fixed until that is measured. slo_ttft, slo_tbt: latency objectives of requests that choose no
-    class, seconds; 0: none. Admission refuses what would miss them. slo_class: objectives that requests may choose by
-    name (their `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0:
-    cores divided by workers. state_dir: secret and converted models; "": see env.py.
+    computes: torch, jax, or fake, which computes no model (tests, benchmarks). prefill_backend, decode_backend: of the
+    workers of one role; "": as backend. dtype: in which a worker computes and keeps its KV; auto: float32 on CPUs,
+    bfloat16 on accelerators. prefill_dtype, decode_dtype: likewise. convert_kv: prefill workers convert KV to the dtype
+    of the decode workers. Off, because tokens then depend on which blocks were reused. tp: over how many processes
+    (torch) or devices (jax) a worker spreads each layer. prefill_tp, decode_tp: likewise; 0: as tp. prefill, decode,
+    both: numbers of workers of each role. None named at all: one prefill and one decode worker. nodes: daemons (each
+    with its own pool); worker k sits on node k mod nodes, prefill workers first. One: hand-off through a shared arena,
+    the fastest on one machine. transport: how blocks cross between nodes. auto takes the best that stands: shm on one
+    host, then rdma, then tcp. tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be
+    encrypted and is not used then. dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the
+    memory. ssd_dir: directory where nodes keep KV that survives a restart, each in a folder of its own; "": none does.
+    ssd_bytes: what each node may take there, bytes. kv_bytes: device pages per worker, bytes; 0: as dram_bytes. pages:
+    device pages per worker; 0: derived from kv_bytes. host, port: where the gateway listens. Loopback, because it asks
+    nobody for a password. policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's
+    Algorithm 1; admission is off because its forecast needs a measured machine. roles: fixed, or auto: the conductor
+    tells workers to take on the role that is short. Fixed until that is measured. slo_ttft, slo_tbt: latency objectives
+    of requests that choose no class, seconds; 0: none. Admission refuses what would miss them. slo_class: objectives
+    that requests may choose by name (their `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see
+    WorkerConfig. threads 0: cores divided by workers. state_dir: secret and converted models; "": see env.py.
     """
 
     model: str = "smollm2"
     backend: str = "torch"
+    prefill_backend: str = ""
+    decode_backend: str = ""
+    dtype: str = "auto"
+    prefill_dtype: str = ""
+    decode_dtype: str = ""
+    convert_kv: bool = False
+    tp: int = 1
+    prefill_tp: int = 0
+    decode_tp: int = 0
     prefill: int = 0
     decode: int = 0
     both: int = 0
@@ -133,13 +146,23 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""
-        if self.backend == "jax":
-            raise ConfigError("backend jax is not in this version: use --backend torch")
-        _one_of("backend", self.backend, BACKENDS)
+        self._check_backends()
         _one_of("transport", self.transport, TRANSPORTS)
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma is not encrypted: use --transport auto or tcp with --tls, or leave --tls out")
-        for name in ("prefill", "decode", "both", "dram_bytes", "kv_bytes", "pages", "threads", "slo_ttft", "slo_tbt"):
+        for name in (
+            "prefill",
+            "decode",
+            "both",
+            "dram_bytes",
+            "kv_bytes",
+            "pages",
+            "threads",
+            "slo_ttft",
+            "slo_tbt",
+            "prefill_tp",
+            "decode_tp",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
         for name in ("slo_ttft", "slo_tbt"):
@@ -147,7 +170,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
         check_classes(self.slo_class)
         _one_of("roles", self.roles, ROLES)
-        for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue"):
+        for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue", "tp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 < self.port < 65536:
@@ -170,6 +193,65 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{self.nodes} nodes for {len(self.placement())} workers: some would have none; use fewer --nodes"
             )
+
+    def _check_backends(self) -> None:
+        for name in ("backend", "prefill_backend", "decode_backend"):
+            if getattr(self, name):
+                _one_of(name, getattr(self, name), tuple(BACKENDS))
+        for name in ("dtype", "prefill_dtype", "decode_dtype"):
+            if getattr(self, name):
+                _one_of(name, getattr(self, name), ("auto", *DTYPES))
+        roles = {role for _, role in self.placement()}
+        for role in (Role.PREFILL, Role.DECODE):
+            for what in ("backend", "dtype", "tp"):
+                if getattr(self, f"{role.value}_{what}") and role not in roles:
+                    raise ConfigError(
+                        f"{role.value}_{what} is for {role.value} workers, and there are none: add --{role.value} 1,"
+                        f" or name a {what} for all (--{what})"
+                    )
+        backends = {self.backend_of(role) for role in roles}
+        if "fake" in backends and len(backends) > 1:
+            raise ConfigError("the fake backend computes no model, so no other can use its KV: give all workers fake")
+        for backend in sorted(backends):
+            if reason := lacking(backend):
+                raise ConfigError(reason)
+        if any(self.tp_of(role) > 1 for role in roles):
+            if "fake" in backends:
+                raise ConfigError("the fake backend has no layers that could be spread: leave out --tp")
+            if self.convert_kv:
+                raise ConfigError("convert_kv is for workers of one process: leave out --convert-kv or --tp")
+        dtypes = self.dtype_of(Role.PREFILL), self.dtype_of(Role.DECODE)
+        if self.convert_kv:
+            if Role.BOTH in roles:
+                raise ConfigError("convert_kv is for prefill and decode workers apart: leave out --both")
+            if "auto" in dtypes:
+                raise ConfigError(
+                    "convert_kv needs the dtypes by name, as they name what is cached: add --prefill-dtype float32"
+                    " --decode-dtype bfloat16, say"
+                )
+        elif Role.PREFILL in roles and "auto" not in dtypes and dtypes[0] != dtypes[1]:
+            raise ConfigError(
+                f"prefill workers keep KV in {dtypes[0]}, decode workers in {dtypes[1]}: give both one --dtype, or add"
+                " --convert-kv, which rounds"
+            )
+
+    def backend_of(self, role: Role) -> str:
+        """Who computes for workers of this role."""
+        return {Role.PREFILL: self.prefill_backend, Role.DECODE: self.decode_backend}.get(role) or self.backend
+
+    def dtype_of(self, role: Role) -> str:
+        """In which dtype workers of this role compute, or "auto"."""
+        return {Role.PREFILL: self.prefill_dtype, Role.DECODE: self.decode_dtype}.get(role) or self.dtype
+
+    def tp_of(self, role: Role) -> int:
+        """Over how many processes or devices workers of this role spread each layer."""
+        return {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}.get(role) or self.tp
+
+    @property
+    def converted(self) -> tuple[str, str] | None:
+        """Dtypes of KV at prefill and decode workers, if the one is converted to the other."""
+        dtypes = self.dtype_of(Role.PREFILL), self.dtype_of(Role.DECODE)
+        return dtypes if self.convert_kv and dtypes[0] != dtypes[1] else None
 
     def placement(self) -> list[tuple[str, Role]]:
         """(name, role) of every worker, in placement order."""
@@ -195,12 +277,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker: its name, unique in the cluster. role: what it accepts. node: id of its daemon.
     daemon_socket: path of that daemon's unix socket. conductor: ZeroMQ endpoint of the conductor.
     work_endpoint: ZeroMQ endpoint this worker binds for gateways. secret_file: the cluster secret.
-    model, backend, state_dir: as in ServeConfig.
-    kv_bytes: budget for device pages, bytes; pages: their number, 0: derived by `device_pages`.
+    model, backend, dtype, tp, state_dir: as in ServeConfig.
+    converted: dtypes of KV at prefill and at decode workers, where the first is converted to the second. This worker's
+    own is one of them.
+    kv_bytes: budget for device pages of all its processes together, bytes; pages: their number, 0: derived by
+    `device_pages`.
     max_tokens_per_step: tokens one step computes at most. 512: a step stays short enough for the decodes beside it.
     max_sequences: sequences that run at once. max_queue: requests accepted and not yet running.
     pinned: it keeps its role, also where the conductor shifts roles.
-    threads: threads of the backend, 0: the backend's own choice.
+    threads: threads of the backend, of all its processes together; 0: the backend's own choice.
     """
 
     worker: str
@@ -212,6 +297,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: str
     model: str
     backend: str
+    dtype: str = "auto"
+    converted: tuple[str, str] | None = None
+    tp: int = 1
     state_dir: str
     kv_bytes: int = 0
     pages: int = 0

@@ -36,3 +36,11 @@ def read() -> Environment:
     if log_level not in LOG_LEVELS:
         raise ValueError(f"PYENGINE_LOG_LEVEL is {log_level!r}; set it to one of {', '.join(LOG_LEVELS)}")
     return Environment(state_dir.expanduser().absolute(), runtime_dir, log_level)
+
+
+def limit_xla_threads(threads: int) -> None:
+    """How many threads XLA computes with on a CPU: NPROC, read when its client is made, at the first use of JAX.
+
+    XLA has no other way: its own choice is one for each core that the process may run on.
+    """
+    os.environ["NPROC"] = str(threads)

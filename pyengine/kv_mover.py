@@ -13,6 +13,9 @@ the lookup finds more on this node's SSD, to grant slots for the rest and fetch 
 hold slots before decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which
 holds nothing. Slots that no source filled are let go before anything is computed.
 
+A chunk that is large enough leaves while it is computed (`stream`): strips of its blocks are stored, and between nodes
+pushed, layer by layer; the blocks are committed when the step has succeeded.
+
 On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
 block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
 go when the block has arrived. Nobody who waits for something else may hold a pool's last slot, so staging always goes
@@ -28,20 +31,22 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Run
+from functools import partial
 from typing import ParamSpec, Protocol
 
 import msgspec
-import numpy as np
 
 from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
-from pyengine.backend import U8, Backend
-from pyengine.scheduler.batcher import Batcher, Filled, Load, Sequence, SequenceId, State
+from pyengine.backend import U8, Backend, Written
+from pyengine.copier import Copied, Copier
+from pyengine.group_copier import GroupCopier
+from pyengine.ranks import Ranked
+from pyengine.scheduler.batcher import Batcher, Filled, Load, Planned, Sequence, SequenceId, State
 from pyengine.scheduler.messages import LoadSample, Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
+from pyengine.streaming import Stream, Streamer
 
-#: Blocks copied per call between pages and arena. It bounds the scratch buffer: 24 MiB for a small model.
-COPY_BLOCKS = 32
 #: Blocks that may wait, copied out of their pages, for a free slot to be cached in; beyond it they are not cached.
 WRITE_THROUGH_BLOCKS = 256
 #: Blocks of one sequence on their way through the own pool at once; the others wait in their pages. A long prefix that
@@ -81,11 +86,23 @@ class Pool(Protocol):
     def fetch(self, tag: Tag, indices: Run[int], sources: Run[NodeAddress]) -> None: ...
     def prefetch(self, keys: bytes, parent: bytes, position: int, sources: Run[NodeAddress]) -> None: ...
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None: ...
-    def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
+    def push(
+        self,
+        local: Tag,
+        tag: Tag,
+        indices: Run[int],
+        first: int = 0,
+        note: bytes | None = None,
+        strips: tuple[int, int] | None = None,
+    ) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
     def end(self, tag: Tag) -> None: ...
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None: ...
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool: ...
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None: ...
+    def load(
+        self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> bool: ...
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
@@ -180,6 +197,8 @@ class Job:
     staging: dict[Tag, int] = dataclasses.field(default_factory=dict)
     #: Prefill: tags of slots being pushed, by block.
     staged: dict[int, Tag] = dataclasses.field(default_factory=dict)
+    #: Prefill: blocks that leave while the step computes them.
+    stream: Stream | None = None
     #: Prefill: encoded, once the prompt is computed.
     note: bytes | None = None
     opened: bool = False
@@ -231,6 +250,12 @@ class KvMover:
         self.batcher = batcher
         self.spec = spec
         self.incarnation = incarnation
+        self.copier = (
+            GroupCopier(backend, spec, backend.heads, backend.ranks)
+            if isinstance(backend, Ranked)
+            else Copier(backend, spec)
+        )
+        self.streamer = Streamer(self.copier, spec, self._send_strips)
         self.pool: Pool | None = None
         self.lost: str | None = None
         self.jobs: dict[SequenceId, Job] = {}
@@ -243,7 +268,8 @@ class KvMover:
         self.loads: list[LoadSample] = []
         self._by_tag: dict[Tag, Job] = {}
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
-        self._write_through: dict[Tag, U8] = {}
+        self._write_through: dict[Tag, Copied] = {}
+        self._requests: list[Callable[[], None]] = []
         #: Questions of this round that the daemon answers at once.
         self._asked: set[Tag] = set()
         self._answers = select.poll()
@@ -262,25 +288,37 @@ class KvMover:
         """Takes a fresh link to the node's daemon. Requires that none is connected."""
         assert self.pool is None, "a mover has one pool at a time"
         self.pool = pool
+        self.copier.connect(pool)
         self._answers = select.poll()
         self._answers.register(pool.fileno(), select.POLLIN)
         self.lost = None
 
     def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
-        """Makes a request of the pool. One that finds the daemon dead, or too far behind to take it, does nothing, and
-        neither do those after it: what was held is let go as a whole by `pump`.
+        """A request of the pool, to be made by `flush`."""
+        self._requests.append(partial(request, *arguments, **named))
+
+    def flush(self) -> None:
+        """Makes the requests of the pool, together: the first wakes the daemon's thread, which costs ten times as much
+        as each further one. To be called before anything that lasts.
+
+        A request that finds the daemon dead, or too far behind to take it, does nothing, and neither do those after it:
+        what was held is let go as a whole by `pump`.
         """
+        requests, self._requests = self._requests, []
+        for request in requests:
+            self._try(request)
+
+    def _try(self, request: Callable[[], None]) -> None:
         if self.lost is None:
             try:
-                request(*arguments, **named)
+                request()
             except _native.RetryError as error:
                 self.lost = str(error)
 
     def _disconnected(self, reason: str) -> None:
         """The daemon died. What decodes goes on from its pages; what needed the pool is failed or goes on without."""
-        if self.pool is not None:
-            self.pool.close()
-        self.pool = None
+        self.close()
+        self._requests.clear()
         self._asked.clear()
         self._write_through.clear()
         self._by_tag.clear()
@@ -293,6 +331,7 @@ class KvMover:
             job.unstaged.clear()
             job.staging.clear()
             job.staged.clear()
+            job.stream = None
             if needs_pool:
                 self.failures.append(Failure(job.id, "retry", f"the node's daemon is lost: {reason}"))
             elif waiting:
@@ -300,6 +339,8 @@ class KvMover:
 
     def close(self) -> None:
         if self.pool is not None:
+            self.streamer.close()
+            self.copier.disconnect()
             self.pool.close()
             self.pool = None
 
@@ -456,10 +497,12 @@ class KvMover:
         answer within ANSWER is heard in a later one, and not waited for again.
         """
         self._take_events()
+        self.flush()
         until = time.monotonic() + ANSWER
         while self._asked and self.lost is None and (left := until - time.monotonic()) > 0.0:
             self._answers.poll(left * 1000)
             self._take_events()
+            self.flush()
         self._asked.clear()
 
     def _take_events(self) -> None:
@@ -632,8 +675,9 @@ class KvMover:
             self.batcher.ready(job.id, job.leading(self._prefix_limit(job)) * self.spec.block_tokens)
 
     def _refused(self, tag: Tag, refusal: str) -> None:
-        if (strips := self._write_through.pop(tag, None)) is not None:
-            self.counters["uncached_blocks"] += len(strips)
+        if (copied := self._write_through.pop(tag, None)) is not None:
+            self.copier.store_copied(copied, [], [])
+            self.counters["uncached_blocks"] += copied.blocks
             if self.pool is not None:
                 self._ask(self.pool.end, tag)
             return
@@ -664,16 +708,8 @@ class KvMover:
     def load(self, load: Load) -> None:
         """Copies pooled blocks into the sequence's pages and tells the batcher how far they are good."""
         job = self.jobs[load.id]
-        good, began = 0, time.monotonic()
-        for begin in range(0, len(load.pages), COPY_BLOCKS):
-            pages = load.pages[begin : begin + COPY_BLOCKS]
-            strips = np.empty((len(pages), self.spec.strips, self.spec.strip_bytes), np.uint8)
-            verified = self._load_blocks(job, load.first_block + begin, strips)
-            if verified:
-                self.backend.write_pages(pages[:verified], strips[:verified])
-            good += verified
-            if verified < len(pages):
-                break
+        began = time.monotonic()
+        good = self._load_blocks(job, load)
         self.counters["loaded_blocks"] += good
         if good and self.pool is not None and len(self.loads) < LOADS:
             size, seconds = good * self.spec.block_bytes, time.monotonic() - began
@@ -688,18 +724,18 @@ class KvMover:
         self.batcher.loaded(job.id, tokens)
         self._in_pages(job)
 
-    def _load_blocks(self, job: Job, first_block: int, strips: U8) -> int:
-        """Fills leading rows of `strips` from the pool; returns how many hold verified blocks."""
-        for row in range(len(strips)):
-            found = job.find(first_block + row)
-            if found is None or self.pool is None:
-                return row
-            holding, slot = found
-            if not self.pool.load(slot.slot, slot.generation, strips[row]):
-                self.counters["checksum_failures"] += 1
-                self._ask(self.pool.corrupt, holding.tag, first_block + row)
-                return row
-        return len(strips)
+    def _load_blocks(self, job: Job, load: Load) -> int:
+        """Fills leading pages from the pool; returns how many hold verified blocks."""
+        if self.pool is None:
+            return 0
+        readable: list[tuple[Holding, Slot]] = []
+        while len(readable) < len(load.pages) and (found := job.find(load.first_block + len(readable))) is not None:
+            readable.append(found)
+        good = self.copier.load([slot for _, slot in readable], load.pages[: len(readable)])
+        if good < len(readable):
+            self.counters["checksum_failures"] += 1
+            self._ask(self.pool.corrupt, readable[good][0].tag, load.first_block + good)
+        return good
 
     def cached_by_tier(self, sequence: Sequence) -> dict[str, int]:
         """Where the tokens were found that the sequence reused when it first started; in all, `sequence.cached`."""
@@ -734,11 +770,91 @@ class KvMover:
             self._deliver(job, len(job.handoff.committed))
             self._note_if_copied_out(job)
 
+    def stream(self, planned: Run[Planned]) -> Written | None:
+        """Before a step: has KV that it completes leave while it computes, where that is enough to gain.
+
+        Returns what `Backend.submit` is to call; None: all leaves after the step.
+        """
+        if not self.backend.layerwise or self.backend.overlaps:
+            # Behind a step that is under way another may be submitted: nobody keeps their streams apart yet.
+            return None
+        jobs = [job for each in planned if (job := self._streams(each)) is not None]
+        # The own daemon answers at once if it has room; blocks whose slots come later leave after the step.
+        self.flush()
+        until = time.monotonic() + ANSWER
+        while any(job.staging for job in jobs) and self.pool is not None and (left := until - time.monotonic()) > 0.0:
+            self._answers.poll(left * 1000)
+            self._take_events()
+            self.flush()
+        streams = [job.stream for job in jobs if job.stream is not None]
+        return self.streamer.begin(streams) if streams else None
+
+    def streamed(self) -> None:
+        """The step is over, well or not: nothing of it is copied any more."""
+        self._try(self.streamer.join)
+
+    def _streams(self, planned: Planned) -> Job | None:
+        """The job of this part of a step, if its blocks are to leave meanwhile."""
+        job = self.jobs[planned.id]
+        if self.pool is None or job.handoff is None or not job.opened:
+            return None
+        end = planned.start + planned.count
+        whole = min(end // self.spec.block_tokens, len(job.work.keys) // KEY_BYTES)
+        missing = self._missing(job, len(job.handoff.committed) if planned.sample else whole)
+        if self.streamer.parts(len(missing)) < 2:
+            return None
+        job.delivered.update(missing)
+        job.stream = Stream(end, [], [], [], [], [])
+        if job.same_arena:
+            for index in missing:
+                self._flow(job, index, job.handoff.slots[index])
+        else:
+            job.unstaged.extend(missing)
+            self._stage(job)
+        return job
+
+    def _flow(self, job: Job, index: int, slot: Slot, tag: Tag | None = None) -> None:
+        """One more block of the job's stream, into this slot."""
+        stream = job.stream
+        assert stream is not None, "callers check"
+        stream.blocks.append(index)
+        stream.pages.append(job.sequence.pages[index])
+        stream.tokens.append(min(stream.end - index * self.spec.block_tokens, self.spec.block_tokens))
+        stream.slots.append(slot)
+        if tag is not None:
+            stream.tags.append(tag)
+            stream.to = job.handoff.tag if job.handoff is not None else None
+
+    def _send_strips(self, stream: Stream, first: int, end: int) -> None:
+        """Strips of a stream are in their slots; between nodes they go on. On the streamer's thread."""
+        pool = self.pool
+        if pool is None or stream.to is None:
+            return
+        for tag, index in zip(stream.tags, stream.blocks, strict=True):
+            pool.push(tag, stream.to, [index], first=index, strips=(first, end))
+
+    def _finish_stream(self, job: Job, stream: Stream) -> None:
+        """The step has succeeded: what is left goes after the rest, and all is committed."""
+        assert self.pool is not None and job.handoff is not None, "callers check"
+        self._try(partial(self.streamer.finish, stream))
+        if self.lost is None:
+            self.counters["stored_blocks"] += len(stream.blocks)
+        for tag in stream.tags:
+            self._ask(self.pool.commit, tag, [0])
+        if stream.blocks and not stream.tags:
+            self._ask(self.pool.push, job.handoff.tag, job.handoff.tag, stream.blocks)
+
+    def _missing(self, job: Job, blocks: int) -> list[int]:
+        return [index for index in range(blocks) if index not in job.delivered]
+
     def _deliver(self, job: Job, blocks: int) -> None:
         """Sends those of the first `blocks` blocks on their way that the decode worker's grant lacks."""
         if self.pool is None or job.handoff is None:
             return
-        missing = [index for index in range(blocks) if index not in job.delivered]
+        if (stream := job.stream) is not None:
+            job.stream = None
+            self._finish_stream(job, stream)
+        missing = self._missing(job, blocks)
         job.delivered.update(missing)
         if job.same_arena:
             self._store(job.sequence, {index: job.handoff.slots[index] for index in missing})
@@ -765,9 +881,15 @@ class KvMover:
         if self.pool is None or job.handoff is None:
             return
         index_of = {tag: job.staging.pop(tag) for tag, _ in granted}
+        job.staged.update({index: tag for tag, index in index_of.items()})
+        if job.stream is not None:
+            # Before the step that computes them.
+            for tag, slot in granted:
+                if not slot.committed:
+                    self._flow(job, index_of[tag], slot, tag)
+            granted = [(tag, slot) for tag, slot in granted if slot.committed]
         self._store(job.sequence, {index_of[tag]: slot for tag, slot in granted if not slot.committed})
         for tag, slot in granted:
-            job.staged[index_of[tag]] = tag
             if not slot.committed:
                 self._ask(self.pool.commit, tag, [0])
             self._ask(self.pool.push, tag, job.handoff.tag, [index_of[tag]], first=index_of[tag])
@@ -791,52 +913,40 @@ class KvMover:
 
     def _store(self, sequence: Sequence, slots: dict[int, Slot]) -> None:
         """Copies blocks of a sequence from its pages into slots of the arena."""
-        assert self.pool is not None, "callers check"
-        blocks = list(slots)
-        for begin in range(0, len(blocks), COPY_BLOCKS):
-            batch = blocks[begin : begin + COPY_BLOCKS]
-            for index, strips in zip(batch, self._read_blocks(sequence, batch), strict=True):
-                self._put(slots[index], strips)
+        pages, tokens = self._filled(sequence, list(slots))
+        # At once: whoever is told of a block later is told of what is there.
+        self._try(partial(self.copier.store, pages, tokens, list(slots.values())))
+        if self.lost is None:
+            self.counters["stored_blocks"] += len(slots)
 
-    def _put(self, slot: Slot, strips: U8) -> None:
-        """Copies one block into its slot."""
-        assert self.pool is not None, "callers check"
-        self._ask(self.pool.store, slot.slot, slot.generation, strips)
-        self.counters["stored_blocks"] += self.lost is None
-
-    def _read_blocks(self, sequence: Sequence, blocks: list[int]) -> U8:
-        """Canonical strips of some blocks of a sequence; a partial one is zeroed beyond its tokens."""
-        strips = np.empty((len(blocks), self.spec.strips, self.spec.strip_bytes), np.uint8)
-        self.backend.read_pages([sequence.pages[index] for index in blocks], strips)
-        for row, index in enumerate(blocks):
-            tokens = sequence.computed - index * self.spec.block_tokens
-            if tokens < self.spec.block_tokens:
-                strips[row, :, tokens * self.spec.strip_bytes // self.spec.block_tokens :] = 0
-        return strips
+    def _filled(self, sequence: Sequence, blocks: list[int]) -> tuple[list[int], list[int]]:
+        """The pages of some blocks of a sequence, and how many positions of each are computed."""
+        tokens = [min(sequence.computed - index * self.spec.block_tokens, self.spec.block_tokens) for index in blocks]
+        return [sequence.pages[index] for index in blocks], tokens
 
     # -- write-through --------------------------------------------------------------------------------------------
 
     def write_through(self, sequence: Sequence, filled: Run[Filled]) -> None:
         """Caches blocks that this worker computed, if the pool has room at once; it never makes a step wait."""
-        waiting = sum(map(len, self._write_through.values()))
+        waiting = sum(copied.blocks for copied in self._write_through.values())
         room = WRITE_THROUGH_BLOCKS - waiting if self.pool is not None else 0
         self.counters["uncached_blocks"] += len(filled[room:])
         filled = filled[:room]
         if not filled or self.pool is None:
             return
         tag = self._local_tag()
-        self._write_through[tag] = self._read_blocks(sequence, [block.index for block in filled])
+        self._write_through[tag] = self.copier.copy_out(*self._filled(sequence, [block.index for block in filled]))
         keys = b"".join(block.key for block in filled)
         parent = filled[0].parent if filled[0].index else NO_PARENT
         tenant = self.jobs[sequence.id].work.tenant
         self._ask(self.pool.grant, tag, keys, False, parent, filled[0].index, "now", tenant)
 
-    def _store_through(self, tag: Tag, strips: U8, slots: list[Slot]) -> None:
+    def _store_through(self, tag: Tag, copied: Copied, slots: list[Slot]) -> None:
         assert self.pool is not None, "the event came from it"
         wanted = [index for index, slot in enumerate(slots) if not slot.committed]
-        for index in wanted:
-            self._put(slots[index], strips[index])
+        self._try(partial(self.copier.store_copied, copied, wanted, [slots[index] for index in wanted]))
         if wanted:
+            self.counters["stored_blocks"] += len(wanted) if self.lost is None else 0
             self._ask(self.pool.commit, tag, wanted)
         self._ask(self.pool.end, tag)
 

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
 from pyengine.gateway.listener import listen
 from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
+from pyengine.scheduler.types import Namespace
 from pyengine.secret import claim_ssd, secret_file
 
 #: Exit status by which a child says that a restart would not help (cli.py, transferd, conductor).
@@ -81,6 +83,8 @@ class Supervisor:
         self._begun = time.monotonic()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ready: dict[str, asyncio.Event] = {part.name: asyncio.Event() for part in parts}
+        #: What each part said when it was ready last.
+        self.facts: dict[str, dict[str, Any]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -178,7 +182,8 @@ class Supervisor:
                 transport.close()
         if line:
             again = " again" if self._ready[part.name].is_set() else ""
-            self._report(f"{part.name:<12} ready{again} after {time.monotonic() - self._begun:.1f} s{_facts(line)}")
+            self.facts[part.name] = facts = _facts(line)
+            self._report(f"{part.name:<12} ready{again} after {time.monotonic() - self._begun:.1f} s{_shown(facts)}")
             self._ready[part.name].set()
 
 
@@ -221,12 +226,17 @@ def _how(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
-def _facts(line: bytes) -> str:
-    """What a ready line says that a person wants to see."""
+def _facts(line: bytes) -> dict[str, Any]:
+    """What a ready line says."""
     try:
         facts = json.loads(line)
     except ValueError:
-        return ""
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _shown(facts: dict[str, Any]) -> str:
+    """What of it a person wants to see."""
     shown = [f"{facts[name]} {unit}".strip() for name, unit in (("address", ""), ("pages", "pages")) if name in facts]
     return f"  ({', '.join(shown)})" if shown else ""
 
@@ -287,7 +297,10 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             work_endpoint=f"ipc://{run}/{name}",
             secret_file=str(secret),
             model=config.model,
-            backend=config.backend,
+            backend=config.backend_of(role),
+            dtype=config.dtype_of(role),
+            converted=config.converted,
+            tp=config.tp_of(role),
             state_dir=config.state_dir,
             kv_bytes=config.kv_bytes,
             pages=config.pages,
@@ -354,9 +367,9 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     begun = time.monotonic()
-    roles = ", ".join(name for name, _ in config.placement())
+    workers = ", ".join(f"{name} ({config.backend_of(role)})" for name, role in config.placement())
     print(
-        f"pyengine {installed_version()}: {config.model} ({config.backend}), {roles}, nodes: {config.nodes}",
+        f"pyengine {installed_version()}: {config.model}, {workers}, nodes: {config.nodes}",
         flush=True,
     )
     secret = secret_file(Path(config.state_dir))
@@ -371,6 +384,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 await starting
+                expect_shared_kv(supervisor.facts)
                 ready = asyncio.create_task(_announce(config, begun))
                 await stopped
                 ready.cancel()
@@ -382,6 +396,28 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             await supervisor.stop()
     print("  all parts have ended", flush=True)
     return 0
+
+
+def expect_shared_kv(facts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError, naming the field, if any two workers cannot share KV. facts: see `Supervisor.facts`."""
+    workers = [
+        (name, each, msgspec.convert(each["namespace"], Namespace))
+        for name, each in facts.items()
+        if "namespace" in each
+    ]
+    for (one, mine, namespace), (other, others, another) in pairwise(workers):
+        if mine["vocab_size"] != others["vocab_size"]:
+            field = f"`vocab_size` differs: {mine['vocab_size']} and {others['vocab_size']}"
+        elif (found := namespace.difference(another)) is None:
+            continue
+        else:
+            field = found
+        remedy = (
+            "give all workers one --dtype, or add --convert-kv, --prefill-dtype and --decode-dtype"
+            if "dtype" in field
+            else "all workers must load the same model"
+        )
+        raise ConfigError(f"{one} and {other} cannot share KV: {field}; {remedy}")
 
 
 def _say(line: str) -> None:

@@ -45,13 +45,15 @@ class LLM:
 
     Args:
         model: name ("smollm2"), Hugging Face folder, GGUF file or hub name.
-        backend: "torch" or "fake".
+        backend: "torch", "jax" or "fake".
+        dtype: "float32", "bfloat16", or "auto": float32 on CPUs, bfloat16 on accelerators.
+        tp: over how many processes (torch) or devices (jax) each layer is spread.
         dram_bytes: host memory for reusable KV; kv_bytes: device memory for the pages of running requests; pages:
             their number instead.
         ssd_dir, ssd_bytes: where KV is kept that the next LLM of the same model and state_dir finds again, and how much
             (bytes, or "10GiB"). Default: nowhere.
         state_dir: where converted checkpoints and the secret of what is on SSD are kept (default: see pyengine/env.py).
-        threads: of the backend; None: its own choice.
+        threads: of the backend, in all; None: its own choice.
         max_tokens_per_step, max_sequences: see pyengine.config.WorkerConfig.
 
     Raises:
@@ -64,6 +66,8 @@ class LLM:
         model: str = "smollm2",
         *,
         backend: str = "torch",
+        dtype: str = "auto",
+        tp: int = 1,
         dram_bytes: int | None = None,
         ssd_dir: Path | str | None = None,
         ssd_bytes: int | str = 0,
@@ -83,7 +87,7 @@ class LLM:
             secret = secret_file(state_dir)
             claim_ssd(Path(ssd_dir).absolute(), secret)
             self._hash_key = _native.derive_key(read_secret(secret), "hash")
-        self._backend = load_backend(backend, model, cache=state_dir / "models", threads=threads)
+        self._backend = load_backend(backend, model, cache=state_dir / "models", threads=threads, dtype=dtype, tp=tp)
         self._tokenizer = Tokenizer.load(self._backend.tokenizer)
         spec = self._backend.namespace.kv
         config = WorkerConfig(
@@ -191,7 +195,7 @@ class LLM:
         The pool survives, and what is cached there.
         """
         old = self._worker
-        old.mover.close()
+        old.close()
         fresh, pool = self._new_worker()
         fresh.counters, fresh.mover.counters = old.counters, old.mover.counters
         self._worker, self._pool = fresh, pool
@@ -203,7 +207,7 @@ class LLM:
     def close(self) -> None:
         """Frees the model and the pool. Idempotent."""
         self._closed = True
-        self._worker.mover.close()
+        self._worker.close()
         self._daemon.stop()
         self._backend.close()
 

@@ -10,6 +10,15 @@ Everything here is pure bookkeeping: no clock, no device, no socket. `remove` en
 
 The loop around it: `step = plan(now)`; copy `step.loads` into their pages and report `loaded`; run `step.slices`
 through the backend; `observe` how long that took; `finish(step, tokens)` says what became of each.
+
+Where a device computes beside the host, the next step is planned while one is under way:
+
+    plan(1)  begin(1)  plan(2)  begin(2)  finish(1)  plan(3)  begin(3)  finish(2)  ...
+
+A sequence then goes on with a token that nobody knows yet. Whoever ends by that token is in one step too many: what
+that writes lies behind its end, in a page that only it has, and nobody is told of it. Pages of sequences that are
+removed are used by nobody else before the steps under way are over. So nobody is preempted meanwhile: who lacks a page
+is planned when nothing is under way.
 """
 
 from __future__ import annotations
@@ -17,8 +26,9 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from .ahead import NOTHING, tell
@@ -51,6 +61,15 @@ class TooLarge(ValueError):
 def _have(sequence: Sequence) -> int:
     """Tokens it need not compute any more, as far as is known."""
     return sequence.computed if sequence.state is State.RUNNING else max(sequence.computed, sequence.available)
+
+
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """A step under way: whom it computes, in the order of its slices, and pages that are let go when it is over."""
+
+    step: Step
+    sequences: list[Sequence | None]
+    leaving: list[list[int]] = field(default_factory=list)
 
 
 class Batcher:
@@ -96,6 +115,7 @@ class Batcher:
         self._observed: tuple[int, ...] | None = None
         self._in: dict[State, dict[SequenceId, Sequence]] = {state: {} for state in State}
         self._loading = self._in[State.LOADING]
+        self._begun: deque[_Begun] = deque()
         # RUNNING ones, by arrival.
         self._running: list[Sequence] = []
         self._arrivals = 0
@@ -270,6 +290,7 @@ class Batcher:
         budget and the strictest promise about the gap between tokens.
 
         now: seconds on the caller's clock, the one that arrivals and deadlines are on. It does not go back.
+        Empty with a step under way: whoever is short of a page takes it when that is over.
         """
         step = Step([], [], [])
         slices, block_tokens = step.slices, self.pool.block_tokens
@@ -277,10 +298,16 @@ class Batcher:
         for sequence in tuple(self._running):
             if sequence.state is not State.RUNNING:  # preempted for one before it
                 continue
-            start, length = sequence.computed, len(sequence.tokens)
+            start, length = sequence.computed + sequence.under_way, len(sequence.tokens) + sequence.coming
             if length - start > 1:
                 prompts.append(sequence)
-            elif budget and (len(sequence.pages) * block_tokens >= length or self._reserve_next(sequence, step)):
+            elif sequence.coming and (sequence.first_only or length >= sequence.limit):
+                pass  # its end is under way
+            elif budget:
+                if len(sequence.pages) * block_tokens < length and not self._reserve_next(sequence, step):
+                    if self._begun:
+                        return Step([], [], [])
+                    continue
                 decodes = start >= sequence.prompt_tokens
                 slices.append(Planned(sequence.id, start, 1, sequence.pages, True, decodes))
                 budget -= 1
@@ -313,7 +340,8 @@ class Batcher:
                     ahead += len(sequence.tokens) - sequence.available
                     continue
             if budget:
-                count = room.take(sequence.computed, min(budget, len(sequence.tokens) - sequence.computed))
+                start = sequence.planned
+                count = room.take(start, min(budget, len(sequence.tokens) - start))
                 if not count:
                     break
                 budget -= count
@@ -347,22 +375,47 @@ class Batcher:
             self._observed = alike
             self.cost.observe(work, seconds)
 
+    def begin(self, step: Step) -> None:
+        """The step is under way: `plan` may be asked for the next one before `finish`. Two are under way at most."""
+        if len(self._begun) > 1:
+            raise ValueError("two steps are under way: `finish` the first of them")
+        sequences = [self.sequences.get(planned.id) for planned in step.slices]
+        self._begun.append(_Begun(step, sequences))
+        for planned, sequence in zip(step.slices, sequences, strict=True):
+            if sequence is not None:
+                sequence.under_way += planned.count
+                sequence.coming += planned.sample
+
     def finish(self, step: Step, tokens: list[int]) -> list[Outcome]:
         """The step was computed; `tokens` parallel to `step.slices`, -1 where none was sampled.
 
-        Sequences removed since `plan` have no outcome.
+        Sequences removed or FINISHED since `plan` have no outcome. Of two steps under way the first ends first.
         """
         if len(tokens) != len(step.slices):
             raise ValueError(f"{len(tokens)} tokens for {len(step.slices)} slices")
+        sequences = self._over(step) if self._begun else [self.sequences.get(planned.id) for planned in step.slices]
         outcomes = []
-        for planned, token in zip(step.slices, tokens, strict=True):
-            sequence = self.sequences.get(planned.id)
+        for planned, token, sequence in zip(step.slices, tokens, sequences, strict=True):
             if sequence is None or sequence.state is not State.RUNNING:
                 continue
             if (token >= 0) != planned.sample:
                 raise ValueError(f"token {token} for a slice with sample={planned.sample}")
             outcomes.append(self._computed(sequence, planned, token))
         return outcomes
+
+    def _over(self, step: Step) -> list[Sequence | None]:
+        """A step is under way no more; returns whom it computed."""
+        begun = self._begun.popleft()
+        if begun.step is not step:
+            raise ValueError("another step began before this one, and has not ended")
+        for planned, sequence in zip(step.slices, begun.sequences, strict=True):
+            if sequence is not None:
+                sequence.under_way -= planned.count
+                sequence.coming -= planned.sample
+        for pages in begun.leaving:
+            self.pool.release(pages)
+            self._queue.short = False
+        return begun.sequences
 
     # -- many steps at once ----------------------------------------------------------------------------------------
 
@@ -380,6 +433,8 @@ class Batcher:
         """
         running = self._running
         count = len(running)
+        if self._begun:
+            return 0
         if self._observed != (0, 0, count) or count > self.max_tokens or not count or self._loading:
             return 0
         if self._queue.looks and count < self.max_sequences:
@@ -414,6 +469,8 @@ class Batcher:
     def _reserve_next(self, sequence: Sequence, step: Step) -> bool:
         """Takes a page for the token computed next; False: not in this step."""
         while (pages := self.pool.allocate(1)) is None:
+            if self._begun:
+                return False
             youngest = self._running[-1]
             if youngest is sequence and (self._loading or self._in[State.FINISHED]):
                 # Those end by events of their own; to wait for their pages is cheaper than to recompute.
@@ -463,7 +520,7 @@ class Batcher:
         self._move(sequence, State.RUNNING)
 
     def _slice(self, sequence: Sequence, count: int, step: Step) -> None:
-        start = sequence.computed
+        start = sequence.planned
         end = start + count
         pages = sequence.pages[: -(-end // self.pool.block_tokens)]
         decodes = count == 1 and start >= sequence.prompt_tokens
@@ -567,7 +624,10 @@ class Batcher:
         if not sequence.pages:
             return
         self._queue.released(sequence)
-        self.pool.release(sequence.pages)
+        if sequence.under_way:
+            self._begun[-1].leaving.append(sequence.pages)
+        else:
+            self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.computed = 0
         sequence.lent_priority, sequence.lent_latest, sequence.lent_seconds = None, math.inf, math.inf
@@ -592,7 +652,8 @@ class Batcher:
         assert self.expected_tokens == expected, "what is expected in pages is miscounted"
         assert self.running <= self.max_sequences, "more sequences run than may"
         uses = Counter(page for sequence in self.sequences.values() for page in sequence.pages)
-        assert self.pool.referenced == len(uses), "pages are held for nobody"
+        leaving = {page for begun in self._begun for pages in begun.leaving for page in pages}
+        assert self.pool.referenced == len(uses.keys() | leaving), "pages are held for nobody"
         for sequence in self.sequences.values():
             self._check_sequence(sequence, uses)
 
@@ -601,7 +662,9 @@ class Batcher:
         whole = sequence.computed // block_tokens
         assert 0 <= sequence.computed < length, "the last token was computed"
         assert whole <= len(sequence.keys) <= length // block_tokens, "a full block has no key, or a key no block"
-        assert len(sequence.pages) <= -(-length // block_tokens), "a sequence holds pages it does not need"
+        coming = length + sequence.coming
+        assert len(sequence.pages) <= -(-coming // block_tokens), "a sequence holds pages it does not need"
+        assert self._begun or not (sequence.under_way or sequence.coming), "a step is under way that has ended"
         if sequence.state in (State.HELD, State.WAITING):
             assert not sequence.pages, "a sequence that waits holds pages"
         if sequence.state in (State.LOADING, State.RUNNING):

@@ -9,6 +9,7 @@ import numpy as np
 
 from .cluster import SPARE_SLOTS, Bools, Cluster, Ints, View, every, some
 from .messages import Route
+from .sharing import difference
 from .types import Role, WorkerInfo
 
 #: Advised wait (seconds) when a worker of the needed role may appear any moment.
@@ -140,7 +141,7 @@ def _absent(cluster: Cluster, route: Route) -> Refused:
     same_model = [info for info in live if info.model == route.model]
     if same_model:
         field = next(_differences(cluster.with_namespace(route.namespace), same_model), None)
-        detail = f" (`{field}` differs)" if field else ""
+        detail = f" ({field})" if field else ""
         return Refused(
             "absent", f"the workers of model {route.model!r} share no KV with this request{detail}", ABSENT_WAIT
         )
@@ -164,7 +165,7 @@ def _lacking(cluster: Cluster, route: Route, view: View) -> Refused:
     ]
     field = next(_differences(list(view.workers), others), None)
     if field is not None:
-        reason = f"no {role.value} worker of model {route.model!r} shares KV with the others: `{field}` differs"
+        reason = f"no {role.value} worker of model {route.model!r} shares KV with the others: {field}"
     else:
         reason = f"no {role.value} worker of model {route.model!r} is alive"
     return Refused("absent", reason, ABSENT_WAIT)
@@ -173,6 +174,6 @@ def _lacking(cluster: Cluster, route: Route, view: View) -> Refused:
 def _differences(some: list[WorkerInfo], others: list[WorkerInfo]) -> Iterator[str]:
     for one in some:
         for other in others:
-            field = one.namespace.difference(other.namespace)
+            field = difference(one, other)
             if field is not None:
                 yield field

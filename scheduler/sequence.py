@@ -62,11 +62,14 @@ class Sequence:
     cached: int = 0
     recomputed: int = 0
     state: State = State.HELD
-    # The Batcher's own: number of arrival, what a pool can supply; whether it was preempted, ran, had its prompt
-    # complete; the length and the tokens that end it; its prompt tokens still to compute and their summed context; what
-    # it counts in `Batcher.expected_tokens`; the urgency of those who wait for its blocks.
+    # The Batcher's own: number of arrival, what a pool can supply; what steps under way add to `computed`, and to the
+    # length of `tokens`; whether it was preempted, ran, had its prompt complete; the length and the tokens that end it;
+    # its prompt tokens still to compute and their summed context; what it counts in `Batcher.expected_tokens`; the
+    # urgency of those who wait for its blocks.
     arrival: int = 0
     available: int = 0
+    under_way: int = 0
+    coming: int = 0
     preempted: bool = False
     started: bool = False
     prefilled: bool = False
@@ -78,6 +81,11 @@ class Sequence:
     lent_priority: int | None = None
     lent_latest: float = math.inf
     lent_seconds: float = math.inf
+
+    @property
+    def planned(self) -> int:
+        """Positions whose KV is in `pages` when all steps under way are over."""
+        return self.computed + self.under_way
 
     @property
     def generated(self) -> int:

@@ -60,6 +60,7 @@ from .messages import (
     WorkerHello,
     WorkerLeaving,
 )
+from .sharing import stranger
 from .types import Node
 
 logger = logging.getLogger(__name__)
@@ -175,6 +176,8 @@ class Service:
             case WorkerHello():
                 self._workers[message.info.worker] = identity
                 self._on(FromWorker(message))
+                if (reason := stranger(message.info, self._conductor.cluster.live())) is not None:
+                    logger.warning("%s", reason)
             case WorkerAlive() | PagesChanged() | WorkerLeaving():
                 if self._workers.get(message.worker, identity) != identity:
                     # These name no life: what an earlier one still says, or a second one of that name, is not its own.

@@ -63,6 +63,16 @@ class KvSpec(msgspec.Struct, frozen=True):
         return sum(group.layers * 2 * group.kv_heads for group in self.groups)
 
     @property
+    def layers(self) -> int:
+        return sum(group.layers for group in self.groups)
+
+    def strips_of(self, layers: range) -> range:
+        """The strips of a run of layers (of the one group there is today)."""
+        (group,) = self.groups
+        each = 2 * group.kv_heads
+        return range(layers.start * each, layers.stop * each)
+
+    @property
     def strip_bytes(self) -> int:
         """Bytes of one strip; all groups must agree (one group today)."""
         sizes = {self.block_tokens * group.head_dim * DTYPE_BYTES[group.dtype] for group in self.groups}
@@ -96,11 +106,23 @@ class Namespace(msgspec.Struct, frozen=True):
         return int.from_bytes(self.digest()[:8], "little")
 
     def difference(self, other: Namespace) -> str | None:
-        """Name of the first field that differs, or None."""
-        for field in self.__struct_fields__:
-            if getattr(self, field) != getattr(other, field):
-                return field
+        """In words, the first field that differs and its values ("`kv.block_tokens` differs: 16 and 32"), or None."""
+        mine, others = _fields(self), _fields(other)
+        for name in mine | others:
+            if (one := mine.get(name, "none")) != (another := others.get(name, "none")):
+                return f"`{name}` differs: {one} and {another}"
         return None
+
+
+def _fields(namespace: Namespace) -> dict[str, str]:
+    """Its fields, and those of its KV, by dotted name. Groups are numbered where there are several."""
+    fields = {name: str(getattr(namespace, name)) for name in namespace.__struct_fields__ if name != "kv"}
+    kv = namespace.kv
+    fields |= {"kv.block_tokens": str(kv.block_tokens), "kv.groups": str(len(kv.groups))}
+    for number, group in enumerate(kv.groups):
+        prefix = "kv." if len(kv.groups) == 1 else f"kv.groups[{number}]."
+        fields |= {prefix + name: str(getattr(group, name)) for name in group.__struct_fields__}
+    return fields
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

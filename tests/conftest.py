@@ -8,6 +8,7 @@ process, while the others go through the rest.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,6 +25,10 @@ REAL_MODEL = ("tests/model/test_real_model.py", "tests/system/test_oracle.py")
 # OpenMP's threads spin while they wait for each other. Beside other processes that burns the time slices of the very
 # threads that are waited for; asleep they cost a wake-up. Read by every process when it loads torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# XLA compiles a second for every shape; what one process has compiled all others find, those that tests start too.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

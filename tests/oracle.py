@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pyengine.checkpoint import _smollm2
+from pyengine.checkpoint.sources import smollm2_file
 
 TOKENS = 48
 TIE = 1e-3  # logits closer than this are a tie; fp32 rounding over 30 layers is an order below
@@ -58,10 +58,11 @@ class Comparison:
         comparison.feed(generate(*wanted))
     """
 
-    def __init__(self, case: Case, tokens: int = TOKENS) -> None:
+    def __init__(self, case: Case, tokens: int | None = None) -> None:
+        """tokens: compares so many only; None: all that the oracle has."""
         self.case = case
         self.ties: list[int] = []
-        self._tokens = tokens
+        self._tokens = len(case.tokens) if tokens is None else tokens
         self._known = 0
 
     def wanted(self) -> tuple[list[int], int] | None:
@@ -93,12 +94,13 @@ def assert_few_ties(comparisons: Sequence[Comparison]) -> None:
     ties = [(comparison.case.name, index) for comparison in comparisons for index in comparison.ties]
     if ties:
         warnings.warn(f"passed teacher-forced where the oracle has a tie: {ties}", stacklevel=2)
-    assert len(ties) <= TIES_ALLOWED * TOKENS * len(comparisons), f"too many ties: {ties}"
+    tokens = sum(len(comparison.case.tokens) for comparison in comparisons)
+    assert len(ties) <= TIES_ALLOWED * tokens, f"too many ties: {ties}"
 
 
 def load() -> list[Case]:
     """All cases; computes them with transformers if they are not known yet."""
-    model = _smollm2()
+    model = smollm2_file()
     with model.open("rb") as file:
         key = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     key.update(json.dumps([FORMAT, version("transformers"), version("torch"), version("gguf"), prompts()]).encode())
@@ -118,7 +120,7 @@ def tokenizer() -> Any:
     """transformers' tokenizer of the same GGUF file."""
     from transformers import AutoTokenizer
 
-    model = _smollm2()
+    model = smollm2_file()
     return AutoTokenizer.from_pretrained(str(model.parent), gguf_file=model.name)
 
 
@@ -132,9 +134,9 @@ def _compute(model: Path) -> list[Case]:
     llama = AutoModelForCausalLM.from_pretrained(str(model.parent), gguf_file=model.name, dtype=torch.float32).eval()
     ids = {name: _ids(encoder, content) for name, content in prompts().items()}
     short = [name for name in ids if len(ids[name]) <= SHORT]
-    answers = dict(zip(short, _greedy(llama, [ids[name] for name in short]), strict=True))
+    answers = dict(zip(short, greedy(llama, [ids[name] for name in short]), strict=True))
     for name in ids.keys() - answers.keys():
-        (answers[name],) = _greedy(llama, [ids[name]])
+        (answers[name],) = greedy(llama, [ids[name]])
     return [Case(name, content, ids[name], *answers[name]) for name, content in prompts().items()]
 
 
@@ -144,8 +146,11 @@ def _ids(encoder: Any, content: str | list[dict[str, str]]) -> list[int]:
     return list(encoder.apply_chat_template(content, add_generation_prompt=True, return_dict=False))
 
 
-def _greedy(llama: Any, batch: list[list[int]]) -> list[tuple[list[int], list[Best]]]:
-    """TOKENS greedy tokens for each prompt, padded on the left, with the two highest logits of each."""
+def greedy(llama: Any, batch: list[list[int]], count: int = TOKENS) -> list[tuple[list[int], list[Best]]]:
+    """`count` greedy tokens for each prompt, padded on the left, with the two highest logits of each.
+
+    llama: a causal model of transformers, of any architecture.
+    """
     import torch
 
     width = max(map(len, batch))
@@ -154,7 +159,7 @@ def _greedy(llama: Any, batch: list[list[int]]) -> list[tuple[list[int], list[Be
     answers: list[tuple[list[int], list[Best]]] = [([], []) for _ in batch]
     past = None
     with torch.inference_mode():
-        for _ in range(TOKENS):
+        for _ in range(count):
             out = llama(
                 input_ids=given,
                 attention_mask=mask,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from pyengine._native import LINEAR_LEVELS
 from pyengine.kernels.torch import eager
 from pyengine.kernels.torch.contract import Kernels
 
@@ -14,10 +15,19 @@ logger = logging.getLogger(__name__)
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
-    """The kernels for one model on one device. A GPU that must do without Triton is a warning: it will be slow."""
+    """The kernels for one model on one device, whose weights and pages are of this type.
+
+    Where something slower has to do that is a warning: a GPU without Triton, a CPU without ours.
+    """
     if device.type == "cpu":
-        logger.info("kernels on cpu: eager PyTorch, %s", dtype)
-        return eager
+        reason = _not_native(dtype, head_dim)
+        if reason is not None:
+            logger.warning("kernels on cpu: eager PyTorch, slower than ours, which cannot run: %s", reason)
+            return eager
+        from pyengine.kernels.torch import native
+
+        logger.info("kernels on cpu: native (%s), %s", LINEAR_LEVELS[-1], dtype)
+        return native
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     reason = _no_triton(device, dtype, head_dim)
     if reason is not None:
@@ -27,6 +37,35 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels:
 
     logger.info("kernels on %s: Triton, %s", name, dtype)
     return triton
+
+
+def working_type(device: torch.device, dtype: torch.dtype, head_dim: int) -> torch.dtype:
+    """In which type activations pass between kernels, where weights and pages are of `dtype`.
+
+    CPUs compute in float32 in any case, where ours can: to round activations would cost accuracy and time.
+    """
+    return torch.float32 if device.type == "cpu" and _not_native(dtype, head_dim) is None else dtype
+
+
+def keeps(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether matrices that are stored as bfloat16 stay so though the model is computed in float32.
+
+    Our products widen each number to float32 before it is used: the results are the same to the last bit, and half as
+    much memory is read.
+    """
+    native = device.type == "cpu" and LINEAR_LEVELS[-1] != "scalar"
+    return native and dtype is torch.float32 and stored is torch.bfloat16
+
+
+def _not_native(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why our kernels cannot compute this model on this CPU, or None."""
+    if LINEAR_LEVELS[-1] == "scalar":
+        return "this CPU has no AVX2, AVX-512 or NEON"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"they do not compute in {dtype}"
+    if head_dim > 256 or head_dim % 2:
+        return f"head_dim {head_dim} is above 256 or odd"
+    return None
 
 
 def _no_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy.typing as npt
 
 import torch
 import torch.nn.functional as F
-from pyengine._native import LINEAR_LEVELS, LinearThreads, LinearWeights
+from pyengine._native import LINEAR_LEVELS, LinearWeights
+from pyengine.kernels.torch import threads
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class Product(Protocol):
 class Native:
     """`rust/linear`. The weights given are not kept."""
 
-    name = "native"
+    name: ClassVar[str] = "native"
 
     @staticmethod
     def can(weight: torch.Tensor) -> bool:
@@ -52,15 +55,19 @@ class Native:
 
     def __init__(self, weights: tuple[torch.Tensor, ...], packed: torch.dtype, level: str | None = None) -> None:
         """level: one of LINEAR_LEVELS, None: the best."""
-        self._threads = _threads(torch.get_num_threads())
+        self._threads = threads.pool()
         parts = [(_numbers(weight.detach().contiguous()), weight.shape[0]) for weight in weights]
-        dtype = "bfloat16" if packed == torch.bfloat16 else "float32"
+        dtype: Literal["bfloat16", "float32"] = "bfloat16" if packed == torch.bfloat16 else "float32"
         self._weights = LinearWeights(parts, weights[0].shape[1], dtype, self._threads)
         self._inputs, self._outputs = self._weights.inputs, self._weights.outputs
         self._level = level
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         rows = x.shape[0]
+        if x.dtype is torch.bfloat16:
+            # It sums in float32 anyway, and rounds once.
+            product = self(x.float(), None).to(x.dtype)
+            return product if out is None else out.copy_(product)
         if out is None:
             out = torch.empty((rows, self._outputs))
         # Addresses carry no shapes: what is wrong here would be read or written beyond the end.
@@ -84,7 +91,7 @@ class OneDnn:
     twice the rate of a mapped file.
     """
 
-    name = "onednn"
+    name: ClassVar[str] = "onednn"
 
     @staticmethod
     def can(weight: torch.Tensor) -> bool:
@@ -109,7 +116,7 @@ class OneDnn:
 class Plain:
     """`F.linear`."""
 
-    name = "torch"
+    name: ClassVar[str] = "torch"
 
     @staticmethod
     def can(weight: torch.Tensor) -> bool:
@@ -124,38 +131,74 @@ class Plain:
 
 
 #: The best first.
-PRODUCTS: tuple[type[Product], ...] = (Native, OneDnn, Plain)
+PRODUCTS: tuple[type[Native] | type[OneDnn] | type[Plain], ...] = (Native, OneDnn, Plain)
+
+
+class Scratch:
+    """Memory for the results of products that follow one another, each from the one before: two pieces in turn.
+
+    So nothing is allocated once a step has had as many rows. A result is there until the product after the next.
+    """
+
+    #: Shapes whose views are kept: a model's products for some numbers of rows.
+    VIEWS = 256
+
+    def __init__(self) -> None:
+        self._pieces = [torch.empty(0), torch.empty(0)]
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._turn = 0
+
+    def take(self, rows: int, width: int) -> torch.Tensor:
+        """float32 [rows, width], holding anything."""
+        self._turn ^= 1
+        key = (self._turn, rows, width)
+        view = self._views.get(key)
+        return self._view(key) if view is None else view
+
+    def _view(self, key: tuple[int, int, int]) -> torch.Tensor:
+        turn, rows, width = key
+        if self._pieces[turn].numel() < rows * width:
+            # Up to the next power of two of rows: a decode batch that grows by one does not allocate each time.
+            self._pieces[turn] = torch.empty((1 << (rows - 1).bit_length()) * width)
+            self._views.clear()
+        if len(self._views) >= self.VIEWS:
+            self._views.clear()
+        self._views[key] = self._pieces[turn][: rows * width].view(rows, width)
+        return self._views[key]
 
 
 class Linear:
     """x -> x @ W.T by the first of PRODUCTS that can."""
 
-    def __init__(self, *weights: torch.Tensor, packed: torch.dtype | None = None) -> None:
-        """weights: [out, in] each, of one dtype. packed: the dtype that they are rounded to, their own by default."""
+    def __init__(
+        self, *weights: torch.Tensor, packed: torch.dtype | None = None, scratch: Scratch | None = None
+    ) -> None:
+        """weights: [out, in] each, of one dtype. packed: the dtype that they are rounded to, their own by default.
+        scratch: where results go, if the product chosen can write there (`Native`).
+        """
         chosen = next(product for product in PRODUCTS if product.can(weights[0]))
         _log_once(chosen.name)
-        self._product = chosen(weights, packed or weights[0].dtype)
+        self._product: Product = chosen(weights, packed or weights[0].dtype)
+        self._scratch = scratch if chosen is Native else None
+        self._outputs = sum(len(weight) for weight in weights)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """x: [rows, in] -> [rows, out], written to `out` if there is one."""
+        if out is None and self._scratch is not None:
+            out = self._scratch.take(len(x), self._outputs)
         return self._product(x, out)
 
 
 @functools.cache
 def _log_once(name: str) -> None:
     detail = f" ({LINEAR_LEVELS[-1]})" if name == Native.name else ""
-    log.info("products with constant weights: %s%s, %d threads", name, detail, torch.get_num_threads())
+    log.info("products with constant weights: %s%s, %d threads", name, detail, threads.pool().count)
 
 
-@functools.cache
-def _threads(count: int) -> LinearThreads:
-    """One pool per process: as many threads as PyTorch has for its own operators."""
-    return LinearThreads(count)
-
-
-def _numbers(weight: torch.Tensor) -> object:
+def _numbers(weight: torch.Tensor) -> npt.NDArray[Any]:
     """The weight's memory; numpy knows no bfloat16."""
-    return (weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight).numpy()
+    numbers: npt.NDArray[Any] = (weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight).numpy()
+    return numbers
 
 
 def _rounded(weight: torch.Tensor, packed: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt

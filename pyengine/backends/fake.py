@@ -14,13 +14,15 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class FakeBackend:
         hold: str = "",
         cost: str = "",
         time_scale: float = 1.0,
+        overlaps: int = 0,
     ) -> None:
         """For tests that need to meet it at work:
 
@@ -64,6 +67,8 @@ class FakeBackend:
         To compare a live cluster with the simulation of it: `execute` takes as long as a step of the cost model `cost`
         (a name or a file, as `scheduler.sim.compute` has them), times time_scale, to 0.2 ms. Small sizes (layers=1,
         kv_heads=1, head_dim=2) leave the processor to other workers meanwhile: every KV byte is read for every token.
+
+        overlaps=1: steps are computed on a thread, as a device computes beside the host.
         Raises ValueError for a cost model that cannot be had.
         """
         if head_dim % 2 or min(layers, kv_heads, head_dim, block_tokens, max_positions) < 1 or vocab < VOCAB:
@@ -88,9 +93,14 @@ class FakeBackend:
             raise ValueError(f"fake model: time_scale is {time_scale}: give how many seconds one of the model's takes")
         self._cost = _cost_model(cost) if cost else None
         self._time_scale = time_scale
+        self._layers = layers
         self._strips = self.namespace.kv.strips
         self._words = head_dim // 2
         self._cache: U64 | None = None
+        self.overlaps = bool(overlaps)
+        self.layerwise = True
+        self._device = ThreadPoolExecutor(1, "device") if overlaps else None
+        self._chosen: list[int] = []
 
     @classmethod
     def load(cls, model: str) -> FakeBackend:
@@ -119,28 +129,55 @@ class FakeBackend:
             needed = pages * self.namespace.kv.block_bytes
             raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
+        return self._compute(slices, None)
+
+    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
         began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
-        if seconds:
-            time.sleep(seconds)
         while self._hold is not None and self._hold.exists():
             time.sleep(0.01)
-        for slice_ in slices:
-            self._write(slice_)
+        slices = [self._known(slice_) for slice_ in slices]
+        rows = [self._rows(slice_) for slice_ in slices]
+        for layer in range(self._layers):
+            if seconds:
+                time.sleep(max(began + seconds * (layer + 1) / self._layers - time.perf_counter(), 0.0))
+            for slice_, kv in zip(slices, rows, strict=True):
+                self._write(slice_, kv, layer)
+            if written is not None:
+                written(layer)
         tokens = [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
         if self._cost is not None:
             sleep_until(began + self._time_scale * step_seconds(self._cost, slices))
+        self._chosen = tokens
         return tokens
 
-    def read_pages(self, pages: list[int], out: U8) -> None:
-        out[:] = self._pages[pages].view(np.uint8).reshape(len(pages), self._strips, -1)
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+        def compute() -> list[int]:
+            return self.execute(slices) if written is None else self._compute(slices, written)
+
+        return Deferred(compute if self._device is None else self._device.submit(compute).result)
+
+    def _known(self, slice_: Slice) -> Slice:
+        """With the token that the step before has chosen for it."""
+        if slice_.after is None:
+            return slice_
+        return msgspec.structs.replace(slice_, tokens=np.array([self._chosen[slice_.after]], np.uint32))
+
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
+        strips = self.namespace.kv.strips_of(range(self._layers) if layers is None else layers)
+        out[:] = self._pages[pages, strips.start : strips.stop].view(np.uint8).reshape(len(pages), len(strips), -1)
 
     def write_pages(self, pages: list[int], strips: U8) -> None:
         shape = (len(pages), *self._pages.shape[1:])
         self._pages[pages] = np.ascontiguousarray(strips).view(np.uint64).reshape(shape)
 
     def close(self) -> None:
+        if self._device is not None:
+            self._device.shutdown()
         self._cache = None
 
     @property
@@ -149,16 +186,23 @@ class FakeBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _write(self, slice_: Slice) -> None:
+    def _rows(self, slice_: Slice) -> U64:
+        """KV of the slice's tokens: uint64 [tokens, strips, words]."""
         block_tokens = self.namespace.kv.block_tokens
         state = 0
         if slice_.start:
             page, offset = divmod(slice_.start - 1, block_tokens)
             state = int(self._pages[slice_.pages[page], 0, offset, 0])
         states = chain(state, slice_.tokens.tolist())
-        positions = np.arange(slice_.start, slice_.start + len(states))
-        rows = kv_rows(states, self._strips, self._words)
-        self._pages[slice_.pages[positions // block_tokens], :, positions % block_tokens] = rows
+        return kv_rows(states, self._strips, self._words)
+
+    def _write(self, slice_: Slice, rows: U64, layer: int) -> None:
+        block_tokens = self.namespace.kv.block_tokens
+        strips = self.namespace.kv.strips_of(range(layer, layer + 1))
+        positions = np.arange(slice_.start, slice_.start + len(rows))
+        pages, offsets = slice_.pages[positions // block_tokens], positions % block_tokens
+        part = slice(strips.start, strips.stop)
+        self._pages[pages, part, offsets] = rows[:, part]
 
     def _choose(self, slice_: Slice, params: SamplingParams) -> int:
         length = slice_.start + len(slice_.tokens)

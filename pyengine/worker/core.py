@@ -4,21 +4,28 @@ It knows no sockets: the shell (`service`) and `LLM` hand it Work and Abort, cal
 One round of `step`:
 
     pool events -> plan -> copy pooled KV into pages -> forward pass -> tokens out, KV handed on -> sequences end
+
+With a backend that overlaps, a round plans and submits step n + 1 while n runs, then waits for n. The device goes from
+one to the other, and all that the host does about n, sending its tokens too, falls into n + 1:
+
+    device  [   step n   ][  step n + 1  ][
+    host    ..plan n+1..wait][n: tokens, KV][plan n+2..wait][n+1: ...
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import NamedTuple
 
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import Backend, Slice
+from pyengine.backend import I32, Backend, Pending, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -49,12 +56,6 @@ ACCEPTED = 4096
 TELL_EVERY = HEARTBEAT_EVERY / 5
 
 
-class WorkerBroken(RuntimeError):
-    """The backend computes nothing any more: the process must end, so that its requests are retried elsewhere and a
-    fresh one takes its place.
-    """
-
-
 class Load(NamedTuple):
     """How much is here, as of the last step: for heartbeats, which are made on another thread."""
 
@@ -66,6 +67,18 @@ class Load(NamedTuple):
     expected_tokens: int
     cost: CostFit
     queue_ahead: tuple[float, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """A step under way. pending: None if it could not be submitted, or the step before it has failed. rows: of its
+    sequences. began: when it was submitted (time.perf_counter).
+    """
+
+    step: Step
+    pending: Pending | None
+    rows: dict[SequenceId, int]
+    began: float
 
 
 class Worker:
@@ -127,7 +140,11 @@ class Worker:
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
         self._hopeless = 0
+        self._flights: deque[Flight] = deque()
+        #: When the last step was over (time.perf_counter).
+        self._over = 0.0
         self._sequences: dict[SequenceId, Sequence] = {}
+        self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
         self._next_due = float("inf")
         self._ended: OrderedDict[SequenceId, None] = OrderedDict()
@@ -258,17 +275,20 @@ class Worker:
         self._report_failures()
         self._end_late()
         step = self.batcher.plan(time.monotonic())
+        within = self._within_recompute_limit(step)
+        if within.slices:
+            self._begin(within)
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
+            self._tables.pop(sequence_id, None)
             self.mover.resume(sequence_id)
         for load in step.loads:
             self.mover.load(load)
-        if step.slices:
-            self._forward(self._within_recompute_limit(step))
-            self._forget_copied_out()
+        self.mover.flush()
+        self._end_steps(1 if self.backend.overlaps and within.slices else 0)
         out, self._out = self._out, []
         #: Whether the next step may find something to do without an event from a gateway or the pool.
-        self.busy = bool(out) or not step.empty or self.mover.lost is not None
+        self.busy = bool(out or self._flights) or not step.empty or self.mover.lost is not None
         self.load = self._load()
         self.accepted.extend(self._taken[: ACCEPTED - len(self.accepted)])
         self._taken.clear()
@@ -305,7 +325,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """No request, nothing held on device or in pools."""
-        return not self.work and self.mover.idle()
+        return not self.work and not self._flights and self.mover.idle()
 
     def check(self) -> None:
         """Asserts the invariants of all parts; with nothing to do, that nothing is held."""
@@ -313,72 +333,139 @@ class Worker:
         if not self.work:
             assert self.batcher.idle, "pages are referenced although no request is here"
 
-    # -- one forward pass -----------------------------------------------------------------------------------------
+    # -- forward passes -------------------------------------------------------------------------------------------
 
-    def _forward(self, step: Step) -> None:
-        began = time.perf_counter()
-        tokens = self._execute(step.slices)
-        seconds = time.perf_counter() - began
-        work = self.batcher.work(step)
+    @property
+    def computing(self) -> bool:
+        """A step is under way."""
+        return bool(self._flights)
+
+    def _begin(self, step: Step) -> None:
+        pending = None
+        try:
+            pending = self.backend.submit(self._slices(step.slices), self.mover.stream(step.slices))
+        except WorkerBroken:
+            raise
+        except Exception:
+            logger.exception("a step of %d sequences could not be submitted", len(step.slices))
+        rows = {planned.id: row for row, planned in enumerate(step.slices)}
+        self._flights.append(Flight(step, pending, rows, time.perf_counter()))
+        self.batcher.begin(step)
+
+    def _end_steps(self, left: int) -> None:
+        """Waits until so many steps are under way. Behind one that has no meaning any more nothing is submitted."""
+        while len(self._flights) > left or (self._flights and self._flights[-1].pending is None):
+            self._end_step()
+            self._forget_copied_out()
+            self.mover.flush()
+
+    def _end_step(self) -> None:
+        """Waits for the first of the steps under way."""
+        flight = self._flights[0]
+        # On a device it began when it was submitted, or when the one before was over; else it begins now.
+        began = max(flight.began, self._over) if self.backend.overlaps else time.perf_counter()
+        tokens = self._tokens(flight)
+        self._over = time.perf_counter()
+        self._flights.popleft()
+        seconds = self._over - began
+        work = self.batcher.work(flight.step)
         self.model_seconds += seconds
         self.predicted_seconds += self.batcher.cost.seconds(work)
         self.counters["prefill"] += work.prefill_tokens
         self.counters["decode"] += work.decode_sequences
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
         self.batcher.observe(work, seconds)
-        for outcome in self.batcher.finish(step, tokens):
+        for outcome in self.batcher.finish(flight.step, tokens):
             self._outcome(outcome)
 
-    def _execute(self, planned: list[Planned]) -> list[int]:
-        """Tokens parallel to `planned`, -1 where none is sampled.
-
-        If the backend fails, every sequence of the step is tried alone (to write the same KV twice is harmless), and
-        those that fail again are ended.
+    def _tokens(self, flight: Flight) -> list[int]:
+        """Tokens parallel to the step's slices, -1 where none is sampled. If the step fails, each of its sequences is
+        tried alone.
         """
-        slices = [self._slice(each) for each in planned]
-        if not slices:
-            return []
-        try:
-            tokens = self._compute(slices)
-        except Exception:
-            logger.exception("a step of %d sequences failed: computing each alone", len(slices))
-        else:
-            self._hopeless = 0
-            return tokens
-        tokens = []
-        failed: dict[SequenceId, Exception] = {}
-        for each, slice_ in zip(planned, slices, strict=True):
+        planned = flight.step.slices
+        if flight.pending is not None:
             try:
-                tokens += self._compute([slice_])
+                tokens = self._checked(planned, flight.pending.tokens())
+            except WorkerBroken:
+                raise
+            except Exception:
+                logger.exception("a step of %d sequences failed: computing each alone", len(planned))
+                self._void_later(flight)
+            else:
+                self._hopeless = 0
+                return tokens
+            finally:
+                self.mover.streamed()
+        return self._each_alone(planned)
+
+    def _void_later(self, failed: Flight) -> None:
+        """What follows a failed step has computed from tokens that do not exist."""
+        for flight in self._flights:
+            if flight is not failed and flight.pending is not None:
+                with contextlib.suppress(Exception):
+                    flight.pending.tokens()
+                flight.pending = None
+
+    def _each_alone(self, planned: list[Planned]) -> list[int]:
+        """Who fails is ended, who has ended since the step was planned is left out. KV is written twice: harmless."""
+        tokens = [-1] * len(planned)
+        here = [(row, each) for row, each in enumerate(planned) if each.id in self.work]
+        failed: dict[SequenceId, Exception] = {}
+        for row, each in here:
+            try:
+                (tokens[row],) = self._checked([each], self.backend.execute(self._slices([each])))
+            except WorkerBroken:
+                raise
             except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
                 failed[each.id] = error
-                tokens.append(-1)
-        self._hopeless = self._hopeless + 1 if len(failed) == len(planned) else 0
+        if here:
+            self._hopeless = self._hopeless + 1 if len(failed) == len(here) else 0
         if self._hopeless >= HOPELESS_STEPS:
-            raise WorkerBroken(f"the backend failed in {HOPELESS_STEPS} steps in a row") from failed[planned[0].id]
+            raise WorkerBroken(f"the backend failed in {HOPELESS_STEPS} steps in a row") from failed[here[0][1].id]
         for sequence_id, failure in failed.items():
             logger.error("request %d, attempt %d cannot be computed", *sequence_id, exc_info=failure)
             self._fail(sequence_id, "bug", f"the model failed on this request: {failure}")
         return tokens
 
-    def _slice(self, planned: Planned) -> Slice:
-        sequence = self._sequences[planned.id]
-        return Slice(
-            tokens=np.asarray(sequence.tokens[planned.start : planned.start + planned.count], np.uint32),
-            start=planned.start,
-            pages=np.asarray(planned.pages, np.int32),
-            sampling=sequence.sampling if planned.sample else None,
-        )
+    def _slices(self, planned: list[Planned]) -> list[Slice]:
+        """A sequence whose token is still to come continues it from its row of the step under way."""
+        tokens: list[int] = []
+        for each in planned:
+            tokens += self._sequences[each.id].tokens[each.start : each.start + each.count] or [0]
+        ids = np.array(tokens, np.uint32)
+        slices, end = [], 0
+        for each in planned:
+            begin, end = end, end + each.count
+            sequence = self._sequences[each.id]
+            after = self._flights[-1].rows[each.id] if each.start == len(sequence.tokens) else None
+            sampling = sequence.sampling if each.sample else None
+            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after))
+        return slices
 
-    def _compute(self, slices: list[Slice]) -> list[int]:
-        """One forward pass. Raises what the backend raises, and ValueError for an answer that cannot be."""
-        tokens = self.backend.execute(slices)
-        if len(tokens) != len(slices):
-            raise ValueError(f"the backend gave {len(tokens)} tokens for {len(slices)} slices")
-        for token, slice_ in zip(tokens, slices, strict=True):
-            if not (token == -1 if slice_.sampling is None else 0 <= token < self.backend.vocab_size):
+    def _table(self, planned: Planned) -> I32:
+        """Its pages as an array. A sequence decodes 16 steps in the same ones, and a long one has hundreds."""
+        table = self._tables.get(planned.id)
+        if table is None or len(table) != len(planned.pages):
+            table = self._tables[planned.id] = np.array(planned.pages, np.int32)
+        return table
+
+    def _checked(self, planned: list[Planned], tokens: list[int]) -> list[int]:
+        """The backend's answer. Raises ValueError for one that cannot be."""
+        if len(tokens) != len(planned):
+            raise ValueError(f"the backend gave {len(tokens)} tokens for {len(planned)} slices")
+        for token, each in zip(tokens, planned, strict=True):
+            if not (0 <= token < self.backend.vocab_size if each.sample else token == -1):
                 raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
         return tokens
+
+    def close(self) -> None:
+        """Waits for what is under way on the device, and lets go of the pool."""
+        while self._flights and self.backend.overlaps:
+            flight = self._flights.popleft()
+            if flight.pending is not None:
+                with contextlib.suppress(Exception):
+                    flight.pending.tokens()
+        self.mover.close()
 
     def _outcome(self, outcome: Outcome) -> None:
         work = self.work[outcome.id]
@@ -399,7 +486,7 @@ class Worker:
             )
         if outcome.token is not None:
             self._emit(work, outcome.index, outcome.token, outcome.finish)
-        if work.part != "prefill":
+        if outcome.filled and work.part != "prefill":
             self.mover.write_through(sequence, outcome.filled)
         if outcome.finish is not None:
             self._end(outcome.id)
@@ -427,15 +514,18 @@ class Worker:
 
     def _within_recompute_limit(self, step: Step) -> Step:
         """A decode worker mends small losses itself; a prompt lost as a whole goes back for a new plan."""
-        within = []
-        for planned in step.slices:
-            sequence = self._sequences[planned.id]
-            lost = sequence.high_water - planned.start
-            if sequence.handed_off and lost > self.recompute_limit:
-                self._fail(planned.id, "need_prefill", f"KV of {lost} tokens was lost")
-            else:
-                within.append(planned)
-        return dataclasses.replace(step, slices=within)
+        lost = [
+            (planned.id, missing)
+            for planned in step.slices
+            if not planned.decodes
+            and (sequence := self._sequences[planned.id]).handed_off
+            and (missing := sequence.high_water - planned.start) > self.recompute_limit
+        ]
+        if not lost:
+            return step
+        for sequence_id, missing in lost:
+            self._fail(sequence_id, "need_prefill", f"KV of {missing} tokens was lost")
+        return dataclasses.replace(step, slices=[planned for planned in step.slices if planned.id in self.work])
 
     def _end_late(self) -> None:
         """Ends what cannot be in time any more for its client, and attempts that are worthless by now, should their
@@ -471,6 +561,7 @@ class Worker:
         self.mover.end(sequence_id)
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
+        self._tables.pop(sequence_id, None)
         self._due.pop(sequence_id, None)
 
     def _remember(self, sequence_id: SequenceId) -> None:

@@ -19,10 +19,12 @@ from pyengine._native import PoolClient
 from pyengine.backend import Backend
 from pyengine.backends import load_backend
 from pyengine.config import WorkerConfig
+from pyengine.conversion import Converted
 from pyengine.kv_mover import TIERS
+from pyengine.ranks import Ranked
 from pyengine.scheduler.changes import CHANGE_BYTES
 from pyengine.scheduler.messages import Abort, PagesChanged, SetRole, Work, WorkerAlive
-from pyengine.scheduler.types import Node, Role, WorkerInfo
+from pyengine.scheduler.types import Namespace, Node, Role, WorkerInfo
 from pyengine.secret import read_secret
 from pyengine.worker.calibrate import calibrate
 from pyengine.worker.core import Worker
@@ -52,7 +54,8 @@ IDLE_POLL = 1000
 def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] = lambda _: None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status.
 
-    ready: called once when the worker accepts work, with its name, endpoint and number of pages.
+    ready: called once when the worker accepts work, with its name, endpoint, number of pages, and what decides with
+    whom it can share KV.
 
     Raises:
         ValueError: the model, the backend or a limit is impossible; the text says what to do.
@@ -70,7 +73,15 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: service.stop())
     try:
-        ready({"worker": config.worker, "work": config.work_endpoint, "pages": service.info.pages})
+        ready(
+            {
+                "worker": config.worker,
+                "work": config.work_endpoint,
+                "pages": service.info.pages,
+                "vocab_size": service.info.vocab_size,
+                "namespace": msgspec.to_builtins(service.info.namespace),
+            }
+        )
         # What was imported and built, some 200,000 objects with PyTorch, is never garbage: no collection is to look
         # through it while requests wait. With it a full one took 0.5 to 0.9 s.
         gc.freeze()
@@ -92,12 +103,20 @@ class WorkerService:
         secret = read_secret(Path(config.secret_file))
         self._config = config
         self._session_key = _native.derive_key(secret, "session")
-        self._backend = load_backend(
-            config.backend, config.model, cache=Path(config.state_dir) / "models", threads=config.threads or None
+        self._backend: Backend = load_backend(
+            config.backend,
+            config.model,
+            cache=Path(config.state_dir) / "models",
+            threads=config.threads or None,
+            dtype=config.dtype,
+            tp=config.tp,
         )
+        if config.converted is not None:
+            self._backend = Converted(self._backend, *config.converted)
         spec = self._backend.namespace.kv
         pages = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
         self._backend.allocate(pages)
+        self._backend.warm_up(config.max_tokens_per_step, config.max_sequences)
         self._incarnation = secrets.randbits(63)
         self._pool: PoolClient | None = self._await_daemon(stop or threading.Event())
         self._worker = Worker(
@@ -120,9 +139,14 @@ class WorkerService:
         )
         self._worker.attach(self._pool)
         self.info = describe(config, self._backend, self._incarnation, self._pool, pages)
+        #: Who computes, as a sample: what is counted of a worker can be told by it.
+        self._says = {info_sample(config, self.info.namespace): 1.0}
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
         self._poll = select.poll()
         self._poll.register(self._links.arrived, select.POLLIN)
+        self._ranks = self._backend.ranks if isinstance(self._backend, Ranked) else None
+        if self._ranks is not None:
+            self._poll.register(self._ranks.wake, select.POLLIN)
         self._pool_fd = self._watch(self._pool)
         self._redial: threading.Thread | None = None
         self._redialled: PoolClient | None = None
@@ -143,6 +167,8 @@ class WorkerService:
         while not self._stopping:
             if self._links.failed is not None:
                 raise RuntimeError("the worker's links have failed") from self._links.failed
+            if self._ranks is not None:
+                self._ranks.check()
             began, before = time.perf_counter(), self._worker.model_seconds
             for message in self._links.take():
                 match message:
@@ -155,7 +181,7 @@ class WorkerService:
             self._links.send(self._worker.step(), self._worker.take_ended())
             self._tell_pages()
             self._mind_daemon()
-            if computed := self._worker.model_seconds - before:
+            if (computed := self._worker.model_seconds - before) or self._worker.computing:
                 self._worker.loop_seconds += time.perf_counter() - began - computed
             if not self._worker.busy:
                 # Checking costs milliseconds: once whenever the worker comes to rest, not at every look at the clock.
@@ -199,7 +225,7 @@ class WorkerService:
         self._links.stop()
         if self._redial is not None:
             self._redial.join()
-        self._worker.mover.close()
+        self._worker.close()
         self._backend.close()
 
     def _watch(self, pool: PoolClient) -> int:
@@ -278,7 +304,7 @@ class WorkerService:
             running=worker.load.running,
             free_pages=batcher.pool.free,
             cost=worker.load.cost,
-            counters=sample_names(self._config.worker, worker),
+            counters=self._says | sample_names(self._config.worker, worker),
             loads=tuple(loads),
             queue_seconds=worker.load.queue_seconds,
             running_context=worker.load.running_context,
@@ -306,6 +332,15 @@ def describe(config: WorkerConfig, backend: Backend, incarnation: int, pool: Poo
         max_tokens_per_step=config.max_tokens_per_step,
         max_sequences=config.max_sequences,
         pinned=config.pinned,
+    )
+
+
+def info_sample(config: WorkerConfig, namespace: Namespace) -> str:
+    """Name and labels of the sample that says what computes in this worker, in which dtype, and that of pooled KV."""
+    kept = namespace.kv.groups[0].dtype
+    return (
+        f'pyengine_worker_info{{worker="{config.worker}",backend="{config.backend}",'
+        f'dtype="{namespace.compute_dtype}",kv_dtype="{kept}"}}'
     )
 
 

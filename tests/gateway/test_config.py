@@ -77,8 +77,25 @@ def test_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"backend": "jax"}, "use --backend torch"),
         ({"backend": "toch"}, "did you mean torch?"),
+        ({"decode_backend": "jaxx"}, "unknown decode_backend 'jaxx'; did you mean jax?"),
+        ({"prefill_backend": "fake"}, "no other can use its KV"),
+        ({"both": 1, "prefill_backend": "torch"}, "no.*--prefill 1"),
+        ({"both": 1, "decode": 1, "prefill_dtype": "float32"}, "no.*--prefill 1"),
+        ({"dtype": "float23"}, "did you mean float32?"),
+        ({"prefill_dtype": "float32", "decode_dtype": "bfloat16"}, "one --dtype.*--convert-kv"),
+        ({"dtype": "float32", "decode_dtype": "bfloat16"}, "one --dtype.*--convert-kv"),
+        ({"convert_kv": True}, "--prefill-dtype"),
+        ({"convert_kv": True, "decode_dtype": "bfloat16"}, "--prefill-dtype"),
+        ({"convert_kv": True, "both": 1, "dtype": "float32"}, "leave out --both"),
+        ({"tp": 0}, "tp must be at least 1"),
+        ({"decode_tp": -1}, "decode_tp must not be negative"),
+        ({"both": 1, "decode_tp": 2}, "no.*--decode 1"),
+        ({"backend": "fake", "prefill_tp": 2}, "no layers that could be spread: leave out --tp"),
+        (
+            {"convert_kv": True, "prefill_dtype": "float32", "decode_dtype": "bfloat16", "decode_tp": 2},
+            "leave out --convert-kv or --tp",
+        ),
         ({"transport": "tpc"}, "did you mean tcp?"),
         ({"transport": "rdma", "tls": True}, "not encrypted"),
         ({"prefill": 1}, "--decode 1"),
@@ -109,6 +126,19 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_impossible_settings(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load(ServeConfig, None, settings).check()
+
+
+def test_backends_and_dtypes_by_role() -> None:
+    config = ServeConfig(prefill_backend="jax", decode_dtype="bfloat16", both=1)
+    roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
+    assert [config.backend_of(role) for role in roles] == ["jax", "torch", "torch"]
+    assert [config.dtype_of(role) for role in roles] == ["auto", "bfloat16", "auto"]
+    assert [ServeConfig(tp=2, prefill_tp=4).tp_of(role) for role in roles] == [4, 2, 2]
+    assert config.converted is None
+    converting = ServeConfig(dtype="float32", decode_dtype="bfloat16", convert_kv=True)
+    converting.check()
+    assert converting.converted == ("float32", "bfloat16")
+    assert ServeConfig(dtype="float32", convert_kv=True).converted is None, "there is nothing to convert"
 
 
 def test_roles_and_derived_values() -> None:
@@ -247,9 +277,9 @@ def test_command_line() -> None:
     shown = command("serve", "--help").stdout
     for flag in ("--model", "--backend", "--prefill", "--decode", "--both", "--nodes", "--transport", "--tls"):
         assert flag in shown
-    refused = command("serve", "--backend", "jax")
+    refused = command("serve", "--backend", "jaxx")
     assert refused.returncode == 2
-    assert "use --backend torch" in refused.stderr
+    assert "did you mean jax?" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert command("worker", "--config", "/no/such/file").returncode == 2
 

@@ -5,7 +5,9 @@ Method: the real supervisor over stand-in children (standin.py), real processes 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import select
 import signal
 import socket
@@ -14,14 +16,17 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pyengine import launch
 from pyengine.config import ConfigError, ServeConfig, WorkerConfig
 from pyengine.gateway.listener import listen
-from pyengine.launch import Part, StartError, Supervisor, plan_parts, run_directory, run_serve
+from pyengine.launch import Part, StartError, Supervisor, expect_shared_kv, plan_parts, run_directory, run_serve
+from pyengine.scheduler.types import KvGroup, KvSpec, Namespace
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,6 +217,45 @@ def test_an_address_for_everybody_is_warned_of(host: str, warns: bool, caplog: p
     assert ["asks nobody for a key" in record.message for record in caplog.records] == [True] * warns
 
 
+def described(namespace: Namespace, vocab_size: int = 258) -> dict[str, Any]:
+    """As a worker's ready line says it."""
+    facts: dict[str, Any] = json.loads(
+        json.dumps({"vocab_size": vocab_size, "namespace": msgspec.to_builtins(namespace)})
+    )
+    return facts
+
+
+def test_workers_that_cannot_share_kv_are_told_apart() -> None:
+    """Any one field of the namespace, each by its name; and nobody is called a stranger who is none."""
+    group = KvGroup(layers=2, kv_heads=2, head_dim=16, dtype="float32")
+    space = Namespace("weights", "config", "float32", "none", KvSpec((group,), 16))
+    others = {
+        "weights": replace(space, weights="others"),
+        "config": replace(space, config="other"),
+        "compute_dtype": replace(space, compute_dtype="bfloat16"),
+        "weight_quantization": replace(space, weight_quantization="q4"),
+        "layout_version": replace(space, layout_version=2),
+        "kv.block_tokens": replace(space, kv=KvSpec((group,), 32)),
+        **{
+            f"kv.{field}": replace(space, kv=KvSpec((replace(group, **{field: value}),), 16))
+            for field, value in {"layers": 3, "kv_heads": 1, "head_dim": 8, "dtype": "bfloat16", "window": 64}.items()
+        },
+        "kv.groups": replace(space, kv=KvSpec((group, group), 16)),
+    }
+    fields = {*space.__struct_fields__, *(f"kv.{field}" for field in group.__struct_fields__), "kv.block_tokens"}
+    assert fields - {"kv"} <= others.keys(), "a new field is to be named too"
+    same: dict[str, dict[str, Any]] = {"conductor": {}, "prefill-0": described(space), "decode-0": described(space)}
+    expect_shared_kv(same)
+    for field, other in others.items():
+        with pytest.raises(ConfigError, match=rf"decode-0 and both-0 cannot share KV: `{re.escape(field)}` differs: "):
+            expect_shared_kv(same | {"both-0": described(other)})
+        assert other.digest() != space.digest(), f"{field} is no part of keys"
+    with pytest.raises(ConfigError, match="`vocab_size` differs: 258 and 300; all workers must load the same model"):
+        expect_shared_kv(same | {"both-0": described(space, 300)})
+    with pytest.raises(ConfigError, match=r"differs: float32 and bfloat16; .*--convert-kv"):
+        expect_shared_kv(same | {"both-0": described(others["compute_dtype"])})
+
+
 @pytest.mark.parametrize("setting", [{"policy": "kvcache"}, {"admission": "at-arival"}])
 def test_unknown_names_are_said_before_anything_starts(setting: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
@@ -245,7 +289,17 @@ def test_long_runtime_directory_is_replaced(tmp_path: Path) -> None:
 
 def test_parts_of_a_machine(tmp_path: Path) -> None:
     """Worker k sits on node k mod nodes, prefill workers first; every part finds the others."""
-    wish = ServeConfig(prefill=2, decode=1, nodes=2, ssd_dir="/ssd", ssd_bytes=1 << 30)
+    wish = ServeConfig(
+        prefill=2,
+        decode=1,
+        nodes=2,
+        prefill_backend="jax",
+        dtype="float32",
+        decode_dtype="bfloat16",
+        convert_kv=True,
+        ssd_dir="/ssd",
+        ssd_bytes=1 << 30,
+    )
     config = msgspec.structs.replace(wish.derived(), state_dir="/state")
     parts = plan_parts(config, tmp_path, tmp_path / "secret", 5, "127.0.0.1:7000")
     assert [made.name for made in parts] == [
@@ -256,6 +310,9 @@ def test_parts_of_a_machine(tmp_path: Path) -> None:
         for name in ("prefill-0", "prefill-1", "decode-0")
     ]
     assert [worker.node for worker in workers] == ["node-0", "node-1", "node-0"]
+    assert [worker.backend for worker in workers] == ["jax", "jax", "torch"]
+    assert {worker.converted for worker in workers} == {("float32", "bfloat16")}
+    assert [worker.dtype for worker in workers] == ["float32", "float32", "bfloat16"]
     daemon = tomllib.loads((tmp_path / "node-1.toml").read_text())
     assert daemon["socket"] == workers[1].daemon_socket
     assert daemon["conductor"] == "127.0.0.1:7000"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Modules under pyengine.kernels.torch and pyengine.kernels.jax that have every contract.
-TORCH = ("eager", "triton")
+TORCH = ("eager", "native", "triton")
 JAX = ("jnp", "pallas")
 IMPLEMENTATIONS = TORCH + JAX
 WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache"}

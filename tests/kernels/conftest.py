@@ -19,7 +19,17 @@ Compute = Callable[[Call, str], Answer]
 
 @pytest.fixture(scope="session")
 def compute() -> Iterator[Compute]:
-    """compute(call, implementation): on the GPU if there is one; else Triton in its interpreter, in a child."""
+    """compute(call, implementation): on the GPU if there is one; else Triton in its interpreter, in a child. What is
+    written for CPUs stays there, and refuses what they do not compute in.
+    """
+
+    def native(call: Call) -> Answer:
+        if call.dtype == "float16" and call.contract not in ("gather", "scatter", "sample"):
+            with pytest.raises(ValueError, match="float32 and bfloat16"):
+                calls.compute(call, "native", "cpu")
+            pytest.skip("native kernels refuse float16: no CPU model is computed in it")
+        return calls.compute(call, "native", "cpu")
+
     with contextlib.ExitStack() as children:
 
         @functools.cache
@@ -31,6 +41,8 @@ def compute() -> Iterator[Compute]:
                 pytest.importorskip("jax", reason="needs the jax extra")
                 return calls.compute(call, implementation, "")
             torch = pytest.importorskip("torch", reason="needs the torch extra")
+            if implementation == "native":
+                return native(call)
             if torch.cuda.is_available():
                 return calls.compute(call, implementation, "cuda")
             if implementation == "triton":

@@ -158,13 +158,33 @@ def test_offsets_beyond_32_bits(contract: str, implementation: str, compute: Com
     assert error_of(compute(spread, implementation), oracle(call), "float16") <= 1
 
 
-def test_a_cpu_has_eager_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    from pyengine.kernels.torch import eager
-    from pyengine.kernels.torch.choice import choose
+@pytest.mark.parametrize(
+    ("levels", "dtype", "head_dim", "reason"),
+    [
+        (("scalar", "avx2"), "bfloat16", 128, None),
+        (("scalar",), "float32", 128, "no AVX2, AVX-512 or NEON"),
+        (("scalar", "neon"), "float16", 128, "float16"),
+        (("scalar", "avx2"), "float32", 512, "head_dim 512"),
+    ],
+)
+def test_a_cpu_has_ours_or_a_warning_that_says_why_not(
+    levels: tuple[str, ...],
+    dtype: str,
+    head_dim: int,
+    reason: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pyengine.kernels.torch import choice, eager, native
 
+    monkeypatch.setattr(choice, "LINEAR_LEVELS", levels)
     with caplog.at_level(logging.INFO):
-        assert choose(torch.device("cpu"), torch.float32, 64) is eager
-    assert "kernels on cpu: eager" in caplog.text
+        chosen = choice.choose(torch.device("cpu"), getattr(torch, dtype), head_dim)
+    assert chosen is (eager if reason else native)
+    working = choice.working_type(torch.device("cpu"), getattr(torch, dtype), head_dim)
+    assert working is (getattr(torch, dtype) if reason else torch.float32)
+    (record,) = caplog.records
+    assert record.levelname == ("WARNING" if reason else "INFO") and (reason or f"native ({levels[-1]})") in caplog.text
 
 
 @pytest.mark.parametrize(

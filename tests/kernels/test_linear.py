@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from pyengine import _native
 
-torch = pytest.importorskip("torch", reason="needs the torch extra")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from pyengine.kernels.torch import linear  # noqa: E402 (needs torch)
+from pyengine.kernels.torch import linear
 
 ROWS = (0, 1, 2, 3, 5, 6, 7, 12, 13, 16, 31, 33, 100)
 #: [out, in] of each weight of a product: odd ones, and SmolLM2's in small.

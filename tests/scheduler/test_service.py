@@ -304,6 +304,35 @@ def test_a_worker_that_was_held_up_is_asked_who_it_is(
     gateway.expect(ClusterState, lambda state: state.workers == (info,))
 
 
+def test_a_worker_that_shares_no_kv_is_named_at_its_hello(
+    dialled: Callable[[], Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever starts it must hear why no request will reach it; the field, and both values."""
+    small = msgspec.structs.replace(SPEC, block_tokens=2 * BLOCK)
+    larger = msgspec.structs.replace(NAMESPACE, kv=small)
+    strangers = [
+        worker("decode-1", Role.DECODE, "node-1", namespace=larger),
+        worker("other-0", Role.DECODE, "node-1", namespace=larger, model="other"),
+        worker("decode-2", Role.DECODE, "node-1"),
+        worker("both-0", Role.BOTH, "node-1", vocab_size=300),
+    ]
+    gateway, loop = dialled(), dialled()
+    gateway.send(GatewayHello(gateway="g", incarnation=1))
+    for info in (worker("prefill-0", Role.PREFILL, "node-0"), *strangers):
+        with caplog.at_level("WARNING"):
+            loop.send(WorkerHello(info=info))
+            gateway.expect(ClusterState, lambda state: info.worker in {each.worker for each in state.workers})  # noqa: B023
+            # It is said after the state was sent: whoever is answered now, is answered after it.
+            gateway.send(route(1, []))
+            gateway.expect(Planned if info.worker in ("decode-2", "both-0") else Rejected)
+    said = [record.message for record in caplog.records if "share KV" in record.message]
+    assert said == [
+        f"prefill-0 and decode-1 serve 'model' and cannot share KV: `kv.block_tokens` differs: {BLOCK} and {2 * BLOCK}",
+        f"decode-1 and decode-2 serve 'model' and cannot share KV: `kv.block_tokens` differs: {2 * BLOCK} and {BLOCK}",
+        "decode-1 and both-0 serve 'model' and cannot share KV: `vocab_size` differs: 258 and 300",
+    ]
+
+
 def test_what_an_earlier_life_of_a_worker_still_says_is_ignored(dialled: Callable[[], Peer]) -> None:
     """The old process lives on, cut off for a while; the new one has its name. Neither the heartbeats nor the
     leave-taking of the old one count any more.

@@ -333,7 +333,7 @@ def test_bad_requests_are_told_what_to_do(state_dir: Path) -> None:
     ("flags", "hint"),
     [
         (("--model", "/no/such/path", "--backend", "torch"), "no such"),
-        (("--backend", "jax"), "torch"),
+        (("--backend", "jaxx"), "jax"),
         (("--transport", "tpc"), "tcp"),
         (("--ssd-bytes", "1GiB"), "--ssd-dir"),
         (("--prefill", "1"), "--decode"),

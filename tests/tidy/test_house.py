@@ -32,6 +32,10 @@ FLOORS = {
     "pyengine.backends": 2,
     "pyengine.backend": 2,
     "pyengine.kv_mover": 2,
+    "pyengine.conversion": 2,
+    "pyengine.copier": 2,
+    "pyengine.group_copier": 2,
+    "pyengine.ranks": 2,
     "pyengine.checkpoint": 2,
     "pyengine.sampling": 1,
     "pyengine.text": 2,
@@ -49,13 +53,14 @@ FLOORS = {
 #: Everything that moves KV is reached through these alone.
 TRANSFER_USERS = (
     "pyengine.kv_mover",
+    "pyengine.group_copier",
     "pyengine.scheduler.service",
     "pyengine.llm",
     "pyengine.worker.service",
     "pyengine.transfer",
     "pyengine.pool",
 )
-TRANSFER_NAMES = {"PoolClient", "ObjectPool", "Daemon", "ReportEndpoint", "Endpoint"}
+TRANSFER_NAMES = {"PoolClient", "SharedSlots", "ObjectPool", "Daemon", "ReportEndpoint", "Endpoint"}
 FLOOR_0_LIBRARIES = set(sys.stdlib_module_names) | {"numpy", "msgspec", "pyengine"}
 
 

@@ -16,11 +16,11 @@ import pytest
 
 from pyengine import _native, kv_mover
 from pyengine._native import Tag
-from pyengine.backend import U8, Slice
+from pyengine.backend import U8, Slice, WorkerBroken
 from pyengine.backends.fake import EOS, FakeBackend, fake_tokens
 from pyengine.scheduler.messages import Note
 from pyengine.scheduler.types import Node, Role, SamplingParams, Slo, Source
-from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
+from pyengine.worker.core import HOPELESS_STEPS
 from tests.worker.harness import Cluster, Request
 from tests.worker.test_worker import backend, one_node, prompt, two_nodes
 
@@ -285,7 +285,7 @@ def test_a_refused_lookup_costs_a_recompute(fetch: bool) -> None:
 class Unreadable(Twin):
     """Every copy out of the pool turns out not to be intact."""
 
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool:
+    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1) -> bool:
         return False
 
 

@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from pyengine import _native
-from pyengine.backend import Slice
+from pyengine.backend import Slice, WorkerBroken
 from pyengine.backends.fake import FakeBackend
 from pyengine.config import WorkerConfig
 from pyengine.scheduler.changes import unpack
@@ -41,7 +41,7 @@ from pyengine.scheduler.messages import (
 from pyengine.scheduler.types import Role, SamplingParams
 from pyengine.secret import read_secret, secret_file
 from pyengine.worker import service as service_module
-from pyengine.worker.core import HOPELESS_STEPS, WorkerBroken
+from pyengine.worker.core import HOPELESS_STEPS
 from pyengine.worker.service import WorkerService, run_worker
 
 PATIENCE = 60.0

@@ -155,10 +155,12 @@ class TieredPool:
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         self.asked.append(("open", to.node))
 
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None:
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
         self._content[slot] = source.copy()
 
-    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0) -> bool:
+    def load(self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1) -> bool:
         content = self._content[slot]
         assert content is not None, "a slot is read that holds nothing"
         into[:] = content
@@ -292,6 +294,7 @@ def test_what_others_have_is_prefetched_before_decodes_grant_stands(events: None
         sources = sources_of([("ssd", 0, 2), ("b dram", 3, 4), ("c ssd", 3, 5)])
         changes = {"part": "prefill", "cached_blocks": 5}
         request = cluster.submit(PROMPT, "both", "both", sources=sources, changes=changes)
+        worker.mover.flush()
         keys = pool.keys
         assert pool.asked == [
             ("prefetch", keys[0] + keys[1], bytes(16), 0, []),
@@ -303,6 +306,7 @@ def test_what_others_have_is_prefetched_before_decodes_grant_stands(events: None
         pool.places[keys[0]].add("dram")
         pool.asked.clear()
         worker.mover._opened(job, [False] * 9, [])
+        worker.mover.flush()
         # It comes after the grant, and before the fetch.
         pool.places[keys[1]].add("dram")
         cluster.until(lambda: job.sequence.started, "both")
@@ -374,10 +378,12 @@ def test_slots_for_what_no_source_had_are_let_go_before_it_is_computed(
     places: list[set[str]] = [{"ssd"}] * found + [set()] * (BLOCKS - found)
     pool = TieredPool(places, moves=False, full=False, broken=set())
     with cluster_over(pool) as cluster:
-        batcher = cluster.workers["both"].batcher
+        worker = cluster.workers["both"]
+        batcher = worker.batcher
         ready, held = batcher.ready, []
 
         def ready_with(sequence: SequenceId, tokens: int) -> None:
+            worker.mover.flush()
             held.append((sum(map(len, pool.held.values())), tokens))
             ready(sequence, tokens)
 

@@ -204,7 +204,9 @@ class DropsOneStrip:
     def __getattr__(self, name: str) -> object:
         return getattr(self._pool, name)
 
-    def store(self, slot: int, generation: int, source: U8, first_strip: int = 0) -> None:
+    def store(
+        self, slot: int, generation: int, source: U8, first_strip: int = 0, run: int = 1, stride: int = 1
+    ) -> None:
         lossy = source.copy()
         lossy[1] = 0
         self._pool.store(slot, generation, lossy, first_strip)

@@ -1,5 +1,6 @@
 """The PyTorch backend."""
 
 from pyengine.backends.torch.backend import TorchBackend
+from pyengine.backends.torch.parallel import ParallelTorchBackend
 
-__all__ = ["TorchBackend"]
+__all__ = ["ParallelTorchBackend", "TorchBackend"]

@@ -1,6 +1,8 @@
-"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Llama`.
+"""`Backend` on PyTorch: turns the slices of a step into one forward pass of `Model`.
 
-fp32 on the CPU, where it is tested. With a CUDA device it computes in bf16 there; that path has never been run.
+fp32 on the CPU unless told otherwise: there a sequence's tokens do not depend on the batch, to the last bit, nor on how
+its prompt was cut into chunks or what of it was cached, as all that is computed has one order (`rust/linear`,
+`rust/kernels`). With a CUDA device it computes in bf16 there; that path has never been run.
 """
 
 from __future__ import annotations
@@ -10,34 +12,65 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Slice
-from pyengine.backends.torch.llama import Llama, StepInput
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
+from pyengine.backends import DTYPES
+from pyengine.backends.torch.model import Model, StepInput
+from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch import pages
+from pyengine.kernels.torch import native, pages
+from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
 
 
 class TorchBackend:
-    """A Llama model on one device, and its pages."""
+    """A model on one device, and its pages."""
 
-    def __init__(self, checkpoint: Checkpoint, *, block_tokens: int = BLOCK_TOKENS, threads: int | None = None) -> None:
-        """Loads the weights. threads: CPU threads of PyTorch in this process; None: its own choice."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        threads: int | None = None,
+        dtype: str = "auto",
+        part: Part | None = None,
+    ) -> None:
+        """Loads the weights. threads: CPU threads of this process; None: PyTorch's own choice. dtype: of weights and
+        KV, as `load_backend` has it; sums are float32 in any case. part: what this rank has of the model, None: all.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+            kernel_threads.use(threads)
+        cuda = f"cuda:{part.rank}" if part is not None else "cuda"
+        self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+        if dtype == "auto":
+            dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
         with torch.inference_mode():
-            self._model = Llama(checkpoint, dtype, self._device)
+            self._model = Model(checkpoint, getattr(torch, dtype), self._device, part)
+        if threads is not None and self._model.kernels is native:
+            torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
-        dtype_name = str(dtype).removeprefix("torch.")
-        group = KvGroup(layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype_name)
+        # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
+        self.overlaps = self._device.type == "cuda"
+        # On a GPU a copy on another thread would wait for all that is queued: it needs a stream of its own too.
+        self.layerwise = self._device.type == "cpu"
+        # int64, by row of the step launched last: its tokens, which the next one may compute from.
+        self._chosen = torch.empty(0, dtype=torch.int64)
+        group = KvGroup(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            window=config.window,
+        )
         self.namespace = Namespace(
             weights=checkpoint.weights_digest,
             config=config.digest(),
-            compute_dtype=dtype_name,
+            compute_dtype=dtype,
             weight_quantization="none",
             kv=KvSpec(groups=(group,), block_tokens=block_tokens),
         )
@@ -48,9 +81,9 @@ class TorchBackend:
         self.eos_token_ids = checkpoint.eos_token_ids
 
     @classmethod
-    def load(cls, model: str, *, cache: Path, threads: int | None = None) -> TorchBackend:
+    def load(cls, model: str, *, cache: Path, threads: int | None = None, dtype: str = "auto") -> TorchBackend:
         """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError."""
-        return cls(resolve(model, cache), threads=threads)
+        return cls(resolve(model, cache), threads=threads, dtype=dtype)
 
     def allocate(self, pages_wanted: int) -> None:
         if self._cache is not None:
@@ -58,7 +91,7 @@ class TorchBackend:
         config = self._model.config
         self._cache = pages.allocate(
             config.layers,
-            config.kv_heads,
+            self._model.group.part.heads.count,
             pages_wanted,
             self.namespace.kv.block_tokens,
             config.head_dim,
@@ -66,23 +99,36 @@ class TorchBackend:
             self._device,
         )
 
+    def warm_up(self, max_tokens: int, max_sequences: int) -> None:
+        """Nothing is compiled."""
+
     def execute(self, slices: list[Slice]) -> list[int]:
-        chosen = [-1] * len(slices)
-        if not slices:
-            return chosen
+        return self._launch(slices).tokens()
+
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+        if self.overlaps:
+            return self._launch(slices)
+        return Deferred(lambda: self.execute(slices) if written is None else self._launch(slices, written).tokens())
+
+    def _launch(self, slices: list[Slice], written: Written | None = None) -> Launched:
+        """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
+            chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
             order = _order(slices)
-            logits = self._forward(slices, order)
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
-            if not asked:
-                return chosen
-            positions = [slices[index].start + len(slices[index].tokens) for index, _ in asked]
-            tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions)).tolist()
-        if -1 in tokens:
-            raise ArithmeticError("the model computed logits that are not finite")
-        for (index, _), token in zip(asked, tokens, strict=True):
-            chosen[index] = token
-        return chosen
+            rows = [index for index, _ in asked]
+            logits = self._forward(slices, order, written) if slices else None
+            if logits is not None and asked:
+                positions = [slices[index].start + len(slices[index].tokens) for index in rows]
+                tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions))
+                chosen[self._index(rows)] = tokens
+            self._chosen = chosen
+            return Launched(chosen, rows)
+
+    def compute(self, slices: list[Slice]) -> None:
+        """A rank's part of a step whose tokens are chosen by rank 0."""
+        with torch.inference_mode():
+            self._forward(slices, _order(slices))
 
     def logits(self, slices: list[Slice]) -> torch.Tensor:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
@@ -92,8 +138,9 @@ class TorchBackend:
             sampled = [index for index in order if slices[index].sampling is not None]
             return logits[torch.tensor(np.argsort(sampled), dtype=torch.int64, device=self._device)]
 
-    def read_pages(self, page_ids: list[int], out: U8) -> None:
-        cache, blocks = self._pages, pages.as_blocks(self._pages, out)
+    def read_pages(self, page_ids: list[int], out: U8, layers: range | None = None) -> None:
+        cache = self._pages if layers is None else self._pages[layers.start : layers.stop]
+        blocks = pages.as_blocks(cache, out)
         strips = blocks if cache.device.type == "cpu" else torch.empty_like(blocks, device=cache.device)
         self._model.kernels.gather(cache, self._index(page_ids), strips)
         if strips is not blocks:
@@ -109,13 +156,25 @@ class TorchBackend:
         self._cache = None
 
     @property
+    def group(self) -> Group:
+        """The ranks that share the model, and this one's part of it."""
+        return self._model.group
+
+    @property
     def _pages(self) -> torch.Tensor:
         if self._cache is None:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
-        return self._model.forward(self._step_input([slices[index] for index in order]), self._pages)
+    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
+        slices = [slices[index] for index in order]
+        step = self._step_input(slices)
+        # Single tokens come first, so the row of such a slice is the row of its token.
+        fed = {row: slice_.after for row, slice_ in enumerate(slices) if slice_.after is not None}
+        if fed:
+            # A step that has failed chose -1: this one has no meaning then, but must not read beside the embedding.
+            step.tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
+        return self._model.forward(step, self._pages, written)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
         """slices: those with one token first."""
@@ -149,6 +208,32 @@ class TorchBackend:
 
     def _index(self, page_ids: list[int]) -> torch.Tensor:
         return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
+
+
+class Launched:
+    """A step whose tokens are on their way to the host.
+
+    chosen: int64 [slices], -1 where none was asked for. asked: rows where one was.
+    """
+
+    def __init__(self, chosen: torch.Tensor, asked: list[int]) -> None:
+        self._asked = asked
+        self._event: torch.cuda.Event | None = None
+        if chosen.device.type == "cpu":
+            self._host = chosen
+        else:
+            self._host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
+            self._host.copy_(chosen, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._host.tolist()
+        if any(tokens[row] < 0 for row in self._asked):
+            raise ArithmeticError("the model computed logits that are not finite")
+        return tokens
 
 
 def _order(slices: list[Slice]) -> list[int]:

@@ -20,7 +20,7 @@
 
 mod cores;
 mod kernel;
-mod lanes;
+pub mod lanes;
 mod matrix;
 mod panels;
 mod product;

@@ -7,6 +7,7 @@ mod daemon;
 mod errors;
 mod index;
 mod inflight;
+mod kernels;
 mod keys;
 mod linear;
 mod model;
@@ -30,6 +31,8 @@ mod _native {
     #[pymodule_export]
     use super::inflight::Inflight;
     #[pymodule_export]
+    use super::kernels::{AttentionPlan, CpuKernels};
+    #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
     use super::linear::{LinearThreads, LinearWeights};
@@ -40,7 +43,7 @@ mod _native {
     #[pymodule_export]
     use super::pool::{
         Arrived, Complete, Counters, Disconnected, Fetched, Flushed, Granted, Kept, Located, Opened, PoolClient,
-        Pushed, Refused,
+        Pushed, Refused, SharedSlots,
     };
     #[pymodule_export]
     use super::report::{

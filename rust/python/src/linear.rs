@@ -11,7 +11,7 @@ use crate::values::Living;
 /// A caller's thread and its helpers.
 #[pyclass(frozen, module = "pyengine._native")]
 pub struct LinearThreads {
-    living: Living<Threads>,
+    pub living: Living<Threads>,
     #[pyo3(get)]
     count: usize,
 }
@@ -108,7 +108,8 @@ pub fn levels() -> impl ExactSizeIterator<Item = &'static str> {
     Level::available().iter().map(|level| level.name())
 }
 
-fn find(name: &str) -> PyResult<Level> {
+/// The level of a name. BugError if this processor lacks it.
+pub fn find(name: &str) -> PyResult<Level> {
     let level = Level::available().iter().find(|level| level.name() == name);
     level.copied().ok_or_else(|| {
         bug(format!("{name:?} is none of this processor's: {}", levels().collect::<Vec<_>>().join(", ")))
@@ -118,8 +119,8 @@ fn find(name: &str) -> PyResult<Level> {
 fn part(bytes: &[u8], outputs: usize, inputs: usize) -> PyResult<Part<'_>> {
     let count = outputs * inputs;
     let wrong = || bug(format!("{} bytes are no {outputs} x {inputs} numbers of float32 or bfloat16", bytes.len()));
-    // SAFETY: any bits are a number of either kind.
     if bytes.len() == 4 * count {
+        // SAFETY: any bits are a number of either kind.
         let (before, numbers, _) = unsafe { bytes.align_to::<f32>() };
         return if before.is_empty() { Ok(Part::F32(Rows::new(numbers, outputs, inputs))) } else { Err(wrong()) };
     }

@@ -1,13 +1,15 @@
 //! `PoolClient` and its events.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use transfer::client::{self, ClientEvent};
 use transfer::config::{open_key, session_key};
 use transfer::engine::{Keeping, keep};
+use transfer::memory::{Arena, Runs};
 use transfer::messages::{Found, GrantMode, GrantedSlot, LocalEvent, LocalRequest};
 use transfer::types::{BlockKey, Layout, Medium, SlotRef};
 
@@ -219,7 +221,8 @@ impl PoolClient {
         self.request(py, LocalRequest::Open { tag: tag.0, to: to.0.clone(), within_ms })
     }
 
-    #[pyo3(signature = (local, tag, indices, first = 0, note = None))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (local, tag, indices, first = 0, note = None, strips = None))]
     fn push(
         &self,
         py: Python<'_>,
@@ -228,9 +231,10 @@ impl PoolClient {
         indices: Vec<u32>,
         first: u32,
         note: Option<Readable>,
+        strips: Option<(u32, u32)>,
     ) -> PyResult<()> {
         let note = note.map(|note| note.bytes().to_vec());
-        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, note })
+        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, strips, note })
     }
 
     fn corrupt(&self, py: Python<'_>, tag: &Tag, index: u32) -> PyResult<()> {
@@ -258,18 +262,107 @@ impl PoolClient {
         self.request(py, LocalRequest::Unkeep { ticket: 0, keys: keys.keys()?, by })
     }
 
-    #[pyo3(signature = (slot, generation, source, first_strip = 0))]
-    fn store(&self, py: Python<'_>, slot: u32, generation: u32, source: Readable, first_strip: u32) -> PyResult<()> {
-        let bytes = source.bytes();
-        self.living
-            .with(py, |client| client.store(SlotRef { slot, generation }, first_strip, bytes))?
-            .map_err(exception)
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (slot, generation, source, first_strip = 0, run = 1, stride = 1))]
+    fn store(
+        &self,
+        py: Python<'_>,
+        slot: u32,
+        generation: u32,
+        source: Readable,
+        first_strip: u32,
+        run: u32,
+        stride: u32,
+    ) -> PyResult<()> {
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
+        self.living.with(py, |client| client.store(slot, runs, bytes))?.map_err(exception)
     }
 
-    #[pyo3(signature = (slot, generation, into, first_strip = 0))]
-    fn load(&self, py: Python<'_>, slot: u32, generation: u32, mut into: Writable, first_strip: u32) -> PyResult<bool> {
-        let bytes = into.bytes();
-        self.living.with(py, |client| client.load(SlotRef { slot, generation }, first_strip, bytes))?.map_err(exception)
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (slot, generation, into, first_strip = 0, run = 1, stride = 1))]
+    fn load(
+        &self,
+        py: Python<'_>,
+        slot: u32,
+        generation: u32,
+        mut into: Writable,
+        first_strip: u32,
+        run: u32,
+        stride: u32,
+    ) -> PyResult<bool> {
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
+        self.living.with(py, |client| client.load(slot, runs, bytes))?.map_err(exception)
+    }
+
+    fn share(&self, py: Python<'_>) -> PyResult<(Vec<RawFd>, u64, u32)> {
+        let shared = self.living.with(py, |client| {
+            let (arena, socket) = client.share()?;
+            let descriptors = [Some(arena), socket].into_iter().flatten().map(IntoRawFd::into_raw_fd).collect();
+            Ok((descriptors, client.arena().bytes(), client.arena().slots()))
+        })?;
+        shared.map_err(exception)
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.living.close(py)
+    }
+}
+
+/// A pool's slots as another process of the same worker writes and reads them.
+#[pyclass(frozen, module = "pyengine._native")]
+pub struct SharedSlots {
+    living: Living<(Arc<Arena>, Option<OwnedFd>)>,
+}
+
+#[pymethods]
+impl SharedSlots {
+    #[new]
+    fn new(descriptors: Vec<RawFd>, arena_bytes: u64, slots: u32, strips: u32, strip_bytes: u32) -> PyResult<Self> {
+        let [arena, rest @ ..] = &descriptors[..] else { return Err(bug("there is no descriptor")) };
+        if rest.len() > 1 || descriptors.iter().any(|&descriptor| descriptor < 0) {
+            return Err(bug(format!("{descriptors:?} are not what `share` has returned")));
+        }
+        // SAFETY: the stub says that they are the caller's own, and given away by this call.
+        let owned = |descriptor: RawFd| unsafe { OwnedFd::from_raw_fd(descriptor) };
+        let (arena, socket) = (owned(*arena), rest.first().copied().map(owned));
+        let arena = Arena::open(arena, arena_bytes, slots, Layout { strips, strip_bytes }).map_err(exception)?;
+        Ok(Self { living: Living::new((arena, socket)) })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (slot, generation, source, first_strip = 0, run = 1, stride = 1))]
+    fn store(
+        &self,
+        py: Python<'_>,
+        slot: u32,
+        generation: u32,
+        source: Readable,
+        first_strip: u32,
+        run: u32,
+        stride: u32,
+    ) -> PyResult<()> {
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
+        self.living.with(py, |(arena, _)| arena.store_runs(slot, runs, bytes))?.map_err(exception)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (slot, generation, into, first_strip = 0, run = 1, stride = 1))]
+    fn load(
+        &self,
+        py: Python<'_>,
+        slot: u32,
+        generation: u32,
+        mut into: Writable,
+        first_strip: u32,
+        run: u32,
+        stride: u32,
+    ) -> PyResult<bool> {
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
+        self.living.with(py, |(arena, _)| arena.load_runs(slot, runs, bytes))?.map_err(exception)
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

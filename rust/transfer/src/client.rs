@@ -1,6 +1,6 @@
 //! A worker's link to its node's pool: control over a unix socket or within the process, bytes in the shared arena.
 
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::SyncSender;
@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::keys::Key;
 use crate::link::{Connection, Link, Stream, nonce, now};
 use crate::mailbox::Mailbox;
-use crate::memory::Arena;
+use crate::memory::{Arena, Runs};
 use crate::messages::{LocalEvent, LocalRequest, NOTE_LIMIT, Purpose};
 use crate::session::{Ended, Event, Session};
 use crate::types::{ClientId, Incarnation, Layout, NodeAddress, SlotRef};
@@ -35,6 +35,14 @@ pub enum ClientEvent {
     Disconnected(String),
 }
 
+/// Whether this client may write the arena. It is shut before the connection ends, because the connection's end is the
+/// daemon's proof that nobody writes for this client any more.
+enum Gate {
+    /// With a second handle of the socket, for those who are to write as well. (Within one process there is no socket.)
+    Open(Option<UnixStream>),
+    Shut,
+}
+
 enum Road {
     Socket(Link, Option<JoinHandle<()>>),
     Inside(SyncSender<daemon::Happening>, ClientId),
@@ -46,9 +54,7 @@ pub struct PoolClient {
     mailbox: Arc<Mailbox<ClientEvent>>,
     arena: Arc<Arena>,
     node: NodeAddress,
-    /// True while the arena may be written. It is closed before the connection ends, because the connection's end is
-    /// the daemon's proof that this client writes no more.
-    gate: Arc<RwLock<bool>>,
+    gate: Arc<RwLock<Gate>>,
 }
 
 impl PoolClient {
@@ -76,7 +82,8 @@ impl PoolClient {
             }
         };
         let mailbox = Arc::new(Mailbox::new(EVENT_LIMIT)?);
-        let gate = Arc::new(RwLock::new(true));
+        let second = stream.try_clone().map_err(|error| Error::retry(format!("no descriptor: {error}")))?;
+        let gate = Arc::new(RwLock::new(Gate::Open(Some(second))));
         let link = Link::new()?;
         let session = Session::dial(key, Purpose::Local { incarnation }, nonce()?, now());
         let (to, at, ending) = (mailbox.clone(), link.clone(), gate.clone());
@@ -97,7 +104,7 @@ impl PoolClient {
         namespace: u64,
     ) -> Result<Self, Error> {
         let until = Instant::now() + Duration::from_secs(5);
-        let gate = Arc::new(RwLock::new(true));
+        let gate = Arc::new(RwLock::new(Gate::Open(None)));
         Self::attach(Road::Inside(happenings, client), mailbox, gate, layout, namespace, until)
     }
 
@@ -105,7 +112,7 @@ impl PoolClient {
     fn attach(
         mut road: Road,
         mailbox: Arc<Mailbox<ClientEvent>>,
-        gate: Arc<RwLock<bool>>,
+        gate: Arc<RwLock<Gate>>,
         layout: Layout,
         namespace: u64,
         until: Instant,
@@ -171,20 +178,35 @@ impl PoolClient {
     ///
     /// # Errors
     /// Bug: out of range. Retry: the daemon is gone, so nobody would read them.
-    pub fn store(&self, slot: SlotRef, first_strip: u32, source: &[u8]) -> Result<(), Error> {
-        let open = self.gate.read().unwrap_or_else(PoisonError::into_inner);
-        if !*open {
+    pub fn store(&self, slot: SlotRef, runs: Runs, source: &[u8]) -> Result<(), Error> {
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if let Gate::Shut = *gate {
             return Err(Error::retry("the daemon is gone: connect again and write into a new grant"));
         }
-        self.arena.store(slot, first_strip, source)
+        self.arena.store_runs(slot, runs, source)
     }
 
     /// Copies whole strips out of a slot, verified. False: not intact, or the slot's life is over.
     ///
     /// # Errors
     /// Bug: out of range.
-    pub fn load(&self, slot: SlotRef, first_strip: u32, into: &mut [u8]) -> Result<bool, Error> {
-        self.arena.load(slot, first_strip, into)
+    pub fn load(&self, slot: SlotRef, runs: Runs, into: &mut [u8]) -> Result<bool, Error> {
+        self.arena.load_runs(slot, runs, into)
+    }
+
+    /// What other processes need to write and read this client's slots as well: the arena, and a handle of the socket (none
+    /// where the daemon is in this process). The daemon sees the end of this client, and gives its slots to others, when
+    /// every handle is closed: who has one closes it when it writes no more, or by dying. A client that closes in
+    /// an orderly way sees to it that the others have done so before; within the daemon's process nothing else would.
+    ///
+    /// # Errors
+    /// Retry: the daemon is gone, or there are no more descriptors.
+    pub fn share(&self) -> Result<(OwnedFd, Option<OwnedFd>), Error> {
+        let gate = self.gate.read().unwrap_or_else(PoisonError::into_inner);
+        let Gate::Open(socket) = &*gate else { return Err(Error::retry("the daemon is gone: connect again")) };
+        let retry = |error: std::io::Error| Error::retry(format!("no descriptor: {error}"));
+        let arena = self.arena.fd().try_clone_to_owned().map_err(retry)?;
+        Ok((arena, socket.as_ref().map(|socket| socket.as_fd().try_clone_to_owned()).transpose().map_err(retry)?))
     }
 
     /// Ends all tags and the connection. Idempotent.
@@ -214,8 +236,8 @@ impl Road {
         }
     }
 
-    fn close(&mut self, gate: &RwLock<bool>) {
-        let first = std::mem::replace(&mut *gate.write().unwrap_or_else(PoisonError::into_inner), false);
+    fn close(&mut self, gate: &RwLock<Gate>) {
+        let first = shut(gate);
         match self {
             Self::Socket(link, thread) => {
                 link.close("closed");
@@ -229,6 +251,12 @@ impl Road {
             Self::Inside(..) => {}
         }
     }
+}
+
+/// Waits for a write that is under way. True if it was open.
+fn shut(gate: &RwLock<Gate>) -> bool {
+    let before = std::mem::replace(&mut *gate.write().unwrap_or_else(PoisonError::into_inner), Gate::Shut);
+    matches!(before, Gate::Open(_))
 }
 
 fn attached(mailbox: &Mailbox<ClientEvent>, until: Instant) -> Result<(Arc<Arena>, NodeAddress), Error> {
@@ -252,7 +280,7 @@ fn attached(mailbox: &Mailbox<ClientEvent>, until: Instant) -> Result<(Arc<Arena
 }
 
 /// The client's thread: session on one side, mailbox on the other.
-fn run(stream: UnixStream, session: Session, link: Link, mailbox: &Mailbox<ClientEvent>, gate: &RwLock<bool>) {
+fn run(stream: UnixStream, session: Session, link: Link, mailbox: &Mailbox<ClientEvent>, gate: &RwLock<Gate>) {
     let ended = match Connection::new(Stream::Unix(stream), session, link) {
         Err(ended) => ended,
         Ok(mut connection) => {
@@ -260,6 +288,7 @@ fn run(stream: UnixStream, session: Session, link: Link, mailbox: &Mailbox<Clien
                 Err(ended) => ended,
                 Ok(Event::Established(_)) => {
                     connection.unwatch();
+                    connection.end_by_closing();
                     connection.drive(|payload, descriptors| {
                         let event: LocalEvent = wire::decode(&payload)?;
                         if let LocalEvent::Attached { slots, layout, arena_bytes, .. } = &event {
@@ -277,8 +306,7 @@ fn run(stream: UnixStream, session: Session, link: Link, mailbox: &Mailbox<Clien
                 }
                 Ok(_) => Ended::Closed("the other side is no daemon".into()),
             };
-            // Closed before the socket is: see `PoolClient::gate`.
-            *gate.write().unwrap_or_else(PoisonError::into_inner) = false;
+            shut(gate);
             drop(connection);
             ended
         }

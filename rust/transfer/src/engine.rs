@@ -475,8 +475,8 @@ impl Engine {
             LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
             LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, &from),
             LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
-            LocalRequest::Push { local, indices, first, note, .. } => {
-                self.push(client, local, tag, &indices, first, note);
+            LocalRequest::Push { local, indices, first, strips, note, .. } => {
+                self.push(client, (local, first), tag, &indices, strips, note);
             }
             LocalRequest::Corrupt { index, .. } => self.corrupt(client, tag, index),
             LocalRequest::Attach { .. }
@@ -622,9 +622,9 @@ impl Engine {
 
     fn peer(&mut self, peer: &NodeId, message: PeerMessage) {
         match message {
-            PeerMessage::Open { tag, layout, within_ms } => {
+            PeerMessage::Open { tag, layout, namespace, within_ms } => {
                 let deadline = self.deadline(within_ms);
-                self.visit(tag, Opener::Peer(peer.clone()), layout, deadline);
+                self.visit(tag, Opener::Peer(peer.clone()), (layout, namespace), deadline);
             }
             PeerMessage::Opened { tag, region, slots } => self.peer_opened(peer, tag, region, slots),
             PeerMessage::OpenRefused { tag, refusal } => {

@@ -358,6 +358,7 @@ pub struct Connection {
     sent: usize,
     arena: Option<Arc<Arena>>,
     cut: bool,
+    farewells: bool,
     buffer: Vec<u8>,
     /// What has come with, and behind, the end of the handshake.
     events: Vec<Event>,
@@ -377,6 +378,7 @@ impl Connection {
             sent: 0,
             arena: None,
             cut: false,
+            farewells: true,
             buffer: vec![0; READ_BYTES],
             events: Vec::new(),
             descriptors: VecDeque::new(),
@@ -455,6 +457,12 @@ impl Connection {
     pub fn refuse(mut self, reason: &str) {
         self.session.refuse(reason, now());
         self.farewell();
+    }
+
+    /// From now on it ends by being closed, and without a last word, which would shut the socket down: if other processes
+    /// hold it too, the other side is to learn of the end when all have let go.
+    pub fn end_by_closing(&mut self) {
+        self.farewells = false;
     }
 
     /// On a unix socket: no heartbeat.
@@ -641,7 +649,7 @@ impl Connection {
     /// side destroy it.
     fn farewell(&mut self) {
         self.pending.extend(self.session.take_output());
-        if self.link.is_closed() || self.pending.is_empty() || self.write().is_err() {
+        if !self.farewells || self.link.is_closed() || self.pending.is_empty() || self.write().is_err() {
             return;
         }
         self.stream.shutdown(std::net::Shutdown::Write);

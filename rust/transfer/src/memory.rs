@@ -20,8 +20,9 @@
 //! # Shared memory and `unsafe`
 //!
 //! All `unsafe` about memory is in this file (`link` has one more, about received descriptors). Other processes map the
-//! same pages, so Rust's aliasing rules cannot be proven here; they are kept by protocol: a slot's bytes are written only while its life is open, by one writer, and
-//! read only after it is sealed. Inside this process [`WriteHold`] and [`ReadHold`] enforce it; clients copy through
+//! same pages, so Rust's aliasing rules cannot be proven here; they are kept by protocol: a strip is written only while
+//! its slot's life is open, by one writer, and read only after the slot is sealed, or by its own node after the client has
+//! said that it writes this strip no more. Inside this process [`WriteHold`] and [`ReadHold`] enforce it; clients copy through
 //! raw pointers ([`Arena::store`], [`Arena::load`]) and never hold references. The bytes are plain `u8`, for which any
 //! value is valid, and no control decision is taken from them. A neighbour that breaks the protocol can so make wrong
 //! bytes, and the checksums catch those; sealing against resizing makes it unable to cause a bus error.
@@ -92,6 +93,41 @@ pub fn checksum_cold(bytes: &[u8], next: &[u8]) -> u32 {
 /// The slot's life is over, or somebody else is writing it: nothing may be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fenced;
+
+/// Which strips of a block somebody means: `run` of every `stride` from `first` on. One who has some of the heads has a
+/// run of them in each half layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Runs {
+    /// The first strip.
+    pub first: u32,
+    /// Strips one behind the other.
+    pub run: u32,
+    /// From the beginning of a run to that of the next.
+    pub stride: u32,
+}
+
+impl Runs {
+    /// All from this one on.
+    pub const fn from(first: u32) -> Self {
+        Self { first, run: 1, stride: 1 }
+    }
+
+    /// The strips, in order; of a checked range all are within the block.
+    fn strips(self, count: usize) -> impl Iterator<Item = u32> {
+        let runs = (0..).map(move |number: u32| self.first + number * self.stride);
+        runs.flat_map(move |first| first..first.saturating_add(self.run)).take(count)
+    }
+
+    /// One behind the last of so many strips. `None`: there are no such runs.
+    fn end(self, count: usize) -> Option<u64> {
+        let Some(last) = (count as u64).checked_sub(1) else { return Some(u64::from(self.first)) };
+        let (run, stride) = (u64::from(self.run), u64::from(self.stride));
+        if run == 0 || run > stride {
+            return None;
+        }
+        (last / run).checked_mul(stride)?.checked_add(u64::from(self.first) + last % run + 1)
+    }
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -415,12 +451,14 @@ impl Arena {
     /// Takes strips of a slot for writing; others may write other strips of it meanwhile.
     ///
     /// # Errors
-    /// `Fenced` if that life is not open, the slot has no such strips, or another `WriteHold` has some of them.
+    /// `Fenced` if that life is not open, the slot has no such strips, another `WriteHold` has some of them, or any of the
+    /// slot is being read.
     pub fn begin_write(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Result<WriteHold, Fenced> {
         let of = self.layout.strips;
         let state = self.state(slot.slot).filter(|_| strips.start < strips.end && strips.end <= of);
         let claimed = state.is_some_and(|mut state| {
-            state.generation == slot.generation && state.phase == Phase::Open && state.claim(strips.clone(), of)
+            let open = state.generation == slot.generation && state.phase == Phase::Open;
+            open && state.readers == 0 && state.claim(strips.clone(), of)
         });
         if !claimed {
             self.fenced.fetch_add(1, Ordering::Relaxed);
@@ -436,20 +474,45 @@ impl Arena {
 
     /// True if every strip of a sealed slot fits its stored checksum; false also if the life is over.
     pub fn intact(self: &Arc<Self>, slot: SlotRef) -> bool {
-        let Some(hold) = self.begin_read(slot) else { return false };
+        self.intact_strips(slot, 0..self.layout.strips)
+    }
+
+    /// As `intact`, of some strips, as [`Arena::begin_read_written`] reads them.
+    pub fn intact_strips(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> bool {
+        let Some(hold) = self.begin_read_written(slot, strips) else { return false };
         let strips = hold.bytes().chunks_exact(self.layout.strip_bytes as usize);
         strips.zip(hold.checksums()).all(|(strip, sum)| checksum(strip) == sum)
     }
 
     /// Takes a sealed slot for reading; `None` if that life is over or not sealed.
     pub fn begin_read(self: &Arc<Self>, slot: SlotRef) -> Option<ReadHold> {
-        let mut state = self.state(slot.slot)?;
-        if state.generation != slot.generation || state.phase != Phase::Sealed {
+        self.begin_read_strips(slot, 0..self.layout.strips)
+    }
+
+    /// As `begin_read`, of some strips.
+    pub fn begin_read_strips(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Option<ReadHold> {
+        self.read(slot, strips, |state| state.phase == Phase::Sealed)
+    }
+
+    /// As `begin_read_strips`, also of an open slot: for whoever knows that its client has written these strips and writes
+    /// them no more. `None` also if somebody of this process is writing the slot.
+    pub fn begin_read_written(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Option<ReadHold> {
+        self.read(slot, strips, |state| match state.phase {
+            Phase::Sealed => true,
+            Phase::Open => state.writers == 0,
+            Phase::Over => false,
+        })
+    }
+
+    fn read(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>, may: impl Fn(&SlotState) -> bool) -> Option<ReadHold> {
+        let mut state =
+            self.state(slot.slot).filter(|_| strips.start < strips.end && strips.end <= self.layout.strips)?;
+        if state.generation != slot.generation || !may(&state) {
             return None;
         }
         state.readers += 1;
         drop(state);
-        Some(ReadHold { arena: self.clone(), slot })
+        Some(ReadHold { arena: self.clone(), slot, strips })
     }
 
     // -- the client's side -------------------------------------------------------------------------------------------
@@ -461,8 +524,16 @@ impl Arena {
     /// # Errors
     /// Bug: out of range, or not whole strips.
     pub fn store(&self, slot: SlotRef, first_strip: u32, source: &[u8]) -> Result<(), Error> {
-        self.check_range(slot, first_strip, source.len())?;
-        for (strip, bytes) in (first_strip..).zip(source.chunks_exact(self.layout.strip_bytes as usize)) {
+        self.store_runs(slot, Runs::from(first_strip), source)
+    }
+
+    /// As `store`, into these strips: others may write other strips meanwhile.
+    ///
+    /// # Errors
+    /// As `store`.
+    pub fn store_runs(&self, slot: SlotRef, runs: Runs, source: &[u8]) -> Result<(), Error> {
+        let count = self.check_range(slot, runs, source.len())?;
+        for (strip, bytes) in runs.strips(count).zip(source.chunks_exact(self.layout.strip_bytes as usize)) {
             if self.generation_word(slot.slot).load(Ordering::Acquire) != slot.generation {
                 return Ok(());
             }
@@ -483,9 +554,17 @@ impl Arena {
     /// # Errors
     /// Bug: out of range, or not whole strips.
     pub fn load(&self, slot: SlotRef, first_strip: u32, into: &mut [u8]) -> Result<bool, Error> {
+        self.load_runs(slot, Runs::from(first_strip), into)
+    }
+
+    /// As `load`, out of these strips.
+    ///
+    /// # Errors
+    /// As `load`.
+    pub fn load_runs(&self, slot: SlotRef, runs: Runs, into: &mut [u8]) -> Result<bool, Error> {
+        let count = self.check_range(slot, runs, into.len())?;
         let alive = || self.generation_word(slot.slot).load(Ordering::Acquire) == slot.generation;
-        self.check_range(slot, first_strip, into.len())?;
-        Ok(alive() && self.load_held(slot, first_strip, into)? && alive())
+        Ok(alive() && self.copy_out(slot, runs.strips(count), into) && alive())
     }
 
     /// As `load`, for whoever knows that the slot has a [`ReadHold`]: its life may be over, but its bytes and checksums stay
@@ -494,8 +573,14 @@ impl Arena {
     /// # Errors
     /// Bug: out of range, or not whole strips.
     pub fn load_held(&self, slot: SlotRef, first_strip: u32, into: &mut [u8]) -> Result<bool, Error> {
-        self.check_range(slot, first_strip, into.len())?;
-        for (strip, bytes) in (first_strip..).zip(into.chunks_exact_mut(self.layout.strip_bytes as usize)) {
+        let runs = Runs::from(first_strip);
+        let count = self.check_range(slot, runs, into.len())?;
+        Ok(self.copy_out(slot, runs.strips(count), into))
+    }
+
+    /// False: a checksum did not hold. The strips are in range.
+    fn copy_out(&self, slot: SlotRef, strips: impl Iterator<Item = u32>, into: &mut [u8]) -> bool {
+        for (strip, bytes) in strips.zip(into.chunks_exact_mut(self.layout.strip_bytes as usize)) {
             // SAFETY: the range was checked; `into` is private memory and cannot overlap the mapping. A racing writer
             // breaks the protocol; the checksum is taken over the copy, so what is verified is what is used.
             unsafe {
@@ -507,10 +592,10 @@ impl Arena {
             };
             let expected = self.checksum_word(slot.slot, strip).load(Ordering::Acquire) ^ mix(slot.generation);
             if checksum(bytes) != expected {
-                return Ok(false);
+                return false;
             }
         }
-        Ok(true)
+        true
     }
 
     /// Copies bytes out of a block as they are, from so far behind its start: whoever has pinned it, and checks them itself.
@@ -550,19 +635,22 @@ impl Arena {
 
     // -- inside ------------------------------------------------------------------------------------------------------
 
-    fn check_range(&self, slot: SlotRef, first_strip: u32, length: usize) -> Result<(), Error> {
+    /// How many strips so many bytes are, all of them within the block.
+    fn check_range(&self, slot: SlotRef, runs: Runs, length: usize) -> Result<usize, Error> {
         let strip_bytes = self.layout.strip_bytes as usize;
         if slot.slot >= self.slots {
             return Err(Error::bug(format!("slot {} is outside the arena of {} slots", slot.slot, self.slots)));
         }
         let strips = length / strip_bytes;
-        if !length.is_multiple_of(strip_bytes) || first_strip as usize + strips > self.layout.strips as usize {
+        let within = runs.end(strips).is_some_and(|end| end <= u64::from(self.layout.strips));
+        if !length.is_multiple_of(strip_bytes) || !within {
             return Err(Error::bug(format!(
-                "{length} bytes from strip {first_strip} are not whole strips of {strip_bytes} bytes within {}",
-                self.layout.strips
+                "{length} bytes from strip {} on, runs of {} strips every {}, are not whole strips of {strip_bytes} bytes \
+                 within {}",
+                runs.first, runs.run, runs.stride, self.layout.strips
             )));
         }
-        Ok(())
+        Ok(strips)
     }
 
     fn header(&self) -> [u32; 6] {
@@ -646,8 +734,8 @@ impl WriteHold {
         strips.clone().for_each(|strip| state.mark(strip, false));
         drop(state);
         let length = (strips.end - strips.start) as usize * self.arena.layout.strip_bytes as usize;
-        // SAFETY: in range; this hold is the only one on these strips, no read hold exists before the slot is sealed,
-        // and sealing waits for this hold to end. Clients write it only by breaking the protocol (module's head).
+        // SAFETY: in range; this hold is the only one on these strips, no read hold exists on the slot while a write hold
+        // is out, and sealing waits for this hold to end. Clients write it only by breaking the protocol (module's head).
         unsafe { std::slice::from_raw_parts_mut(self.arena.strip_pointer(self.slot.slot, strips.start), length) }
     }
 
@@ -677,11 +765,12 @@ impl Drop for WriteHold {
     }
 }
 
-/// The right to read one sealed slot: its bytes stay while any hold is out.
+/// The right to read strips of one slot, which nobody writes any more: its bytes stay while any hold is out.
 #[derive(Debug)]
 pub struct ReadHold {
     arena: Arc<Arena>,
     slot: SlotRef,
+    strips: Range<u32>,
 }
 
 impl ReadHold {
@@ -700,31 +789,39 @@ impl ReadHold {
         self.arena.layout.strip_bytes as usize
     }
 
-    /// All strips of the block.
+    /// The strips that are held.
     pub fn bytes(&self) -> &[u8] {
-        let pointer = self.arena.strip_pointer(self.slot.slot, 0);
-        // SAFETY: in range; the slot is sealed, so nobody writes it, and it is not issued again while this hold is out.
-        unsafe { std::slice::from_raw_parts(pointer, self.arena.layout.block_bytes()) }
+        let pointer = self.arena.strip_pointer(self.slot.slot, self.strips.start);
+        let length = self.strips.len() * self.strip_bytes();
+        // SAFETY: in range; the slot is sealed, so nobody writes it, or its client has said that it writes these strips no
+        // more (and if it does, see the module's head); no write hold is taken, and it is not issued again, while this
+        // hold is out.
+        unsafe { std::slice::from_raw_parts(pointer, length) }
     }
 
     /// All strips, and the padding to whole pages behind them.
+    ///
+    /// # Panics
+    /// If not all strips are held.
     pub fn pages(&self) -> &[u8] {
+        let strips = 0..self.arena.layout.strips;
+        assert!(self.strips == strips, "only strips {:?} of {strips:?} are held", self.strips);
         let pointer = self.arena.strip_pointer(self.slot.slot, 0);
         // SAFETY: as for `bytes`; the padding up to `stride` belongs to the slot.
         unsafe { std::slice::from_raw_parts(pointer, self.arena.stride as usize) }
     }
 
-    /// The stored checksum of every strip, as their maker computed them (not verified here).
+    /// The stored checksum of every strip that is held, as their maker computed them (not verified here).
     pub fn checksums(&self) -> Vec<u32> {
-        (0..self.arena.layout.strips).map(|strip| self.checksum(strip)).collect()
+        self.strips.clone().map(|strip| self.checksum(strip)).collect()
     }
 
     /// The stored checksum of one strip.
     ///
     /// # Panics
-    /// If the block has no such strip.
+    /// If that strip is not held.
     pub fn checksum(&self, strip: u32) -> u32 {
-        assert!(strip < self.arena.layout.strips, "strip {strip} is outside the block");
+        assert!(self.strips.contains(&strip), "strip {strip} is outside {:?}", self.strips);
         self.arena.checksum_word(self.slot.slot, strip).load(Ordering::Acquire) ^ mix(self.slot.generation)
     }
 }
@@ -885,6 +982,38 @@ mod tests {
         assert!(client.store(next, 0, &block[..63]).is_err());
     }
 
+    // Goal: several writers fill one block, each its own runs, and each reads its own back; what one has not written is not
+    // intact. Method: three ranks of one head each over two layers, and every shape of runs that is none.
+    #[test]
+    fn ranks_share_a_block() {
+        let layout = Layout { strips: 12, strip_bytes: 8 };
+        let arena = Arena::create(1 << 16, layout).expect("fits");
+        let slot = arena.issue(0);
+        let runs = |rank| Runs { first: rank, run: 1, stride: 3 };
+        let part = |rank: u8| -> Vec<u8> { (0..4).flat_map(|strip| [10 * rank + strip; 8]).collect() };
+        for rank in [2, 0] {
+            client_of(&arena).store_runs(slot, runs(u32::from(rank)), &part(rank)).expect("in range");
+        }
+        let mut whole = [0; 96];
+        assert!(!arena.load(slot, 0, &mut whole).expect("in range"), "rank 1 has written nothing");
+        let mut out = [0; 32];
+        assert!(!arena.load_runs(slot, runs(1), &mut out).expect("in range"));
+        assert!(arena.load_runs(slot, runs(2), &mut out).expect("in range") && out[..] == part(2));
+        arena.store_runs(slot, runs(1), &part(1)).expect("in range");
+        assert!(arena.load(slot, 0, &mut whole).expect("in range"));
+        let strips: Vec<u8> = whole.iter().step_by(8).copied().collect();
+        assert_eq!(strips, [0, 10, 20, 1, 11, 21, 2, 12, 22, 3, 13, 23]);
+        let mut pair = [0; 48];
+        assert!(arena.load_runs(slot, Runs { first: 3, run: 2, stride: 3 }, &mut pair).expect("in range"));
+        assert_eq!(pair.iter().step_by(8).copied().collect::<Vec<u8>>(), [1, 11, 2, 12, 3, 13]);
+        for (first, run, stride) in [(1, 2, 0), (0, 0, 0), (0, 0, 3), (0, 2, 1), (2, 2, 3), (4, 2, 3), (0, u32::MAX, 1)]
+        {
+            let refused = arena.load_runs(slot, Runs { first, run, stride }, &mut whole[..64]);
+            assert!(refused.is_err_and(|error| error.kind == crate::error::ErrorKind::Bug), "{first} {run} {stride}");
+        }
+        assert!(arena.store_runs(slot, Runs { first: 0, run: 1, stride: u32::MAX }, &[0; 64]).is_err());
+    }
+
     // Goal: rot is found. Method: flip a bit of each strip in turn.
     #[test]
     fn a_flipped_bit_is_found() {
@@ -946,6 +1075,33 @@ mod tests {
         assert!(arena.quiet(1));
         let next = arena.issue(1);
         assert!(next.generation == slot.generation + 1 && !arena.arrived_all(next));
+    }
+
+    // Goal: of an open slot strips that are written can be read, never beside a writer of this process, and a reader keeps
+    // the slot from being used again. Method: walk the phases.
+    #[test]
+    fn written_strips_are_read_before_the_seal() {
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let client = client_of(&arena);
+        let slot = arena.issue(0);
+        client.store(slot, 1, &[5; 64]).expect("in range");
+        assert!(arena.begin_read(slot).is_none() && arena.begin_read_strips(slot, 1..2).is_none(), "it is not sealed");
+        assert!(arena.begin_read_written(slot, 1..4).is_none() && arena.begin_read_written(slot, 1..1).is_none());
+        assert!(arena.intact_strips(slot, 1..2) && !arena.intact_strips(slot, 0..2), "the first was never written");
+        let read = arena.begin_read_written(slot, 1..2).expect("open");
+        assert!(read.bytes() == [5; 64] && read.checksums() == [checksum(&[5; 64])]);
+        assert!(arena.begin_write(slot, 2..3).is_err(), "it is being read");
+        client.store(slot, 0, &[4; 64]).expect("in range");
+        client.store(slot, 2, &[6; 64]).expect("in range");
+        assert!(arena.seal(slot) && arena.intact(slot) && arena.begin_read_written(slot, 0..3).is_some());
+        arena.retire(slot);
+        assert!(!arena.quiet(0) && arena.begin_read_written(slot, 1..2).is_none() && read.bytes() == [5; 64]);
+        drop(read);
+        let next = arena.issue(0);
+        let write = arena.begin_write(next, 0..1).expect("open");
+        assert!(arena.begin_read_written(next, 1..2).is_none(), "it is being written");
+        drop(write);
+        assert!(arena.begin_read_written(next, 1..2).is_some() && !arena.intact_strips(next, 1..2), "but not intact");
     }
 
     // Goal: writers of different strips do not meet, writers of the same one do. Method: claims that touch and overlap.

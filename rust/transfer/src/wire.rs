@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// Version of the session protocol and of all messages in it.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Bytes of a session frame's header.
 pub const HEADER_BYTES: usize = 12;
 /// Most bytes in a frame's body once a session stands: a grant of a million tokens in blocks of 16, four times over.
@@ -209,7 +209,7 @@ mod tests {
                 LocalRequest::Unkeep { ticket: 2, keys: keys.clone(), by: String::new() },
                 LocalRequest::Lookup { tag, keys },
                 LocalRequest::Open { tag, to, within_ms: 7 },
-                LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, note },
+                LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, strips: Some((1, position)), note },
             ] {
                 prop_assert_eq!(decode::<LocalRequest>(&encode(&request)).expect("own encoding"), request);
             }

@@ -21,7 +21,7 @@ use pyengine_transfer::daemon::Daemon;
 use pyengine_transfer::engine::{Engine, Input, Output, Settings};
 use pyengine_transfer::error::ErrorKind;
 use pyengine_transfer::link::{Connection, Link, Stream, now};
-use pyengine_transfer::memory::{Arena, checksum};
+use pyengine_transfer::memory::{Arena, Runs, checksum};
 use pyengine_transfer::messages::{DaemonOrder, DaemonReport, GrantMode, LocalEvent, LocalRequest, Purpose, Refusal};
 use pyengine_transfer::pool::Place;
 use pyengine_transfer::pool::tier::{Fate, Health, Record, Tier, TierEvent, Whose};
@@ -624,7 +624,7 @@ fn grant(client: &PoolClient, request: u64, keys: &[BlockKey]) -> Result<Vec<u32
     expect(client, "grant", |event| match event {
         LocalEvent::Granted { tag: granted, slots } if *granted == tag(request) => {
             slots.iter().filter(|slot| !slot.committed).for_each(|slot| {
-                client.store(slot.slot, 0, &[slot.slot.slot as u8; 64]).expect("in range");
+                client.store(slot.slot, Runs::from(0), &[slot.slot.slot as u8; 64]).expect("in range");
             });
             Some(Ok(slots.iter().map(|slot| slot.slot.slot).collect()))
         }

@@ -17,6 +17,7 @@ use serde_json::Value;
 use transfer::client::{ClientEvent, PoolClient};
 use transfer::config::read_session_key;
 use transfer::keys::Key;
+use transfer::memory::Runs;
 use transfer::messages::{GrantMode, GrantedSlot, LocalEvent, LocalRequest, Refusal};
 use transfer::report::{EndpointEvent, ReportEndpoint};
 use transfer::types::{BlockKey, Layout, Tag};
@@ -217,7 +218,7 @@ fn grant(client: &PoolClient, request: u64, numbers: &[u8], mode: GrantMode) -> 
 fn publish(client: &PoolClient, request: u64, numbers: &[u8]) -> Vec<GrantedSlot> {
     let slots = grant(client, request, numbers, GrantMode::Wait).expect("room");
     for (slot, number) in slots.iter().zip(numbers) {
-        client.store(slot.slot, 0, &[*number; 1024]).expect("in range");
+        client.store(slot.slot, Runs::from(0), &[*number; 1024]).expect("in range");
     }
     commit_and_end(client, request, numbers.len());
     slots
@@ -553,7 +554,7 @@ fn a_signal_lets_what_is_held_end() {
         });
         assert_eq!(refusal, Some(Refusal::Full));
         // What was granted before is worth what it was, and what is needed to use it is still to be had.
-        slots.iter().for_each(|slot| client.store(slot.slot, 0, &[7; 1024]).expect("the daemon lives"));
+        slots.iter().for_each(|slot| client.store(slot.slot, Runs::from(0), &[7; 1024]).expect("the daemon lives"));
         grant(&client, 1 << 40, &[], GrantMode::Staging).expect("for a push that has begun");
         client.request(LocalRequest::End { tag: tag(1 << 40) }).expect("sent");
         client.request(LocalRequest::Commit { tag: tag(1), indices: vec![0, 1] }).expect("sent");

@@ -11,6 +11,7 @@ pub mod x86;
 ///
 /// Callers of any method run on a processor that has the instructions of the implementing module; `at` is readable or
 /// writable for `WIDTH` numbers, at any alignment.
+#[expect(clippy::missing_safety_doc, reason = "the trait's own says it for all")]
 pub trait Lanes: Copy {
     /// How many.
     const WIDTH: usize;

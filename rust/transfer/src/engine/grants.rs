@@ -19,8 +19,8 @@ pub(super) enum Opener {
 pub(super) struct Visit {
     /// `None`: has delivered all and gone.
     pub opener: Option<Opener>,
-    /// Of the opener's blocks.
-    layout: Layout,
+    /// Layout and namespace of the opener's blocks.
+    of: (Layout, u64),
     /// `Some` while it waits for the grant.
     deadline: Option<Nanos>,
     note: Option<Vec<u8>>,
@@ -161,7 +161,8 @@ impl Engine {
     // -- those who come to fill a grant ------------------------------------------------------------------------------
 
     /// Somebody asks for the grant of a tag and waits until it exists.
-    pub(super) fn visit(&mut self, tag: Tag, opener: Opener, layout: Layout, deadline: Nanos) {
+    /// of: the layout and the namespace of what it would fill it with.
+    pub(super) fn visit(&mut self, tag: Tag, opener: Opener, of: (Layout, u64), deadline: Nanos) {
         let refusal = if self.stores.has_ended(tag) {
             Some(Refusal::Ended)
         } else if self.visits.contains_key(&tag) {
@@ -175,7 +176,7 @@ impl Engine {
             Some(refusal) => self.turn_away(tag, opener, refusal),
             None => {
                 let deadline = Some(deadline);
-                let visit = Visit { opener: Some(opener), layout, deadline, note: None, complete: false };
+                let visit = Visit { opener: Some(opener), of, deadline, note: None, complete: false };
                 self.visits.insert(tag, visit);
                 self.welcome(tag);
             }
@@ -190,7 +191,9 @@ impl Engine {
         let Some(slots) = store.pool.granted(holder) else { return };
         let Some(visit) = self.visits.get_mut(&tag).filter(|visit| visit.deadline.is_some()) else { return };
         let Some(opener) = visit.opener.clone() else { return };
-        if visit.layout != store.layout() {
+        // Blocks of another model may have the same size; nobody who makes such may fill this grant.
+        let namespace = self.clients.get(&client).map(|client| client.namespace);
+        if (visit.of.0, Some(visit.of.1)) != (store.layout(), namespace) {
             self.visits.remove(&tag);
             return self.turn_away(tag, opener, Refusal::Protocol);
         }

@@ -1,0 +1,41 @@
+"""Qwen2 and 2.5: Llama with a bias on queries, keys and values. Source: Yang et al., 2024."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from pyengine.backends.jax.mesh import total
+from pyengine.backends.jax.models.decoder import Decoder, Step
+from pyengine.backends.jax.shards import Shards
+from pyengine.kernels.jax.contract import Kernels
+
+
+class Qwen2Layer(nnx.Module):
+    def __init__(self, shards: Shards, kernels: Kernels) -> None:
+        self.config = shards.config
+        self.kernels = kernels
+        self.attention_norm = shards.vector("input_layernorm.weight")
+        self.qkv = shards.columns("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+        self.bias = shards.columns("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+        self.output = shards.rows("self_attn.o_proj.weight")
+        self.mlp_norm = shards.vector("post_attention_layernorm.weight")
+        self.gate_up = shards.columns("mlp.gate_proj.weight", "mlp.up_proj.weight")
+        self.down = shards.rows("mlp.down_proj.weight")
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, cache: jax.Array, layer: jax.Array, step: Step
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        tokens, eps, kernels = len(x), self.config.norm_eps, self.kernels
+        x, residual = kernels.rms_norm(x, self.attention_norm[...], eps, residual)
+        qkv = (x @ self.qkv[...] + self.bias[...]).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
+        queries, cache = kernels.rope_write(qkv, cache, layer, step.cosines, step.sines, step.slots)
+        attended = step.attend(queries, cache, layer).reshape(tokens, -1)
+        x = total(attended @ self.output[...])
+        x, residual = kernels.rms_norm(x, self.mlp_norm[...], eps, residual)
+        x = kernels.swiglu(x @ self.gate_up[...])
+        return total(x @ self.down[...]), residual, cache
+
+
+def qwen2(shards: Shards, kernels: Kernels) -> Decoder:
+    return Decoder(shards, kernels, Qwen2Layer(shards, kernels))

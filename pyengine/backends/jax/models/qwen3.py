@@ -1,0 +1,46 @@
+"""Qwen3 (dense): Llama whose queries and keys are normed head by head, before they are rotated.
+
+Source: Yang et al., 2025.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from pyengine.backends.jax.mesh import total
+from pyengine.backends.jax.models.decoder import Decoder, Step
+from pyengine.backends.jax.shards import Shards
+from pyengine.kernels.jax.contract import Kernels
+
+
+class Qwen3Layer(nnx.Module):
+    def __init__(self, shards: Shards, kernels: Kernels) -> None:
+        self.config = shards.config
+        self.kernels = kernels
+        self.attention_norm = shards.vector("input_layernorm.weight")
+        self.qkv = shards.columns("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+        self.query_norm = shards.vector("self_attn.q_norm.weight")
+        self.key_norm = shards.vector("self_attn.k_norm.weight")
+        self.output = shards.rows("self_attn.o_proj.weight")
+        self.mlp_norm = shards.vector("post_attention_layernorm.weight")
+        self.gate_up = shards.columns("mlp.gate_proj.weight", "mlp.up_proj.weight")
+        self.down = shards.rows("mlp.down_proj.weight")
+
+    def __call__(
+        self, x: jax.Array, residual: jax.Array, cache: jax.Array, layer: jax.Array, step: Step
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        tokens, eps, kernels = len(x), self.config.norm_eps, self.kernels
+        norms = (self.query_norm[...], self.key_norm[...], eps)
+        x, residual = kernels.rms_norm(x, self.attention_norm[...], eps, residual)
+        qkv = (x @ self.qkv[...]).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
+        queries, cache = kernels.rope_write(qkv, cache, layer, step.cosines, step.sines, step.slots, norms)
+        attended = step.attend(queries, cache, layer).reshape(tokens, -1)
+        x = total(attended @ self.output[...])
+        x, residual = kernels.rms_norm(x, self.mlp_norm[...], eps, residual)
+        x = kernels.swiglu(x @ self.gate_up[...])
+        return total(x @ self.down[...]), residual, cache
+
+
+def qwen3(shards: Shards, kernels: Kernels) -> Decoder:
+    return Decoder(shards, kernels, Qwen3Layer(shards, kernels))

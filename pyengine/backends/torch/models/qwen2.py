@@ -1,0 +1,32 @@
+"""Qwen2 and Qwen2.5: Llama's layer, in which queries, keys and values have a bias."""
+
+from __future__ import annotations
+
+import torch
+
+from pyengine.backends.torch.layer import Step
+from pyengine.backends.torch.weights import Reader
+from pyengine.checkpoint import ModelConfig
+
+
+class Qwen2Layer:
+    def __init__(self, read: Reader, config: ModelConfig) -> None:
+        self.config = config
+        self.attention_norm = read.tensor("input_layernorm.weight")
+        self.qkv = read.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.qkv_bias = torch.cat([read.tensor(f"self_attn.{part}_proj.bias") for part in "qkv"])
+        self.output = read.linear("self_attn.o_proj")
+        self.mlp_norm = read.tensor("post_attention_layernorm.weight")
+        self.gate_up = read.linear("mlp.gate_proj", "mlp.up_proj")
+        self.down = read.linear("mlp.down_proj")
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, kv: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels, eps, head_dim = step.kernels, self.config.norm_eps, self.config.head_dim
+        x, residual = kernels.rms_norm(x, self.attention_norm, eps, residual)
+        qkv = self.qkv(x).add_(self.qkv_bias).view(len(x), -1, head_dim)  # [T, H + 2 K, D]
+        queries = kernels.rope_write(qkv, kv, step.cosines, step.sines, step.slots)
+        x = self.output(step.attend(queries, kv).flatten(1))
+        x, residual = kernels.rms_norm(x, self.mlp_norm, eps, residual)
+        return self.down(kernels.swiglu(self.gate_up(x))), residual
