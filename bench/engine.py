@@ -58,6 +58,7 @@ def main() -> None:
     config = checkpoint.config
     tokens = np.random.default_rng(0).integers(100, config.vocab_size, max(PREFILLS)).tolist()
     square = np.ones((SQUARE, SQUARE), np.float32)
+    runs: dict[str, Callable[[], object]]
     for length in PREFILLS:
         if not (case := f"prefill {length}").startswith(arguments.only):
             continue

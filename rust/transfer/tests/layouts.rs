@@ -299,7 +299,11 @@ fn nodes_with_other_orders_of_layouts_understand_each_other() {
         stage.run(SECOND / 10);
         assert!(matches!(stage.told(from).as_slice(), [LocalEvent::Opened { .. }]));
         let note = Some(b"note".to_vec());
-        stage.ask("a", from, LocalRequest::Push { local: here, tag: there, indices: vec![0, 1, 2], first: 0, note });
+        stage.ask(
+            "a",
+            from,
+            LocalRequest::Push { local: here, tag: there, indices: vec![0, 1, 2], first: 0, strips: None, note },
+        );
         stage.run(SECOND / 10);
         assert!(matches!(stage.told(to).last(), Some(LocalEvent::Complete { .. })));
         assert!(!stage.told(from).is_empty());
