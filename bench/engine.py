@@ -17,7 +17,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -96,7 +96,7 @@ def main() -> None:
         report(f"{case} bf16", count / times["bf16"], "fp32", mine / times["bf16"])
 
 
-def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Seconds of each, the median round; once before to warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds + 1):
