@@ -1,15 +1,16 @@
 """What a hand-off costs whoever waits for it: the gap between the first token, which leaves at prefill, and the second.
 
-    python -m bench.handoff                  2,048 tokens, the real model and a fake one, one node and two over tcp
+    python -m bench.handoff                  2,048 tokens, the real model and a device, one node and two over tcp
     python -m bench.handoff --quick          the same with fewer rounds
 
-The same prompts go to three servers of their own in turn, round by round: one worker of role both, and a prefill and a
-decode worker on one node and on two. A line says by how much the gap is longer than role both's, as a share of its time
-to the first token (the prefill); medians over the rounds. Only one server has a request at any time, but all share
-this machine's cores: what a hand-off takes from a prefill beside it shows in `ttft`.
+The real model: the same prompts go to three servers in turn, round by round: one worker of role both, and a prefill and
+a decode worker on one node and on two. A line says by how much the gap is longer than role both's, as a share of its
+time to the first token (the prefill); medians over the rounds. Only one server has a request at any time, but all
+share this machine's cores: what a hand-off takes from a prefill beside it shows in `ttft`.
 
-The fake model sleeps as a device of its own would compute, so that the processor is free meanwhile, and has the
-real one's KV for each token.
+The device: a model that sleeps as a device of its own would compute, so that the processor is free meanwhile, with
+SmolLM2's KV for each token, in real worker loops and daemons of one process. `gap more` is the gap less its own decode
+step; beside it stands the same with blocks that leave after their step, not layer by layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import contextlib
 import math
 import random
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,14 +28,21 @@ from bench.client import Reply, completion, session, stream
 from bench.common import end_on_sigterm, line, median, note
 from bench.serve import FIRST_ID, LAST_ID
 from bench.server import Server
+from pyengine.backend import Slice, Written
+from pyengine.backends.fake import FakeBackend
+from pyengine.scheduler.messages import Message, Tokens
+from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
+from tests.worker.harness import Cluster
 
 BENCH = "handoff"
 PROMPT = 2048
 TIMEOUT = 300.0
 #: Memory of one node's pool: some prompts of the model (94 MB each), so that none waits for another's eviction.
 DRAM = "1GiB"
-#: A device that computes 2,048 tokens in a second, with SmolLM2's 46 KB of KV for each.
-FAKE = "fake:layers=30,kv_heads=3,head_dim=64,max_positions=8192,seconds_per_token=0.0005"
+#: Of the device: 2,048 tokens take a second.
+SECONDS_PER_TOKEN = 0.0005
+#: Tokens in a step, as workers have by themselves.
+STEP = 512
 
 
 class Arrangement(NamedTuple):
@@ -62,19 +71,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds: a minute or two")
     parser.add_argument("--prompt", type=int, default=PROMPT, metavar="TOKENS")
-    parser.add_argument("--model", choices=("smollm2", "fake"), help="only this one")
+    parser.add_argument("--only", choices=("smollm2", "device"), help="one of the two")
     parser.add_argument("--rounds", type=int, help="default 7, with --quick 3")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (3 if arguments.quick else 7)
     end_on_sigterm()
-    for model, name, backend in (("smollm2", "smollm2", "torch"), ("fake", FAKE, "fake")):
-        if arguments.model in (None, model):
-            compare(model, name, backend, arguments.prompt, rounds)
+    if arguments.only != "device":
+        serve("smollm2", "torch", arguments.prompt, rounds)
+    if arguments.only != "smollm2":
+        for arrangement in APART:
+            beside_device(arrangement, arguments.prompt, rounds)
     return 0
 
 
-def compare(case: str, model: str, backend: str, prompt: int, rounds: int) -> None:
+def serve(model: str, backend: str, prompt: int, rounds: int) -> None:
     """Measures all arrangements with one model, and prints their lines."""
+    case = model
     arrangements = (BOTH, *APART)
     with contextlib.ExitStack() as stack:
         flags = ("--dram-bytes", DRAM)
@@ -101,6 +113,80 @@ def compare(case: str, model: str, backend: str, prompt: int, rounds: int) -> No
         line(BENCH, f"{name} gap", apart_gap, "s", against="both", ratio=gap / apart_gap)
         ratio = arrangement.limit / share if share > 0 else math.inf
         line(BENCH, f"{name} gap more", 100 * share, "% of prefill", against="limit", ratio=ratio, seconds=more)
+
+
+def beside_device(arrangement: Arrangement, prompt: int, rounds: int) -> None:
+    """Measures one arrangement over a device, layer by layer and block by block in turn, and prints its lines."""
+    name = f"device {prompt} {arrangement.name}"
+    nodes = ("a", "b") if "--nodes" in arrangement.flags else ("a",)
+    pages = -(-prompt // BLOCK_TOKENS) + 8
+    cluster = Timed()
+    with cluster:
+        for node in nodes:
+            cluster.add_node(node, 2 * pages, Device())
+        prefill, decode = Device(), Device()
+        cluster.add_worker("prefill", "a", prefill, pages=pages, max_tokens=STEP)
+        cluster.add_worker("decode", nodes[-1], decode, pages=pages, max_tokens=STEP)
+        samples: dict[bool, list[Sample]] = {True: [], False: []}
+        for number in range(rounds + 1):
+            for layerwise, measured in samples.items():
+                prefill.layerwise = layerwise
+                sample = cluster.ask(prompt_of(2 * number + layerwise, prompt), decode)
+                if number:
+                    measured.append(sample)
+    ttft, gap = typical(samples[True])
+    blockwise = typical(samples[False])
+    line(BENCH, f"{name} ttft", ttft, "s", against="blockwise", ratio=blockwise.ttft / ttft, rounds=rounds)
+    computing = SECONDS_PER_TOKEN * prompt
+    line(BENCH, f"{name} ttft", ttft, "s", against="limit", ratio=computing / ttft)
+    share = gap / computing
+    line(BENCH, f"{name} gap more", 100 * share, "% of prefill", against="limit", ratio=arrangement.limit / share)
+    line(BENCH, f"{name} gap more", 100 * share, "% of prefill", against="blockwise", ratio=blockwise.gap / gap)
+
+
+class Device(FakeBackend):
+    """Computes nothing: its KV is what lies in the pages. seconds: how long the last step took."""
+
+    def __init__(self) -> None:
+        # SmolLM2's KV, in fp32.
+        super().__init__(layers=30, kv_heads=3, head_dim=64, seconds_per_token=SECONDS_PER_TOKEN)
+        self.seconds = 0.0
+
+    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
+        began = time.perf_counter()
+        seconds, layers = SECONDS_PER_TOKEN * sum(len(slice_.tokens) for slice_ in slices), self.namespace.kv.layers
+        for layer in range(layers):
+            time.sleep(max(began + seconds * (layer + 1) / layers - time.perf_counter(), 0.0))
+            if written is not None:
+                written(layer)
+        self.seconds = time.perf_counter() - began
+        return [-1 if slice_.sampling is None else FIRST_ID for slice_ in slices]
+
+
+class Timed(Cluster):
+    """Keeps when each token left its worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, Tokens):
+            self.times.append(time.perf_counter())
+        super()._take(message)
+
+    def ask(self, prompt: list[int], decode: Device) -> Sample:
+        """One request that is alone. The gap is told without decode's own step."""
+        self.times.clear()
+        began = time.perf_counter()
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        request = self.submit(prompt, "prefill", "decode", sampling=sampling)
+        self.run(request)
+        self.settle()
+        if len(request.ids) != 2 or request.cached:
+            raise RuntimeError(f"no answer to measure: {request}")
+        first, second = self.times
+        return Sample(first - began, second - first - decode.seconds)
 
 
 def prompt_of(number: int, count: int) -> list[int]:

@@ -286,10 +286,20 @@ class PoolClient:
         """A hint: these blocks of one prefix are wanted soon, so they may be brought into DRAM. Nothing is answered."""
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None:
         """Waits up to `within` seconds for the grant `tag` at the node `to`; -> Opened or Refused."""
-    def push(self, local: Tag, tag: Tag, indices: Sequence[int], first: int = 0, note: _Bytes | None = None) -> None:
+    def push(
+        self,
+        local: Tag,
+        tag: Tag,
+        indices: Sequence[int],
+        first: int = 0,
+        note: _Bytes | None = None,
+        strips: tuple[int, int] | None = None,
+    ) -> None:
         """Sends blocks held (committed) under the grant `local` to these indices of the opened grant `tag`; -> Pushed.
 
-        Block i is taken from index i - first of `local`.
+        Block i is taken from index i - first of `local`. strips: only these of each block, [first, end), which are
+        written and will be written no more; the block need not be committed. Those of one block go in order, without
+        gaps; Pushed comes when all of them have arrived. Not within one arena.
         If `tag` lies in this arena (Opened had slots), the blocks written there are committed and `local` is ignored.
         The note (at most NOTE_LIMIT bytes) arrives after the last commit; give it with the last push.
         """

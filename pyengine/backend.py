@@ -42,6 +42,10 @@ class WorkerBroken(RuntimeError):
     """
 
 
+#: Told of a layer whose KV of a step can be read, see `Backend.submit`.
+Written = Callable[[int], None]
+
+
 class Pending(Protocol):
     """A step that was submitted."""
 
@@ -65,6 +69,7 @@ class Backend(Protocol):
 
     model: the name that clients ask for. tokenizer: argument of text.Tokenizer.load that fits it.
     overlaps: a submitted step goes on while the host does something else. Where both need the same cores it is False.
+    layerwise: it tells of each layer that it has computed, see `submit`.
     """
 
     model: str
@@ -74,6 +79,7 @@ class Backend(Protocol):
     max_positions: int
     eos_token_ids: frozenset[int]
     overlaps: bool
+    layerwise: bool
 
     def allocate(self, pages: int) -> None:
         """Makes the page tensor, once. Raises MemoryError saying how much was needed."""
@@ -95,18 +101,24 @@ class Backend(Protocol):
         """
         ...
 
-    def submit(self, slices: list[Slice]) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         """Begins a step, or takes it in: it is computed behind those before it, at the latest when it is waited for.
 
         Behind a step that nobody has waited for yet there is one other at most. Raises what it finds wrong at once; the
         rest `Pending.tokens` raises.
+
+        written: called by a `layerwise` backend with 0, 1, ... when that layer's KV of the step can be read, on any
+        thread; it returns at once. Others never call it.
         """
         ...
 
-    def read_pages(self, pages: list[int], out: U8) -> None:
-        """Copies whole pages into canonical strips. out: uint8 [len(pages), strips, strip_bytes].
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
+        """Copies whole pages, or these layers of them, into canonical strips.
 
-        A step under way may read them, but writes none of them.
+        out: uint8 [len(pages), strips, strip_bytes], the strips of these layers only.
+
+        A step under way may read them, but writes none of them, but for layers that it has told of. Then it may be
+        called on another thread than the loop's.
         """
         ...
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, U32, Backend, Pending, Slice
+from pyengine.backend import U8, U32, Backend, Pending, Slice, Written
 from pyengine.backends import DTYPES
 from pyengine.ranks import Ranked
 from pyengine.scheduler.types import DTYPE_BYTES, KvSpec, Namespace
@@ -57,6 +57,7 @@ class Converted:
         self.max_positions = backend.max_positions
         self.eos_token_ids = backend.eos_token_ids
         self.overlaps = backend.overlaps
+        self.layerwise = backend.layerwise
         (self._from,) = {group.dtype for group in self._own.groups}
         self._to = decode
 
@@ -69,15 +70,15 @@ class Converted:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._backend.execute(slices)
 
-    def submit(self, slices: list[Slice]) -> Pending:
-        return self._backend.submit(slices)
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+        return self._backend.submit(slices, written)
 
-    def read_pages(self, pages: list[int], out: U8) -> None:
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         if self._from == self._to:
-            self._backend.read_pages(pages, out)
+            self._backend.read_pages(pages, out, layers)
             return
-        strips = np.empty((len(pages), self._own.strips, self._own.strip_bytes), np.uint8)
-        self._backend.read_pages(pages, strips)
+        strips = np.empty((len(pages), out.shape[1], self._own.strip_bytes), np.uint8)
+        self._backend.read_pages(pages, strips, layers)
         convert(strips, self._from, out, self._to)
 
     def write_pages(self, pages: list[int], strips: U8) -> None:

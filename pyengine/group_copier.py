@@ -61,7 +61,8 @@ class GroupCopier(Copier):
             # One may be writing still, and is of no use any more.
             self._ranks.close()
 
-    def store(self, pages: Run[int], tokens: Run[int], slots: Run[Slot]) -> None:
+    def store(self, pages: Run[int], tokens: Run[int], slots: Run[Slot], layers: range | None = None) -> None:
+        assert layers is None, "its backend tells of no layers"
         with self._beside(Store(list(pages), list(tokens), _names(slots))):
             super().store(pages, tokens, slots)
 

@@ -13,6 +13,9 @@ the lookup finds more on this node's SSD, to grant slots for the rest and fetch 
 hold slots before decode's grant stands; it has what it will want brought into DRAM meanwhile (prefetch), which
 holds nothing. Slots that no source filled are let go before anything is computed.
 
+A chunk that is large enough leaves while it is computed (`stream`): strips of its blocks are stored, and between nodes
+pushed, layer by layer; the blocks are committed when the step has succeeded.
+
 On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
 block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
 go when the block has arrived. Nobody who waits for something else may hold a pool's last slot, so staging always goes
@@ -35,13 +38,14 @@ import msgspec
 
 from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
-from pyengine.backend import U8, Backend
+from pyengine.backend import U8, Backend, Written
 from pyengine.copier import Copied, Copier
 from pyengine.group_copier import GroupCopier
 from pyengine.ranks import Ranked
-from pyengine.scheduler.batcher import Batcher, Filled, Load, Sequence, SequenceId, State
+from pyengine.scheduler.batcher import Batcher, Filled, Load, Planned, Sequence, SequenceId, State
 from pyengine.scheduler.messages import LoadSample, Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
+from pyengine.streaming import Stream, Streamer
 
 #: Blocks that may wait, copied out of their pages, for a free slot to be cached in; beyond it they are not cached.
 WRITE_THROUGH_BLOCKS = 256
@@ -82,7 +86,15 @@ class Pool(Protocol):
     def fetch(self, tag: Tag, indices: Run[int], sources: Run[NodeAddress]) -> None: ...
     def prefetch(self, keys: bytes, parent: bytes, position: int, sources: Run[NodeAddress]) -> None: ...
     def open(self, tag: Tag, to: NodeAddress, within: float) -> None: ...
-    def push(self, local: Tag, tag: Tag, indices: Run[int], first: int = 0, note: bytes | None = None) -> None: ...
+    def push(
+        self,
+        local: Tag,
+        tag: Tag,
+        indices: Run[int],
+        first: int = 0,
+        note: bytes | None = None,
+        strips: tuple[int, int] | None = None,
+    ) -> None: ...
     def corrupt(self, tag: Tag, index: int) -> None: ...
     def end(self, tag: Tag) -> None: ...
     def store(
@@ -185,6 +197,8 @@ class Job:
     staging: dict[Tag, int] = dataclasses.field(default_factory=dict)
     #: Prefill: tags of slots being pushed, by block.
     staged: dict[int, Tag] = dataclasses.field(default_factory=dict)
+    #: Prefill: blocks that leave while the step computes them.
+    stream: Stream | None = None
     #: Prefill: encoded, once the prompt is computed.
     note: bytes | None = None
     opened: bool = False
@@ -241,6 +255,7 @@ class KvMover:
             if isinstance(backend, Ranked)
             else Copier(backend, spec)
         )
+        self.streamer = Streamer(self.copier, spec, self._send_strips)
         self.pool: Pool | None = None
         self.lost: str | None = None
         self.jobs: dict[SequenceId, Job] = {}
@@ -316,6 +331,7 @@ class KvMover:
             job.unstaged.clear()
             job.staging.clear()
             job.staged.clear()
+            job.stream = None
             if needs_pool:
                 self.failures.append(Failure(job.id, "retry", f"the node's daemon is lost: {reason}"))
             elif waiting:
@@ -323,6 +339,7 @@ class KvMover:
 
     def close(self) -> None:
         if self.pool is not None:
+            self.streamer.close()
             self.copier.disconnect()
             self.pool.close()
             self.pool = None
@@ -753,11 +770,91 @@ class KvMover:
             self._deliver(job, len(job.handoff.committed))
             self._note_if_copied_out(job)
 
+    def stream(self, planned: Run[Planned]) -> Written | None:
+        """Before a step: has KV that it completes leave while it computes, where that is enough to gain.
+
+        Returns what `Backend.submit` is to call; None: all leaves after the step.
+        """
+        if not self.backend.layerwise or self.backend.overlaps:
+            # Behind a step that is under way another may be submitted: nobody keeps their streams apart yet.
+            return None
+        jobs = [job for each in planned if (job := self._streams(each)) is not None]
+        # The own daemon answers at once if it has room; blocks whose slots come later leave after the step.
+        self.flush()
+        until = time.monotonic() + ANSWER
+        while any(job.staging for job in jobs) and self.pool is not None and (left := until - time.monotonic()) > 0.0:
+            self._answers.poll(left * 1000)
+            self._take_events()
+            self.flush()
+        streams = [job.stream for job in jobs if job.stream is not None]
+        return self.streamer.begin(streams) if streams else None
+
+    def streamed(self) -> None:
+        """The step is over, well or not: nothing of it is copied any more."""
+        self._try(self.streamer.join)
+
+    def _streams(self, planned: Planned) -> Job | None:
+        """The job of this part of a step, if its blocks are to leave meanwhile."""
+        job = self.jobs[planned.id]
+        if self.pool is None or job.handoff is None or not job.opened:
+            return None
+        end = planned.start + planned.count
+        whole = min(end // self.spec.block_tokens, len(job.work.keys) // KEY_BYTES)
+        missing = self._missing(job, len(job.handoff.committed) if planned.sample else whole)
+        if self.streamer.parts(len(missing)) < 2:
+            return None
+        job.delivered.update(missing)
+        job.stream = Stream(end, [], [], [], [], [])
+        if job.same_arena:
+            for index in missing:
+                self._flow(job, index, job.handoff.slots[index])
+        else:
+            job.unstaged.extend(missing)
+            self._stage(job)
+        return job
+
+    def _flow(self, job: Job, index: int, slot: Slot, tag: Tag | None = None) -> None:
+        """One more block of the job's stream, into this slot."""
+        stream = job.stream
+        assert stream is not None, "callers check"
+        stream.blocks.append(index)
+        stream.pages.append(job.sequence.pages[index])
+        stream.tokens.append(min(stream.end - index * self.spec.block_tokens, self.spec.block_tokens))
+        stream.slots.append(slot)
+        if tag is not None:
+            stream.tags.append(tag)
+            stream.to = job.handoff.tag if job.handoff is not None else None
+
+    def _send_strips(self, stream: Stream, first: int, end: int) -> None:
+        """Strips of a stream are in their slots; between nodes they go on. On the streamer's thread."""
+        pool = self.pool
+        if pool is None or stream.to is None:
+            return
+        for tag, index in zip(stream.tags, stream.blocks, strict=True):
+            pool.push(tag, stream.to, [index], first=index, strips=(first, end))
+
+    def _finish_stream(self, job: Job, stream: Stream) -> None:
+        """The step has succeeded: what is left goes after the rest, and all is committed."""
+        assert self.pool is not None and job.handoff is not None, "callers check"
+        self._try(partial(self.streamer.finish, stream))
+        if self.lost is None:
+            self.counters["stored_blocks"] += len(stream.blocks)
+        for tag in stream.tags:
+            self._ask(self.pool.commit, tag, [0])
+        if stream.blocks and not stream.tags:
+            self._ask(self.pool.push, job.handoff.tag, job.handoff.tag, stream.blocks)
+
+    def _missing(self, job: Job, blocks: int) -> list[int]:
+        return [index for index in range(blocks) if index not in job.delivered]
+
     def _deliver(self, job: Job, blocks: int) -> None:
         """Sends those of the first `blocks` blocks on their way that the decode worker's grant lacks."""
         if self.pool is None or job.handoff is None:
             return
-        missing = [index for index in range(blocks) if index not in job.delivered]
+        if (stream := job.stream) is not None:
+            job.stream = None
+            self._finish_stream(job, stream)
+        missing = self._missing(job, blocks)
         job.delivered.update(missing)
         if job.same_arena:
             self._store(job.sequence, {index: job.handoff.slots[index] for index in missing})
@@ -784,9 +881,15 @@ class KvMover:
         if self.pool is None or job.handoff is None:
             return
         index_of = {tag: job.staging.pop(tag) for tag, _ in granted}
+        job.staged.update({index: tag for tag, index in index_of.items()})
+        if job.stream is not None:
+            # Before the step that computes them.
+            for tag, slot in granted:
+                if not slot.committed:
+                    self._flow(job, index_of[tag], slot, tag)
+            granted = [(tag, slot) for tag, slot in granted if slot.committed]
         self._store(job.sequence, {index_of[tag]: slot for tag, slot in granted if not slot.committed})
         for tag, slot in granted:
-            job.staged[index_of[tag]] = tag
             if not slot.committed:
                 self._ask(self.pool.commit, tag, [0])
             self._ask(self.pool.push, tag, job.handoff.tag, [index_of[tag]], first=index_of[tag])

@@ -63,6 +63,16 @@ class KvSpec(msgspec.Struct, frozen=True):
         return sum(group.layers * 2 * group.kv_heads for group in self.groups)
 
     @property
+    def layers(self) -> int:
+        return sum(group.layers for group in self.groups)
+
+    def strips_of(self, layers: range) -> range:
+        """The strips of a run of layers (of the one group there is today)."""
+        (group,) = self.groups
+        each = 2 * group.kv_heads
+        return range(layers.start * each, layers.stop * each)
+
+    @property
     def strip_bytes(self) -> int:
         """Bytes of one strip; all groups must agree (one group today)."""
         sizes = {self.block_tokens * group.head_dim * DTYPE_BYTES[group.dtype] for group in self.groups}

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -93,10 +93,12 @@ class FakeBackend:
             raise ValueError(f"fake model: time_scale is {time_scale}: give how many seconds one of the model's takes")
         self._cost = _cost_model(cost) if cost else None
         self._time_scale = time_scale
+        self._layers = layers
         self._strips = self.namespace.kv.strips
         self._words = head_dim // 2
         self._cache: U64 | None = None
         self.overlaps = bool(overlaps)
+        self.layerwise = True
         self._device = ThreadPoolExecutor(1, "device") if overlaps else None
         self._chosen: list[int] = []
 
@@ -131,25 +133,33 @@ class FakeBackend:
         """Nothing is compiled."""
 
     def execute(self, slices: list[Slice]) -> list[int]:
+        return self._compute(slices, None)
+
+    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
         began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
-        if seconds:
-            time.sleep(seconds)
         while self._hold is not None and self._hold.exists():
             time.sleep(0.01)
         slices = [self._known(slice_) for slice_ in slices]
-        for slice_ in slices:
-            self._write(slice_)
+        rows = [self._rows(slice_) for slice_ in slices]
+        for layer in range(self._layers):
+            if seconds:
+                time.sleep(max(began + seconds * (layer + 1) / self._layers - time.perf_counter(), 0.0))
+            for slice_, kv in zip(slices, rows, strict=True):
+                self._write(slice_, kv, layer)
+            if written is not None:
+                written(layer)
         tokens = [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
         if self._cost is not None:
             sleep_until(began + self._time_scale * step_seconds(self._cost, slices))
         self._chosen = tokens
         return tokens
 
-    def submit(self, slices: list[Slice]) -> Pending:
-        if self._device is None:
-            return Deferred(lambda: self.execute(slices))
-        return Deferred(self._device.submit(self.execute, slices).result)
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+        def compute() -> list[int]:
+            return self.execute(slices) if written is None else self._compute(slices, written)
+
+        return Deferred(compute if self._device is None else self._device.submit(compute).result)
 
     def _known(self, slice_: Slice) -> Slice:
         """With the token that the step before has chosen for it."""
@@ -157,8 +167,9 @@ class FakeBackend:
             return slice_
         return msgspec.structs.replace(slice_, tokens=np.array([self._chosen[slice_.after]], np.uint32))
 
-    def read_pages(self, pages: list[int], out: U8) -> None:
-        out[:] = self._pages[pages].view(np.uint8).reshape(len(pages), self._strips, -1)
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
+        strips = self.namespace.kv.strips_of(range(self._layers) if layers is None else layers)
+        out[:] = self._pages[pages, strips.start : strips.stop].view(np.uint8).reshape(len(pages), len(strips), -1)
 
     def write_pages(self, pages: list[int], strips: U8) -> None:
         shape = (len(pages), *self._pages.shape[1:])
@@ -175,16 +186,23 @@ class FakeBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _write(self, slice_: Slice) -> None:
+    def _rows(self, slice_: Slice) -> U64:
+        """KV of the slice's tokens: uint64 [tokens, strips, words]."""
         block_tokens = self.namespace.kv.block_tokens
         state = 0
         if slice_.start:
             page, offset = divmod(slice_.start - 1, block_tokens)
             state = int(self._pages[slice_.pages[page], 0, offset, 0])
         states = chain(state, slice_.tokens.tolist())
-        positions = np.arange(slice_.start, slice_.start + len(states))
-        rows = kv_rows(states, self._strips, self._words)
-        self._pages[slice_.pages[positions // block_tokens], :, positions % block_tokens] = rows
+        return kv_rows(states, self._strips, self._words)
+
+    def _write(self, slice_: Slice, rows: U64, layer: int) -> None:
+        block_tokens = self.namespace.kv.block_tokens
+        strips = self.namespace.kv.strips_of(range(layer, layer + 1))
+        positions = np.arange(slice_.start, slice_.start + len(rows))
+        pages, offsets = slice_.pages[positions // block_tokens], positions % block_tokens
+        part = slice(strips.start, strips.stop)
+        self._pages[pages, part, offsets] = rows[:, part]
 
     def _choose(self, slice_: Slice, params: SamplingParams) -> int:
         length = slice_.start + len(slice_.tokens)

@@ -343,7 +343,7 @@ class Worker:
     def _begin(self, step: Step) -> None:
         pending = None
         try:
-            pending = self.backend.submit(self._slices(step.slices))
+            pending = self.backend.submit(self._slices(step.slices), self.mover.stream(step.slices))
         except WorkerBroken:
             raise
         except Exception:
@@ -394,6 +394,8 @@ class Worker:
             else:
                 self._hopeless = 0
                 return tokens
+            finally:
+                self.mover.streamed()
         return self._each_alone(planned)
 
     def _void_later(self, failed: Flight) -> None:

@@ -333,3 +333,33 @@ def test_pages_are_allocated_once(make: Callable[[], Backend]) -> None:
 def test_unknown_backend_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="known: torch, jax, fake"):
         load_backend("tensorflow", "fake", cache=tmp_path)
+
+
+def test_a_layer_is_told_of_when_it_can_be_read(make: Callable[[], Backend]) -> None:
+    """What is read of a layer when it is told of is what is read after the step; one that tells of none never calls."""
+    backend = make()
+    spec = backend.namespace.kv
+    tokens, pages = prompt(40), pages_for(40)
+    told: list[int] = []
+    parts = []
+
+    def written(layer: int) -> None:
+        layers = range(layer, layer + 1)
+        out = np.full((len(pages), len(spec.strips_of(layers)), spec.strip_bytes), 0xAB, dtype=np.uint8)
+        backend.read_pages(pages, out, layers)
+        told.append(layer)
+        parts.append(out)
+
+    chosen = backend.submit([slice_of(tokens, 0, pages)], written).tokens()
+    assert chosen == baseline(backend, tokens, 1)
+    whole = strips(backend, pages)
+    if backend.layerwise:
+        assert told == list(range(spec.layers))
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+    else:
+        assert not told
+    for layers in (range(spec.layers), range(1, spec.layers)):
+        part = spec.strips_of(layers)
+        out = np.full((len(pages), len(part), spec.strip_bytes), 0xAB, dtype=np.uint8)
+        backend.read_pages(pages, out, layers)
+        np.testing.assert_array_equal(out, whole[:, part.start : part.stop])

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import env
-from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
 from pyengine.backends.jax.buckets import Buckets, Call
 from pyengine.backends.jax.mesh import cut, make_mesh
 from pyengine.backends.jax.models import MODELS
@@ -64,6 +64,8 @@ class JaxBackend:
         device = self._mesh.devices.flat[0]
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = device.platform != "cpu"
+        # A step is one program: its layers cannot be told apart from outside.
+        self.layerwise = False
         if dtype == "auto":
             dtype = "bfloat16" if self.overlaps else "float32"
         # A device that does not say what is free will say so when it is full.
@@ -153,7 +155,7 @@ class JaxBackend:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice]) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         if self.overlaps:
             return self._launch(slices)
         return Deferred(lambda: self.execute(slices))
@@ -181,7 +183,14 @@ class JaxBackend:
             rows |= {place: row for place, row in zip(call.places.tolist(), logits, strict=True) if place < len(slices)}
         return np.stack([rows[index] for index in sorted(rows)])
 
-    def read_pages(self, pages: list[int], out: U8) -> None:
+    def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
+        if layers is not None:
+            spec = self.namespace.kv
+            whole = np.empty((len(pages), spec.strips, spec.strip_bytes), np.uint8)
+            self.read_pages(pages, whole)
+            part = spec.strips_of(layers)
+            out[:] = whole[:, part.start : part.stop]
+            return
         blocks = page_tensor.as_blocks(self._pages, out)
         behind: list[tuple[int, int, jax.Array]] = []
         for first, ids in _copies(pages):

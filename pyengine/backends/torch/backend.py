@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Deferred, Pending, Slice
+from pyengine.backend import U8, Deferred, Pending, Slice, Written
 from pyengine.backends import DTYPES
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
@@ -56,6 +56,8 @@ class TorchBackend:
         self._cache: torch.Tensor | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
+        # On a GPU a copy on another thread would wait for all that is queued: it needs a stream of its own too.
+        self.layerwise = self._device.type == "cpu"
         # int64, by row of the step launched last: its tokens, which the next one may compute from.
         self._chosen = torch.empty(0, dtype=torch.int64)
         group = KvGroup(
@@ -103,19 +105,19 @@ class TorchBackend:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice]) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
         if self.overlaps:
             return self._launch(slices)
-        return Deferred(lambda: self.execute(slices))
+        return Deferred(lambda: self.execute(slices) if written is None else self._launch(slices, written).tokens())
 
-    def _launch(self, slices: list[Slice]) -> Launched:
+    def _launch(self, slices: list[Slice], written: Written | None = None) -> Launched:
         """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
             chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
             order = _order(slices)
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
             rows = [index for index, _ in asked]
-            logits = self._forward(slices, order) if slices else None
+            logits = self._forward(slices, order, written) if slices else None
             if logits is not None and asked:
                 positions = [slices[index].start + len(slices[index].tokens) for index in rows]
                 tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions))
@@ -136,8 +138,9 @@ class TorchBackend:
             sampled = [index for index in order if slices[index].sampling is not None]
             return logits[torch.tensor(np.argsort(sampled), dtype=torch.int64, device=self._device)]
 
-    def read_pages(self, page_ids: list[int], out: U8) -> None:
-        cache, blocks = self._pages, pages.as_blocks(self._pages, out)
+    def read_pages(self, page_ids: list[int], out: U8, layers: range | None = None) -> None:
+        cache = self._pages if layers is None else self._pages[layers.start : layers.stop]
+        blocks = pages.as_blocks(cache, out)
         strips = blocks if cache.device.type == "cpu" else torch.empty_like(blocks, device=cache.device)
         self._model.kernels.gather(cache, self._index(page_ids), strips)
         if strips is not blocks:
@@ -163,7 +166,7 @@ class TorchBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
+    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
         slices = [slices[index] for index in order]
         step = self._step_input(slices)
         # Single tokens come first, so the row of such a slice is the row of its token.
@@ -171,7 +174,7 @@ class TorchBackend:
         if fed:
             # A step that has failed chose -1: this one has no meaning then, but must not read beside the embedding.
             step.tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
-        return self._model.forward(step, self._pages)
+        return self._model.forward(step, self._pages, written)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
         """slices: those with one token first."""

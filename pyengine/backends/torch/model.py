@@ -6,6 +6,7 @@ head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +73,13 @@ class Model:
         # Weights may be rounded, angles not: at position 8000 half of bf16's eight bits would be gone.
         self.cosines, self.sines = (torch.from_numpy(table).to(device) for table in rotary_tables(config, weights))
 
-    def forward(self, step: StepInput, cache: torch.Tensor) -> torch.Tensor:
-        """Computes one step, writing KV into `cache`. Returns float32 logits [samples, vocab]."""
+    def forward(
+        self, step: StepInput, cache: torch.Tensor, written: Callable[[int], None] | None = None
+    ) -> torch.Tensor:
+        """Computes one step, writing KV into `cache`. Returns float32 logits [samples, vocab].
+
+        written: told of each layer whose KV is there (on a GPU: will be, when what is queued so far is done).
+        """
         shared = Step(
             kernels=self.kernels,
             cosines=self.cosines[step.positions],
@@ -83,8 +89,10 @@ class Model:
         )
         x = self._embed(step.tokens).to(self.working)  # [T, hidden]
         residual: torch.Tensor | None = None
-        for layer, kv in zip(self.layers, cache, strict=True):
+        for index, (layer, kv) in enumerate(zip(self.layers, cache, strict=True)):
             x, residual = layer(x, residual, kv, shared)
+            if written is not None:
+                written(index)
         assert residual is not None, "a model has layers"
         x, _ = self.kernels.rms_norm(x[step.outputs], self.norm, self.config.norm_eps, residual[step.outputs])
         return self.group.logits(self.head(x).float())

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pyengine.backend import Slice
+from pyengine.backend import Slice, Written
 from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, ModelError
@@ -68,6 +68,8 @@ class ParallelTorchBackend(TorchBackend):
         self._end = weakref.finalize(self, _end, self._model.group, self.ranks)
         #: A step is begun by all ranks, when the leader waits for it.
         self.overlaps = False
+        #: While a step runs the ranks hear of nothing else, such as layers to be copied.
+        self.layerwise = False
 
     def _meet(self) -> None:
         with tempfile.TemporaryDirectory(prefix="pyengine-ranks-") as folder:
@@ -96,7 +98,7 @@ class ParallelTorchBackend(TorchBackend):
         super().close()
         self._end()
 
-    def _forward(self, slices: list[Slice], order: list[int]) -> torch.Tensor:
+    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
         with uninterrupted():
             self.ranks.tell(Compute([self._row(slice_) for slice_ in slices]))
             try:

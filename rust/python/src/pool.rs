@@ -221,7 +221,8 @@ impl PoolClient {
         self.request(py, LocalRequest::Open { tag: tag.0, to: to.0.clone(), within_ms })
     }
 
-    #[pyo3(signature = (local, tag, indices, first = 0, note = None))]
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python method")]
+    #[pyo3(signature = (local, tag, indices, first = 0, note = None, strips = None))]
     fn push(
         &self,
         py: Python<'_>,
@@ -230,9 +231,10 @@ impl PoolClient {
         indices: Vec<u32>,
         first: u32,
         note: Option<Readable>,
+        strips: Option<(u32, u32)>,
     ) -> PyResult<()> {
         let note = note.map(|note| note.bytes().to_vec());
-        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, note })
+        self.request(py, LocalRequest::Push { local: local.0, tag: tag.0, indices, first, strips, note })
     }
 
     fn corrupt(&self, py: Python<'_>, tag: &Tag, index: u32) -> PyResult<()> {
@@ -272,7 +274,8 @@ impl PoolClient {
         run: u32,
         stride: u32,
     ) -> PyResult<()> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
         self.living.with(py, |client| client.store(slot, runs, bytes))?.map_err(exception)
     }
 
@@ -288,7 +291,8 @@ impl PoolClient {
         run: u32,
         stride: u32,
     ) -> PyResult<bool> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
         self.living.with(py, |client| client.load(slot, runs, bytes))?.map_err(exception)
     }
 
@@ -339,7 +343,8 @@ impl SharedSlots {
         run: u32,
         stride: u32,
     ) -> PyResult<()> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
         self.living.with(py, |(arena, _)| arena.store_runs(slot, runs, bytes))?.map_err(exception)
     }
 
@@ -355,7 +360,8 @@ impl SharedSlots {
         run: u32,
         stride: u32,
     ) -> PyResult<bool> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
         self.living.with(py, |(arena, _)| arena.load_runs(slot, runs, bytes))?.map_err(exception)
     }
 

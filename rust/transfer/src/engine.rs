@@ -475,8 +475,8 @@ impl Engine {
             LocalRequest::Commit { indices, .. } => self.local_commit(client, tag, &indices),
             LocalRequest::Fetch { indices, from, .. } => self.fetch(client, tag, &indices, &from),
             LocalRequest::Open { to, within_ms, .. } => self.open(client, tag, to, within_ms),
-            LocalRequest::Push { local, indices, first, note, .. } => {
-                self.push(client, local, tag, &indices, first, note);
+            LocalRequest::Push { local, indices, first, strips, note, .. } => {
+                self.push(client, (local, first), tag, &indices, strips, note);
             }
             LocalRequest::Corrupt { index, .. } => self.corrupt(client, tag, index),
             LocalRequest::Attach { .. }

@@ -20,8 +20,9 @@
 //! # Shared memory and `unsafe`
 //!
 //! All `unsafe` about memory is in this file (`link` has one more, about received descriptors). Other processes map the
-//! same pages, so Rust's aliasing rules cannot be proven here; they are kept by protocol: a slot's bytes are written only while its life is open, by one writer, and
-//! read only after it is sealed. Inside this process [`WriteHold`] and [`ReadHold`] enforce it; clients copy through
+//! same pages, so Rust's aliasing rules cannot be proven here; they are kept by protocol: a strip is written only while
+//! its slot's life is open, by one writer, and read only after the slot is sealed, or by its own node after the client has
+//! said that it writes this strip no more. Inside this process [`WriteHold`] and [`ReadHold`] enforce it; clients copy through
 //! raw pointers ([`Arena::store`], [`Arena::load`]) and never hold references. The bytes are plain `u8`, for which any
 //! value is valid, and no control decision is taken from them. A neighbour that breaks the protocol can so make wrong
 //! bytes, and the checksums catch those; sealing against resizing makes it unable to cause a bus error.
@@ -450,12 +451,14 @@ impl Arena {
     /// Takes strips of a slot for writing; others may write other strips of it meanwhile.
     ///
     /// # Errors
-    /// `Fenced` if that life is not open, the slot has no such strips, or another `WriteHold` has some of them.
+    /// `Fenced` if that life is not open, the slot has no such strips, another `WriteHold` has some of them, or any of the
+    /// slot is being read.
     pub fn begin_write(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Result<WriteHold, Fenced> {
         let of = self.layout.strips;
         let state = self.state(slot.slot).filter(|_| strips.start < strips.end && strips.end <= of);
         let claimed = state.is_some_and(|mut state| {
-            state.generation == slot.generation && state.phase == Phase::Open && state.claim(strips.clone(), of)
+            let open = state.generation == slot.generation && state.phase == Phase::Open;
+            open && state.readers == 0 && state.claim(strips.clone(), of)
         });
         if !claimed {
             self.fenced.fetch_add(1, Ordering::Relaxed);
@@ -471,20 +474,45 @@ impl Arena {
 
     /// True if every strip of a sealed slot fits its stored checksum; false also if the life is over.
     pub fn intact(self: &Arc<Self>, slot: SlotRef) -> bool {
-        let Some(hold) = self.begin_read(slot) else { return false };
+        self.intact_strips(slot, 0..self.layout.strips)
+    }
+
+    /// As `intact`, of some strips, as [`Arena::begin_read_written`] reads them.
+    pub fn intact_strips(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> bool {
+        let Some(hold) = self.begin_read_written(slot, strips) else { return false };
         let strips = hold.bytes().chunks_exact(self.layout.strip_bytes as usize);
         strips.zip(hold.checksums()).all(|(strip, sum)| checksum(strip) == sum)
     }
 
     /// Takes a sealed slot for reading; `None` if that life is over or not sealed.
     pub fn begin_read(self: &Arc<Self>, slot: SlotRef) -> Option<ReadHold> {
-        let mut state = self.state(slot.slot)?;
-        if state.generation != slot.generation || state.phase != Phase::Sealed {
+        self.begin_read_strips(slot, 0..self.layout.strips)
+    }
+
+    /// As `begin_read`, of some strips.
+    pub fn begin_read_strips(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Option<ReadHold> {
+        self.read(slot, strips, |state| state.phase == Phase::Sealed)
+    }
+
+    /// As `begin_read_strips`, also of an open slot: for whoever knows that its client has written these strips and writes
+    /// them no more. `None` also if somebody of this process is writing the slot.
+    pub fn begin_read_written(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>) -> Option<ReadHold> {
+        self.read(slot, strips, |state| match state.phase {
+            Phase::Sealed => true,
+            Phase::Open => state.writers == 0,
+            Phase::Over => false,
+        })
+    }
+
+    fn read(self: &Arc<Self>, slot: SlotRef, strips: Range<u32>, may: impl Fn(&SlotState) -> bool) -> Option<ReadHold> {
+        let mut state =
+            self.state(slot.slot).filter(|_| strips.start < strips.end && strips.end <= self.layout.strips)?;
+        if state.generation != slot.generation || !may(&state) {
             return None;
         }
         state.readers += 1;
         drop(state);
-        Some(ReadHold { arena: self.clone(), slot })
+        Some(ReadHold { arena: self.clone(), slot, strips })
     }
 
     // -- the client's side -------------------------------------------------------------------------------------------
@@ -706,8 +734,8 @@ impl WriteHold {
         strips.clone().for_each(|strip| state.mark(strip, false));
         drop(state);
         let length = (strips.end - strips.start) as usize * self.arena.layout.strip_bytes as usize;
-        // SAFETY: in range; this hold is the only one on these strips, no read hold exists before the slot is sealed,
-        // and sealing waits for this hold to end. Clients write it only by breaking the protocol (module's head).
+        // SAFETY: in range; this hold is the only one on these strips, no read hold exists on the slot while a write hold
+        // is out, and sealing waits for this hold to end. Clients write it only by breaking the protocol (module's head).
         unsafe { std::slice::from_raw_parts_mut(self.arena.strip_pointer(self.slot.slot, strips.start), length) }
     }
 
@@ -737,11 +765,12 @@ impl Drop for WriteHold {
     }
 }
 
-/// The right to read one sealed slot: its bytes stay while any hold is out.
+/// The right to read strips of one slot, which nobody writes any more: its bytes stay while any hold is out.
 #[derive(Debug)]
 pub struct ReadHold {
     arena: Arc<Arena>,
     slot: SlotRef,
+    strips: Range<u32>,
 }
 
 impl ReadHold {
@@ -760,31 +789,39 @@ impl ReadHold {
         self.arena.layout.strip_bytes as usize
     }
 
-    /// All strips of the block.
+    /// The strips that are held.
     pub fn bytes(&self) -> &[u8] {
-        let pointer = self.arena.strip_pointer(self.slot.slot, 0);
-        // SAFETY: in range; the slot is sealed, so nobody writes it, and it is not issued again while this hold is out.
-        unsafe { std::slice::from_raw_parts(pointer, self.arena.layout.block_bytes()) }
+        let pointer = self.arena.strip_pointer(self.slot.slot, self.strips.start);
+        let length = self.strips.len() * self.strip_bytes();
+        // SAFETY: in range; the slot is sealed, so nobody writes it, or its client has said that it writes these strips no
+        // more (and if it does, see the module's head); no write hold is taken, and it is not issued again, while this
+        // hold is out.
+        unsafe { std::slice::from_raw_parts(pointer, length) }
     }
 
     /// All strips, and the padding to whole pages behind them.
+    ///
+    /// # Panics
+    /// If not all strips are held.
     pub fn pages(&self) -> &[u8] {
+        let strips = 0..self.arena.layout.strips;
+        assert!(self.strips == strips, "only strips {:?} of {strips:?} are held", self.strips);
         let pointer = self.arena.strip_pointer(self.slot.slot, 0);
         // SAFETY: as for `bytes`; the padding up to `stride` belongs to the slot.
         unsafe { std::slice::from_raw_parts(pointer, self.arena.stride as usize) }
     }
 
-    /// The stored checksum of every strip, as their maker computed them (not verified here).
+    /// The stored checksum of every strip that is held, as their maker computed them (not verified here).
     pub fn checksums(&self) -> Vec<u32> {
-        (0..self.arena.layout.strips).map(|strip| self.checksum(strip)).collect()
+        self.strips.clone().map(|strip| self.checksum(strip)).collect()
     }
 
     /// The stored checksum of one strip.
     ///
     /// # Panics
-    /// If the block has no such strip.
+    /// If that strip is not held.
     pub fn checksum(&self, strip: u32) -> u32 {
-        assert!(strip < self.arena.layout.strips, "strip {strip} is outside the block");
+        assert!(self.strips.contains(&strip), "strip {strip} is outside {:?}", self.strips);
         self.arena.checksum_word(self.slot.slot, strip).load(Ordering::Acquire) ^ mix(self.slot.generation)
     }
 }
@@ -969,7 +1006,8 @@ mod tests {
         let mut pair = [0; 48];
         assert!(arena.load_runs(slot, Runs { first: 3, run: 2, stride: 3 }, &mut pair).expect("in range"));
         assert_eq!(pair.iter().step_by(8).copied().collect::<Vec<u8>>(), [1, 11, 2, 12, 3, 13]);
-        for (first, run, stride) in [(1, 2, 0), (0, 0, 0), (0, 0, 3), (0, 2, 1), (2, 2, 3), (4, 2, 3), (0, u32::MAX, 1)] {
+        for (first, run, stride) in [(1, 2, 0), (0, 0, 0), (0, 0, 3), (0, 2, 1), (2, 2, 3), (4, 2, 3), (0, u32::MAX, 1)]
+        {
             let refused = arena.load_runs(slot, Runs { first, run, stride }, &mut whole[..64]);
             assert!(refused.is_err_and(|error| error.kind == crate::error::ErrorKind::Bug), "{first} {run} {stride}");
         }
@@ -1037,6 +1075,33 @@ mod tests {
         assert!(arena.quiet(1));
         let next = arena.issue(1);
         assert!(next.generation == slot.generation + 1 && !arena.arrived_all(next));
+    }
+
+    // Goal: of an open slot strips that are written can be read, never beside a writer of this process, and a reader keeps
+    // the slot from being used again. Method: walk the phases.
+    #[test]
+    fn written_strips_are_read_before_the_seal() {
+        let arena = Arena::create(1 << 16, LAYOUT).expect("fits");
+        let client = client_of(&arena);
+        let slot = arena.issue(0);
+        client.store(slot, 1, &[5; 64]).expect("in range");
+        assert!(arena.begin_read(slot).is_none() && arena.begin_read_strips(slot, 1..2).is_none(), "it is not sealed");
+        assert!(arena.begin_read_written(slot, 1..4).is_none() && arena.begin_read_written(slot, 1..1).is_none());
+        assert!(arena.intact_strips(slot, 1..2) && !arena.intact_strips(slot, 0..2), "the first was never written");
+        let read = arena.begin_read_written(slot, 1..2).expect("open");
+        assert!(read.bytes() == [5; 64] && read.checksums() == [checksum(&[5; 64])]);
+        assert!(arena.begin_write(slot, 2..3).is_err(), "it is being read");
+        client.store(slot, 0, &[4; 64]).expect("in range");
+        client.store(slot, 2, &[6; 64]).expect("in range");
+        assert!(arena.seal(slot) && arena.intact(slot) && arena.begin_read_written(slot, 0..3).is_some());
+        arena.retire(slot);
+        assert!(!arena.quiet(0) && arena.begin_read_written(slot, 1..2).is_none() && read.bytes() == [5; 64]);
+        drop(read);
+        let next = arena.issue(0);
+        let write = arena.begin_write(next, 0..1).expect("open");
+        assert!(arena.begin_read_written(next, 1..2).is_none(), "it is being written");
+        drop(write);
+        assert!(arena.begin_read_written(next, 1..2).is_some() && !arena.intact_strips(next, 1..2), "but not intact");
     }
 
     // Goal: writers of different strips do not meet, writers of the same one do. Method: claims that touch and overlap.

@@ -104,7 +104,10 @@ pub enum LocalRequest {
     /// Sends blocks held under `local` to these indices of the opened grant `tag`; in the end the note, after the last
     /// commit. On one arena (`to` is this daemon) the blocks are committed in place.
     /// Block `index` is taken from index `index - first` of `local`.
-    Push { local: Tag, tag: Tag, indices: Vec<u32>, first: u32, note: Option<Vec<u8>> },
+    /// `strips`: only these of each block, `[first, end)`, which the client has written and writes no more; the block itself
+    /// need not be committed. Those of one block are pushed in order, without gaps. `Pushed` and `Arrived` are about whole
+    /// blocks. Only to another node: on one arena the client writes into the grant itself.
+    Push { local: Tag, tag: Tag, indices: Vec<u32>, first: u32, strips: Option<(u32, u32)>, note: Option<Vec<u8>> },
     /// Reports that the strips of this block failed their checksum: it is unpublished at once.
     Corrupt { tag: Tag, index: u32 },
     /// Ends a tag in every way it is known here: waiting, granted, looked up, opened, pushing. Idempotent.

@@ -334,7 +334,8 @@ impl Regions {
         self.fenced.load(Ordering::Relaxed)
     }
 
-    /// Takes bytes for reading. In an arena they are whole strips of one committed slot.
+    /// Takes bytes for reading. In an arena they are whole strips of one committed slot; for the owner also of an open one,
+    /// whose client has said that they are written.
     ///
     /// # Errors
     /// [`Denied`], and counted if a peer was fenced.
@@ -395,7 +396,11 @@ impl Taker<'_> {
         let held = self.hold(at.region).and_then(|held| match held {
             Held::Arena(arena) => {
                 let (slot, strips) = strips_of(arena, at, bytes)?;
-                Ok(Reading(Source::Arena(arena.begin_read(slot).ok_or(Denied::Fenced)?, strips)))
+                let hold = match by {
+                    By::Owner => arena.begin_read_written(slot, strips),
+                    By::Peer => arena.begin_read_strips(slot, strips),
+                };
+                Ok(Reading(Source::Arena(hold.ok_or(Denied::Fenced)?)))
             }
             Held::Buffer(hold) => Ok(Reading(Source::Buffer(hold.piece(at, bytes, by, |access| access.read)?))),
         });
@@ -440,7 +445,7 @@ fn strips_of(arena: &Arena, at: Span, bytes: u64) -> Result<(SlotRef, Range<u32>
 pub struct Reading(Source);
 
 enum Source {
-    Arena(ReadHold, Range<u32>),
+    Arena(ReadHold),
     Buffer(Piece),
 }
 
@@ -448,10 +453,7 @@ impl Reading {
     /// The bytes. In a buffer the caller's other threads may change them meanwhile: use them as bytes only.
     pub fn bytes(&self) -> &[u8] {
         match &self.0 {
-            Source::Arena(hold, strips) => {
-                let strip_bytes = hold.strip_bytes();
-                &hold.bytes()[strips.start as usize * strip_bytes..strips.end as usize * strip_bytes]
-            }
+            Source::Arena(hold) => hold.bytes(),
             // SAFETY: the hold keeps these bytes mapped; see the module's head about other threads.
             Source::Buffer(piece) => unsafe { std::slice::from_raw_parts(piece.pointer.as_ptr(), piece.bytes) },
         }
@@ -466,9 +468,7 @@ impl Reading {
     /// As `checksums`; `next` is what is read after these bytes.
     fn checksums_before(&self, next: &[u8], grain: u32, into: &mut Vec<u32>) {
         match &self.0 {
-            Source::Arena(hold, strips) if hold.strip_bytes() == grain as usize => {
-                into.extend(strips.clone().map(|strip| hold.checksum(strip)));
-            }
+            Source::Arena(hold) if hold.strip_bytes() == grain as usize => into.extend(hold.checksums()),
             _ => {
                 let mut pieces = pieces(self.bytes(), grain).peekable();
                 while let Some(piece) = pieces.next() {

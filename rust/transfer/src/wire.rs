@@ -209,7 +209,7 @@ mod tests {
                 LocalRequest::Unkeep { ticket: 2, keys: keys.clone(), by: String::new() },
                 LocalRequest::Lookup { tag, keys },
                 LocalRequest::Open { tag, to, within_ms: 7 },
-                LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, note },
+                LocalRequest::Push { local: tag, tag, indices: vec![0, position], first: 0, strips: Some((1, position)), note },
             ] {
                 prop_assert_eq!(decode::<LocalRequest>(&encode(&request)).expect("own encoding"), request);
             }

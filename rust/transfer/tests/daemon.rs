@@ -123,8 +123,14 @@ fn fill(client: &PoolClient, tag: Tag, keys: &[BlockKey], private: u8) {
 }
 
 fn push(client: &PoolClient, local: Tag, tag: Tag, blocks: u32, note: &[u8]) -> Result<(), Refusal> {
-    let request =
-        LocalRequest::Push { local, tag, indices: (0..blocks).collect(), first: 0, note: Some(note.to_vec()) };
+    let request = LocalRequest::Push {
+        local,
+        tag,
+        indices: (0..blocks).collect(),
+        first: 0,
+        strips: None,
+        note: Some(note.to_vec()),
+    };
     client.request(request).expect("sent");
     expect(client, "Pushed", |event| match event {
         LocalEvent::Pushed { tag: of, note: true, .. } if *of == tag => Some(Ok(())),
@@ -234,8 +240,14 @@ fn two_nodes_push_to_each_other_at_once() {
         });
     }
     fill(&on_a, tag(5, 1), &[], 1);
-    let request =
-        LocalRequest::Push { local: tag(5, 1), tag: to_b, indices: vec![5], first: 5, note: Some(b"n".to_vec()) };
+    let request = LocalRequest::Push {
+        local: tag(5, 1),
+        tag: to_b,
+        indices: vec![5],
+        first: 5,
+        strips: None,
+        note: Some(b"n".to_vec()),
+    };
     on_a.request(request).expect("sent");
     expect(&on_b, "Complete", |event| matches!(event, LocalEvent::Complete { tag, .. } if *tag == to_b).then_some(()));
 }
@@ -670,7 +682,7 @@ fn blocks_outlive_their_daemon() {
         fill(&client, tag(1, 1), &keys, 0);
         let second = a.attach(2, other, 5).expect("another layout");
         let slots = grant(&second, tag(2, 2), &[other_key], 0);
-        second.store(slots[0].slot, 0, &of_other).expect("in range");
+        second.store(slots[0].slot, Runs::from(0), &of_other).expect("in range");
         second.request(LocalRequest::Commit { tag: tag(2, 2), indices: vec![0] }).expect("sent");
         // Its answer comes behind the commit.
         second.request(LocalRequest::Counters { ticket: 1 }).expect("sent");
@@ -703,7 +715,7 @@ fn blocks_outlive_their_daemon() {
     let found = found.expect("it is on the disk there");
     assert_eq!((found.peer, found.medium), (true, Medium::Ssd));
     let mut bytes = vec![0; LAYOUT.block_bytes()];
-    assert!(asker.load(found.slot, 0, &mut bytes).expect("in range") && bytes == content(0));
+    assert!(asker.load(found.slot, Runs::from(0), &mut bytes).expect("in range") && bytes == content(0));
     // Clients of both layouts, over the socket.
     let back = PoolClient::connect(&directory.socket(), KEY, 3, other, 5, PATIENCE).expect("attaches");
     let wanted = tag(4, 3);
@@ -716,7 +728,7 @@ fn blocks_outlive_their_daemon() {
     let found = found.expect("it is on the disk here");
     assert_eq!((found.peer, found.medium), (false, Medium::Ssd));
     let mut bytes = vec![0; other.block_bytes()];
-    assert!(back.load(found.slot, 0, &mut bytes).expect("in range") && bytes == of_other);
+    assert!(back.load(found.slot, Runs::from(0), &mut bytes).expect("in range") && bytes == of_other);
     assert_eq!(counter(&a, &["pyengine_pool_promotions_total"]), 2);
     let refused = Daemon::start(&with_ssd("c")).map(|_| ());
     assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp), "one daemon a directory");

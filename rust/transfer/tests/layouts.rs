@@ -299,7 +299,11 @@ fn nodes_with_other_orders_of_layouts_understand_each_other() {
         stage.run(SECOND / 10);
         assert!(matches!(stage.told(from).as_slice(), [LocalEvent::Opened { .. }]));
         let note = Some(b"note".to_vec());
-        stage.ask("a", from, LocalRequest::Push { local: here, tag: there, indices: vec![0, 1, 2], first: 0, note });
+        stage.ask(
+            "a",
+            from,
+            LocalRequest::Push { local: here, tag: there, indices: vec![0, 1, 2], first: 0, strips: None, note },
+        );
         stage.run(SECOND / 10);
         assert!(matches!(stage.told(to).last(), Some(LocalEvent::Complete { .. })));
         assert!(!stage.told(from).is_empty());
@@ -388,7 +392,7 @@ fn a_grant_is_filled_in_its_own_namespace_only() {
     stage.ask("c", 2, LocalRequest::Open { tag: there, to: b, within_ms: 1000 });
     stage.run(SECOND / 10);
     assert!(matches!(stage.told(2).as_slice(), [LocalEvent::Opened { .. }]));
-    let push = LocalRequest::Push { local: tag(10), tag: there, indices: vec![0, 1, 2], first: 0, note: None };
+    let push = LocalRequest::Push { local: tag(10), tag: there, indices: vec![0, 1, 2], first: 0, note: None, strips: None };
     stage.ask("c", 2, push);
     stage.run(SECOND / 10);
     for (node, client, tag) in [("c", 2, there), ("c", 2, tag(10)), ("b", 4, there)] {

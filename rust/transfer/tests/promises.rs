@@ -4,6 +4,7 @@
 //! network in virtual time; every engine's `check()` runs after every input (in `World`).
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use pyengine_transfer::engine::Settings;
@@ -122,7 +123,18 @@ impl Stage {
 
     fn push(&mut self, node: &str, client: ClientId, local: Tag, tag: Tag, indices: &[u32], note: Option<&str>) {
         let note = note.map(|note| note.as_bytes().to_vec());
-        self.ask(node, client, LocalRequest::Push { local, tag, indices: indices.to_vec(), first: 0, note });
+        self.ask(
+            node,
+            client,
+            LocalRequest::Push { local, tag, indices: indices.to_vec(), first: 0, strips: None, note },
+        );
+    }
+
+    /// Pushes strips of one block.
+    fn push_strips(&mut self, (local, tag): (Tag, Tag), index: u32, strips: Range<u32>) {
+        let strips = Some((strips.start, strips.end));
+        let push = LocalRequest::Push { local, tag, indices: vec![index], first: 0, strips, note: None };
+        self.ask("a", PREFILL, push);
     }
 
     fn end(&mut self, node: &str, client: ClientId, tag: Tag) {
@@ -152,6 +164,75 @@ impl Stage {
 
 fn refused(tag: Tag, refusal: Refusal) -> LocalEvent {
     LocalEvent::Refused { tag, refusal }
+}
+
+// Goal: strips leave before their block is written to its end, and the block counts as pushed, and as arrived, when all of
+// them have; and its own node may read it from its commit on. Method: write and push it in three parts, with time between.
+#[test]
+fn strips_are_pushed_before_their_block_is_complete() {
+    let mut stage = Stage::new(8);
+    let (at_decode, at_prefill) = (tag(1), tag(2));
+    let theirs = stage.granted("b", DECODE, at_decode, &[1], 1);
+    let own = stage.granted("a", PREFILL, at_prefill, &[1], 1);
+    stage.open("a", PREFILL, at_decode, "b", 1000);
+    stage.run(SECOND / 10);
+    assert_eq!(stage.told(PREFILL).len(), 1, "opened");
+    let bytes = LAYOUT.strip_bytes as usize;
+    for (index, number) in [(0, 1), (1, 200)] {
+        for strip in 0..LAYOUT.strips {
+            let block = block(number);
+            let part = &block[strip as usize * bytes..][..bytes];
+            stage.arena("a").store(own[index as usize].slot, strip, part).expect("in range");
+            assert_eq!((stage.told(PREFILL), stage.told(DECODE)), (vec![], vec![]), "nothing is whole yet");
+            stage.push_strips((at_prefill, at_decode), index, strip..strip + 1);
+            stage.run(SECOND / 10);
+        }
+        assert_eq!(stage.told(PREFILL), [LocalEvent::Pushed { tag: at_decode, indices: vec![index], note: false }]);
+        assert_eq!(stage.told(DECODE), [LocalEvent::Arrived { tag: at_decode, indices: vec![index] }]);
+        assert_eq!(stage.load("b", theirs[index as usize].slot), Some(block(number)));
+        stage.ask("a", PREFILL, LocalRequest::Commit { tag: at_prefill, indices: vec![index] });
+    }
+    stage.push("a", PREFILL, at_prefill, at_decode, &[], Some("n"));
+    stage.run(SECOND / 10);
+    assert_eq!(stage.told(DECODE), [LocalEvent::Complete { tag: at_decode, note: b"n".to_vec() }]);
+    for (node, bytes) in [("b", "in"), ("a", "out")] {
+        let of = format!(r#"{{transport="sim",direction="{bytes}",node="{node}"}}"#);
+        assert_eq!(stage.counter(node, &format!("pyengine_transfer_bytes_total{of}")), 2 * 48);
+        assert_eq!(stage.counter(node, &format!("pyengine_transfer_blocks_total{of}")), 2);
+    }
+    for (node, client, tag) in [("a", PREFILL, at_decode), ("a", PREFILL, at_prefill), ("b", DECODE, at_decode)] {
+        stage.end(node, client, tag);
+    }
+    stage.expect_idle();
+}
+
+// Goal: strips that were not written, a gap, an end beyond the block, and strips in one arena are refused, and whoever lets
+// go of a block whose strips are on their way leaves nothing behind. Method: each of them.
+#[test]
+fn strips_are_pushed_in_order_once_written() {
+    for (first, then, refusal) in [
+        // The first was never written in this life: its checksum cannot hold, however often it is sent.
+        (0..1, 1..2, Refusal::Corrupt),
+        (1..2, 2..3, Refusal::Protocol),
+        (1..1, 1..2, Refusal::Protocol),
+        (0..LAYOUT.strips + 1, 0..1, Refusal::Protocol),
+    ] {
+        let mut stage = Stage::new(8);
+        let (at_decode, at_prefill) = (tag(1), tag(2));
+        stage.granted("b", DECODE, at_decode, &[1], 0);
+        stage.granted("a", PREFILL, at_prefill, &[1], 0);
+        stage.open("a", PREFILL, at_decode, "b", 1000);
+        stage.run(SECOND / 10);
+        stage.told(PREFILL);
+        stage.push_strips((at_prefill, at_decode), 0, first.clone());
+        stage.run(SECOND);
+        assert_eq!(stage.told(PREFILL), [refused(at_decode, refusal)], "{first:?}");
+        stage.push_strips((at_prefill, at_decode), 0, then);
+        stage.end("a", PREFILL, at_prefill);
+        stage.end("a", PREFILL, at_decode);
+        stage.end("b", DECODE, at_decode);
+        stage.expect_idle();
+    }
 }
 
 // Goal: the life of a request (design §3.4 to 3.6) over two nodes: a block can be committed at decode before prefill

@@ -1,11 +1,12 @@
 //! Copies on their way to peers: queued per peer, a bounded number under way, sent again where that can help.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 
 use crate::messages::{Refusal, Ticket};
 use crate::mover::Failure;
 use crate::transport::{Copy, CopyId};
-use crate::types::{Kind, Medium, NodeId, Owner, RegionId, SlotRef, Tag};
+use crate::types::{Kind, Layout, Medium, NodeId, Owner, RegionId, SlotRef, Tag};
 
 use super::push::refusal_of;
 use super::{Engine, Output};
@@ -45,6 +46,7 @@ pub(super) struct Job {
     pub source: SlotRef,
     /// In that arena of the peer.
     pub destination: (RegionId, SlotRef),
+    pub strips: Range<u32>,
     pub why: Why,
     /// How often it was sent before.
     pub attempt: u32,
@@ -72,7 +74,8 @@ impl Engine {
                 let Some(store) = self.stores.get(job.store) else { continue };
                 let id = self.next_number;
                 self.next_number += 1;
-                copies.push(Copy::block(&store.arena, id, (store.region, job.source), job.destination));
+                let (source, strips) = ((store.region, job.source), job.strips.clone());
+                copies.push(Copy::strips(&store.arena, id, source, job.destination, strips));
                 self.copies.insert(id, job);
             }
             link.in_flight += copies.len();
@@ -102,10 +105,15 @@ impl Engine {
         let mut again = false;
         match result {
             Ok(via) => {
-                self.stats.sent[via as usize].add(1, store.layout().block_bytes() as u64);
+                let Layout { strips, strip_bytes } = store.layout();
+                let bytes = job.strips.len() as u64 * u64::from(strip_bytes);
+                let sent = &mut self.stats.sent[via as usize];
+                // A block counts with its last strips, which are pushed last.
+                sent.blocks += u64::from(job.strips.end == strips);
+                sent.bytes += bytes;
             }
             // The source itself may be what is broken: then nobody shall find it any more.
-            Err(Failure::Corrupt) if !store.arena.intact(job.source) => {
+            Err(Failure::Corrupt) if !store.arena.intact_strips(job.source, job.strips.clone()) => {
                 self.stats.corrupt_arena += 1;
                 store.pool.unpublish(job.source);
             }
@@ -148,7 +156,7 @@ impl Engine {
     fn job_over(&mut self, job: Job, copied: Result<Kind, Refusal>) {
         self.drop_job_source(&job);
         match job.why {
-            Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, copied),
+            Why::Push { tag, serial, index } => self.push_copied(tag, serial, index, &job.strips, copied),
             Why::Serve { peer, ticket, place, medium, owner } => {
                 self.served(&peer, ticket, place, job.link, copied.map(|via| (via, medium, owner)));
             }

@@ -1,6 +1,7 @@
 //! The pushing side: opening a grant elsewhere and filling it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::messages::{GrantedSlot, LocalEvent, NOTE_LIMIT, PeerMessage, Refusal};
 use crate::mover::Failure;
@@ -30,8 +31,11 @@ pub(super) struct Filling {
     /// The peer's arena in which the slots are.
     region: RegionId,
     slots: Vec<GrantedSlot>,
-    /// By index: was it pushed?
-    pushed: Vec<bool>,
+    /// In each block.
+    strips: u32,
+    /// By index: how many strips were pushed, and how many have been copied.
+    pushed: Vec<u32>,
+    copied: Vec<u32>,
     /// Copies not completed.
     copying: usize,
     /// Copied, to be named in the next `Commit`.
@@ -70,6 +74,8 @@ impl Open {
             assert_eq!(filling.copying, copying, "copies of the push {tag:?}");
             assert!(filling.done.is_empty(), "copied blocks of {tag:?} were not named in a commit");
             assert!(filling.note.is_none() || copying > 0, "the note of {tag:?} waits for nothing");
+            let counts = filling.pushed.iter().zip(&filling.copied);
+            assert!(counts.clone().all(|(pushed, copied)| copied <= pushed), "more of {tag:?} was copied than pushed");
         }
     }
 }
@@ -108,10 +114,14 @@ impl Engine {
         if !matches!(open.state, Opened::Waiting) {
             return;
         }
+        let at = self.clients.get(&open.client).map(|client| client.store);
+        let Some(strips) = at.and_then(|at| Some(self.stores.get(at)?.layout().strips)) else { return };
         let committed: Vec<bool> = slots.iter().map(|slot| slot.committed).collect();
         open.state = Opened::Remote(Filling {
             region,
-            pushed: vec![false; slots.len()],
+            strips,
+            pushed: vec![0; slots.len()],
+            copied: vec![0; slots.len()],
             slots,
             copying: 0,
             done: BTreeMap::new(),
@@ -123,13 +133,14 @@ impl Engine {
         self.tell(client, LocalEvent::Opened { tag, committed, slots: Vec::new() });
     }
 
+    /// `local`: under which tag the blocks are held here, and the index of the first of them in the grant.
     pub(super) fn push(
         &mut self,
         client: ClientId,
-        local: Tag,
+        (local, first): (Tag, u32),
         tag: Tag,
         indices: &[u32],
-        first: u32,
+        strips: Option<(u32, u32)>,
         note: Option<Vec<u8>>,
     ) {
         if note.as_ref().is_some_and(|note| note.len() > NOTE_LIMIT) {
@@ -142,6 +153,7 @@ impl Engine {
             // The refusal is on its way.
             Opened::Over => {}
             Opened::Waiting => self.refuse(client, tag, Refusal::Protocol),
+            Opened::Local if strips.is_some() => self.refuse(client, tag, Refusal::Protocol),
             Opened::Local => {
                 if self.commit_in_place(client, tag, indices) {
                     let noted = note.is_some();
@@ -156,19 +168,21 @@ impl Engine {
                 let Some(at) = self.clients.get(&client).map(|client| client.store) else { return };
                 let Some(pool) = self.stores.get_mut(at).map(|store| &mut store.pool) else { return };
                 let holder = Holder { client: Some(client), tag: local };
+                let written = strips.is_some();
+                let (begin, end) = strips.unwrap_or((0, filling.strips));
                 // All is looked at before anything is begun.
                 let mut copies = Vec::new();
                 let mut present = Vec::new();
-                let mut wrong = filling.noted;
+                let mut wrong = filling.noted || begin >= end || end > filling.strips;
                 for &index in indices {
                     let source = index.checked_sub(first).and_then(|index| pool.granted_at(holder, index));
-                    let source = source.filter(|slot| slot.committed);
+                    let source = source.filter(|slot| slot.committed || written);
                     match (filling.slots.get(index as usize), source) {
                         (Some(slot), _) if slot.committed => present.push(index),
                         (Some(slot), Some(source)) => copies.push((index, source.slot, slot.slot)),
                         _ => wrong = true,
                     }
-                    wrong |= filling.pushed.get(index as usize).is_none_or(|pushed| *pushed);
+                    wrong |= filling.pushed.get(index as usize).is_none_or(|pushed| *pushed != begin);
                 }
                 if wrong {
                     return self.refuse(client, tag, Refusal::Protocol);
@@ -178,18 +192,21 @@ impl Engine {
                     return self.refuse(client, tag, Refusal::Full);
                 }
                 for (index, source, destination) in copies {
-                    if !std::mem::replace(&mut filling.pushed[index as usize], true) && pool.begin_copy(source) {
+                    let twice = std::mem::replace(&mut filling.pushed[index as usize], end) == end;
+                    if !twice && pool.begin_copy_written(source) {
                         filling.copying += 1;
                         let why = Why::Push { tag, serial: open.serial, index };
                         let destination = (filling.region, destination);
-                        let job = Job { store: at, source, destination, why, attempt: 0, link: link.serial };
+                        let (strips, link_of) = (begin..end, link.serial);
+                        let job = Job { store: at, source, destination, strips, why, attempt: 0, link: link_of };
                         link.waiting.push_back(job);
                     }
                 }
-                present.iter().for_each(|&index| filling.pushed[index as usize] = true);
+                present.iter().for_each(|&index| filling.pushed[index as usize] = end);
+                let whole = end == filling.strips;
                 filling.noted = note.is_some();
                 filling.note = note;
-                if !present.is_empty() {
+                if whole && !present.is_empty() {
                     self.tell(client, LocalEvent::Pushed { tag, indices: present, note: false });
                 }
                 self.send_commit(tag);
@@ -204,12 +221,25 @@ impl Engine {
     }
 
     /// A copy of a push has ended for good: what carried it, or why it failed.
-    pub(super) fn push_copied(&mut self, tag: Tag, serial: u64, index: u32, copied: Result<Kind, Refusal>) {
+    pub(super) fn push_copied(
+        &mut self,
+        tag: Tag,
+        serial: u64,
+        index: u32,
+        strips: &Range<u32>,
+        copied: Result<Kind, Refusal>,
+    ) {
         let Some(open) = self.opens.get_mut(&tag).filter(|open| open.serial == serial) else { return };
         let Opened::Remote(filling) = &mut open.state else { return };
         filling.copying -= 1;
         match copied {
-            Ok(via) => filling.done.entry(via).or_default().push(index),
+            Ok(via) => {
+                let copied = &mut filling.copied[index as usize];
+                *copied += strips.len() as u32;
+                if *copied == filling.strips {
+                    filling.done.entry(via).or_default().push(index);
+                }
+            }
             Err(refusal) => self.fail_open(tag, refusal, true),
         }
     }

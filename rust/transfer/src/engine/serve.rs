@@ -59,7 +59,8 @@ impl Engine {
                 Some((store, source, owner)) => {
                     left += 1;
                     let why = Why::Serve { peer: peer.clone(), ticket, place, medium: Medium::Dram, owner };
-                    link.waiting.push_back(Job { store, source, destination, why, attempt: 0, link: serial });
+                    let strips = 0..layout.strips;
+                    link.waiting.push_back(Job { store, source, destination, strips, why, attempt: 0, link: serial });
                 }
                 None if behind => {
                     left += 1;
@@ -99,6 +100,7 @@ impl Engine {
         (peer, ticket, place, serial): (NodeId, Ticket, u32, u64),
         destination: (RegionId, SlotRef),
     ) {
+        let strips = self.stores.get(at).map_or(0, |store| store.layout().strips);
         let pool = self.stores.get_mut(at).map(|store| &mut store.pool);
         let link = self.links.get_mut(&peer).filter(|link| link.serial == serial);
         let source = source
@@ -107,7 +109,8 @@ impl Engine {
         match link.zip(source) {
             Some((link, (source, owner))) => {
                 let why = Why::Serve { peer, ticket, place, medium, owner };
-                link.waiting.push_back(Job { store: at, source, destination, why, attempt: 0, link: serial });
+                let job = Job { store: at, source, destination, strips: 0..strips, why, attempt: 0, link: serial };
+                link.waiting.push_back(job);
             }
             None => self.served(&peer, ticket, place, serial, Err(Refusal::Missing)),
         }

@@ -681,9 +681,15 @@ impl<M: Lives> Pool<M> {
 
     /// A copy begins to read a committed block. False if that life is over or not committed.
     pub fn begin_copy(&mut self, slot: SlotRef) -> bool {
+        let record = self.slots.get(slot.slot as usize);
+        record.is_some_and(|record| matches!(record.state, State::Committed { .. })) && self.begin_copy_written(slot)
+    }
+
+    /// As `begin_copy`, also of strips of a reserved block that its holder has written.
+    pub fn begin_copy_written(&mut self, slot: SlotRef) -> bool {
         let Some(record) = self.slots.get_mut(slot.slot as usize) else { return false };
         let same = record.generation == slot.generation && record.reads < u16::MAX;
-        if !same || !matches!(record.state, State::Committed { .. }) {
+        if !same || !matches!(record.state, State::Committed { .. } | State::Reserved) {
             return false;
         }
         record.reads += 1;

@@ -9,6 +9,7 @@ pub mod shm;
 pub mod sim;
 pub mod tcp;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -69,14 +70,25 @@ pub struct Copy {
 impl Copy {
     /// A whole block of a local arena into a slot of a peer's, which has the same layout and so the same geometry.
     pub fn block(arena: &Arena, id: CopyId, source: (RegionId, SlotRef), destination: (RegionId, SlotRef)) -> Self {
+        Self::strips(arena, id, source, destination, 0..arena.layout().strips)
+    }
+
+    /// As `block`, of some strips.
+    pub fn strips(
+        arena: &Arena,
+        id: CopyId,
+        source: (RegionId, SlotRef),
+        destination: (RegionId, SlotRef),
+        strips: Range<u32>,
+    ) -> Self {
         let span = |(region, slot): (RegionId, SlotRef)| Span {
             region,
             life: slot.generation,
-            offset: arena.offset_of(slot.slot, 0),
+            offset: arena.offset_of(slot.slot, strips.start),
         };
-        let Layout { strips, strip_bytes } = arena.layout();
+        let Layout { strip_bytes, .. } = arena.layout();
         let (local, remote) = (span(source), span(destination));
-        Self { id, op: Op::Write, local, remote, bytes: strips * strip_bytes, grain: strip_bytes }
+        Self { id, op: Op::Write, local, remote, bytes: strips.len() as u32 * strip_bytes, grain: strip_bytes }
     }
 }
 

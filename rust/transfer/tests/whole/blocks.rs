@@ -97,8 +97,8 @@ impl Task {
 pub enum Part {
     /// Holds a grant.
     Holder { slots: Option<Vec<GrantedSlot>>, fill: Fill, complete: bool },
-    /// Opens the grant of the tag at `to`, and pushes what it holds under `local`.
-    Pusher { to: NodeAddress, local: Tag, opened: Option<(Vec<bool>, Vec<GrantedSlot>)>, pushed: bool },
+    /// Opens the grant of the tag at `to`, and pushes what it holds under `local`. strips: of each block, so far.
+    Pusher { to: NodeAddress, local: Tag, opened: Option<(Vec<bool>, Vec<GrantedSlot>)>, strips: u32, pushed: bool },
     /// Has pinned blocks.
     Looker,
 }
@@ -110,6 +110,8 @@ pub enum Fill {
     Pushed,
     /// Its holder writes it.
     Own,
+    /// Its holder writes it, some strips of all blocks after the other, and pushes each part before the next is written.
+    Layers,
     /// It is fetched from there.
     Fetch(Vec<NodeAddress>),
 }
@@ -120,6 +122,6 @@ impl Part {
     }
 
     pub fn pusher(to: NodeAddress, local: Tag) -> Self {
-        Self::Pusher { to, local, opened: None, pushed: false }
+        Self::Pusher { to, local, opened: None, strips: 0, pushed: false }
     }
 }

@@ -72,7 +72,7 @@ fn run_seeds(test: &str, calm: bool) {
         }
     }
     println!("{sum:?}");
-    let always = ["completed", "fetched", "read", "read_there", "shared", "written", "durable", "deleted"];
+    let always = ["completed", "layered", "fetched", "read", "read_there", "shared", "written", "durable", "deleted"];
     let objects = ["stored", "viewed", "evicted"];
     let rough = ["kept", "rotten", "verified", "back", "abandoned"];
     for what in always.iter().chain(&objects).chain(rough.iter().filter(|_| !calm)) {

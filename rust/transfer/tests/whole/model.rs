@@ -200,10 +200,11 @@ impl Model {
             return;
         }
         self.pushed_as.insert(local, tag);
+        let fill = if self.random.permille(500) { Fill::Own } else { Fill::Layers };
         let push = Part::pusher(self.addresses[node].clone(), local);
         let begin: [(&str, ClientId, Tag, Part); 3] = [
             (node, client, tag, Part::holder(Fill::Pushed)),
-            (other, pusher, local, Part::holder(Fill::Own)),
+            (other, pusher, local, Part::holder(fill)),
             (other, pusher, tag, push),
         ];
         let first = self.random.below(3) as usize;

@@ -201,7 +201,7 @@ impl Model {
             Fill::Fetch(from) => {
                 self.world.request(node, client, LocalRequest::Fetch { tag, indices: wanted, from });
             }
-            Fill::Pushed => {}
+            Fill::Pushed | Fill::Layers => {}
         }
     }
 
@@ -222,7 +222,7 @@ impl Model {
         }
     }
 
-    /// Pushers whose grant is open and whose own blocks are committed push them, in two parts.
+    /// Pushers whose grant is open and whose own blocks are committed, or are theirs to write, push them, in parts.
     fn push_what_is_ready(&mut self, node: &str, client: ClientId) {
         let mine: Vec<_> = self.tasks.keys().filter(|(at, by, _)| at == node && *by == client).cloned().collect();
         for place in mine {
@@ -231,9 +231,17 @@ impl Model {
                 continue;
             };
             let held = self.tasks.get(&(node.to_owned(), client, *local));
-            let has = matches!(held.map(|held| &held.part), Some(Part::Holder { slots: Some(_), .. }));
-            if slots.is_empty() && !has {
-                continue;
+            let own = match held.map(|held| &held.part) {
+                Some(Part::Holder { slots: Some(slots), fill, .. }) => Some((slots.clone(), fill.clone())),
+                _ => None,
+            };
+            match own {
+                None if slots.is_empty() => continue,
+                Some((own, Fill::Layers)) if slots.is_empty() => {
+                    self.push_layers(place, task, &own);
+                    continue;
+                }
+                _ => {}
             }
             let (local, tag) = (*local, place.2);
             let all: Vec<u32> = (0..committed.len() as u32).collect();
@@ -244,11 +252,51 @@ impl Model {
             }
             self.tasks.insert(place, task);
             if !first.is_empty() {
-                let push = LocalRequest::Push { local, tag, indices: first, first: 0, note: None };
+                let push = LocalRequest::Push { local, tag, indices: first, first: 0, strips: None, note: None };
                 self.world.request(node, client, push);
             }
             let note = Some(note_of(tag));
-            self.world.request(node, client, LocalRequest::Push { local, tag, indices: rest, first: 0, note });
+            self.world.request(
+                node,
+                client,
+                LocalRequest::Push { local, tag, indices: rest, first: 0, strips: None, note },
+            );
         }
+    }
+
+    /// Writes and pushes some strips of blocks that are to be written; with the last ones all else.
+    fn push_layers(&mut self, place: (String, ClientId, Tag), mut task: Task, own: &[GrantedSlot]) {
+        let (node, client, tag) = (place.0.clone(), place.1, place.2);
+        let Part::Pusher { local, strips: done, pushed, .. } = &mut task.part else { return };
+        let (local, layout) = (*local, self.kinds[&client].layout);
+        let (arena, all, bytes) = (self.arena(&node, layout), LAYOUTS[layout].strips, LAYOUTS[layout].strip_bytes);
+        let (wanted, have): (Vec<u32>, Vec<u32>) =
+            (0..own.len() as u32).partition(|&index| !own[index as usize].committed);
+        let mut requests = Vec::new();
+        while *done < all {
+            let end = *done + 1 + self.random.below(u64::from(all - *done)) as u32;
+            for &index in &wanted {
+                let block = content(layout, &task.keys, tag, index);
+                let part = &block[(*done * bytes) as usize..(end * bytes) as usize];
+                arena.store(own[index as usize].slot, *done, part).expect("in range");
+            }
+            let strips = Some((*done, end));
+            let push = LocalRequest::Push { local, tag, indices: wanted.clone(), first: 0, strips, note: None };
+            requests.push(push);
+            *done = end;
+            if self.random.permille(300) {
+                break;
+            }
+        }
+        if *done == all {
+            *pushed = true;
+            self.done.add("layered", u64::from(!wanted.is_empty()));
+            let at = if self.random.permille(500) { requests.len() } else { requests.len().saturating_sub(1) };
+            requests.insert(at, LocalRequest::Commit { tag: local, indices: wanted });
+            let note = Some(note_of(tag));
+            requests.push(LocalRequest::Push { local, tag, indices: have, first: 0, strips: None, note });
+        }
+        self.tasks.insert(place, task);
+        requests.into_iter().for_each(|request| self.world.request(&node, client, request));
     }
 }

@@ -1,0 +1,212 @@
+"""Goal: KV that leaves layer by layer, while its step computes, is the same as KV that leaves after it, and no failure
+on the way leaves anything behind or lets a wrong token out.
+
+Method: a cluster in one process (harness.py) over the fake backend, whose next token is a hash of all KV bytes, with
+blocks so large that chunks are streamed; `fake_tokens` is the oracle. What is asked of the pool is recorded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pyengine import _native, kv_mover
+from pyengine.backend import Pending, Slice, Written
+from pyengine.backends.fake import FakeBackend, fake_tokens
+from pyengine.kv_mover import Pool
+from pyengine.scheduler.types import SamplingParams
+from tests.worker.harness import PATIENCE, Cluster, Request
+
+#: 128 KiB a block, so that 16 blocks of a chunk are two parts.
+LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 64
+STRIPS = LAYERS * 2 * KV_HEADS
+CHUNK = 256
+TWO_WAYS = ["tcp", "arena"]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = random.Random(f"{length}/{seed}")
+    return [generator.randrange(256) for _ in range(length)]
+
+
+def oracle(tokens: list[int], count: int = 4) -> list[int]:
+    return fake_tokens(tokens, count, layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+
+
+def backend() -> FakeBackend:
+    return FakeBackend(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+
+
+class Recorded:
+    """A pool that keeps what is pushed: (block, strips)."""
+
+    def __init__(self, pool: _native.PoolClient) -> None:
+        self._pool = pool
+        self.pushes: list[tuple[int, tuple[int, int] | None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def push(self, *arguments: Any, **named: Any) -> None:
+        self.pushes += [(index, named.get("strips")) for index in arguments[2]]
+        self._pool.push(*arguments, **named)
+
+
+class Model(FakeBackend):
+    """Calls `at` within a step when a layer is there, and keeps how many layers steps have told of."""
+
+    def __init__(self, at: Callable[[int], None] | None = None, layerwise: bool = True) -> None:
+        super().__init__(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        self.layerwise = layerwise
+        self.at = at
+        self.told = 0
+
+    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+        def tell(layer: int) -> None:
+            assert written is not None
+            written(layer)
+            self.told += 1
+            if self.at is not None:
+                self.at(layer)
+
+        return super().submit(slices, None if written is None else tell)
+
+
+def cluster_of(way: str, prefill: Model, wrap: Callable[[_native.PoolClient], Pool] | None = None) -> Cluster:
+    cluster = Cluster()
+    nodes = ("a", "b") if way == "tcp" else ("a",)
+    for node in nodes:
+        cluster.add_node(node, 256, backend())
+    cluster.add_worker("prefill", "a", prefill, pages=256, max_tokens=CHUNK, wrap=wrap)
+    cluster.add_worker("decode", nodes[-1], backend(), pages=256, max_tokens=CHUNK)
+    return cluster
+
+
+def ask(cluster: Cluster, tokens: list[int], count: int = 4) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    return cluster.submit(tokens, "prefill", "decode", sampling=sampling)
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_layers_leave_while_the_step_computes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of each block's strips do, in order; chunks too small for that, and what else there is, leave whole."""
+    # However busy the machine is.
+    monkeypatch.setattr(kv_mover, "ANSWER", PATIENCE)
+    pools: list[Recorded] = []
+
+    def wrap(pool: _native.PoolClient) -> Recorded:
+        pools.append(Recorded(pool))
+        return pools[-1]
+
+    model = Model()
+    with cluster_of(way, model, wrap) as cluster:
+        # Two chunks of 16 blocks, and one of two blocks and a partial one.
+        tokens = prompt(2 * CHUNK + 40)
+        request = ask(cluster, tokens)
+        cluster.run(request)
+        assert request.ids == oracle(tokens)
+        assert model.told == 2 * LAYERS
+        if way == "tcp":
+            parts: dict[int, list[tuple[int, int] | None]] = {}
+            for block, strips in pools[0].pushes:
+                parts.setdefault(block, []).append(strips)
+            assert parts == {
+                block: [(0, STRIPS // 2), (STRIPS // 2, STRIPS)] if block < 32 else [None] for block in range(35)
+            }
+        else:
+            assert [block for block, _ in pools[0].pushes] == list(range(35)), "each is committed, once"
+        # What prefill computed is cached at its node as well.
+        cluster.settle()
+        again = cluster.submit(tokens, "prefill", "prefill")
+        cluster.run(again)
+        assert again.cached == 2 * CHUNK + 32 and again.ids[:4] == oracle(tokens)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_layerwise_is_blockwise(way: str) -> None:
+    """Prompts that end in every kind of chunk, several at once: the same tokens and the same counts of blocks."""
+    lengths = [CHUNK, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 15, 3 * CHUNK - 16, 700, 20]
+    stories = []
+    for layerwise in (True, False):
+        model = Model(layerwise=layerwise)
+        with cluster_of(way, model) as cluster:
+            requests = [ask(cluster, prompt(length)) for length in lengths]
+            cluster.run(*requests)
+            cluster.settle()
+            for request, length in zip(requests, lengths, strict=True):
+                assert request.ids == oracle(prompt(length)), length
+            assert bool(model.told) == layerwise
+            counters = [worker.mover.counters for worker in cluster.workers.values()]
+            stories.append(([request.ids for request in requests], counters))
+    assert stories[0] == stories[1]
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_a_step_that_fails_between_layers_is_computed_again(way: str) -> None:
+    failures = [1]
+
+    def fail(layer: int) -> None:
+        if layer == 2 and failures:
+            failures.pop()
+            raise ArithmeticError("a layer failed")
+
+    with cluster_of(way, Model(fail)) as cluster:
+        tokens = prompt(CHUNK + 30)
+        request = ask(cluster, tokens)
+        cluster.run(request)
+        assert not failures and request.ids == oracle(tokens)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_a_request_that_fails_between_layers_leaves_nothing(way: str) -> None:
+    """Its strips that have arrived are worth nothing without the rest: no block of it can be found anywhere."""
+
+    class Broken(Model):
+        def execute(self, slices: list[Slice]) -> list[int]:
+            raise ArithmeticError("it fails alone as well")
+
+    def fail(layer: int) -> None:
+        if layer == 2:
+            raise ArithmeticError("a layer failed")
+
+    with cluster_of(way, Broken(fail)) as cluster:
+        request = ask(cluster, prompt(CHUNK))
+        cluster.run(request)
+        assert request.failed is not None
+        cluster.settle()
+        for node in cluster.daemons:
+            assert cluster.counter(node, "pyengine_pool_blocks", tier="dram", state="cached") == 0
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_a_daemon_that_dies_between_layers_fails_the_request(way: str) -> None:
+    dead: list[str] = []
+    cluster = cluster_of(way, Model(lambda layer: kill() if layer == 1 else None))
+
+    def kill() -> None:
+        if not dead:
+            dead.append("a")
+            cluster.daemons["a"].stop()
+
+    with cluster:
+        request = ask(cluster, prompt(2 * CHUNK))
+        cluster.run(request)
+        assert dead and request.failed is not None and request.failed.kind == "retry"
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_an_abort_between_streamed_chunks_leaves_nothing(way: str) -> None:
+    with cluster_of(way, Model()) as cluster:
+        request = ask(cluster, prompt(3 * CHUNK))
+        cluster.until(lambda: cluster.workers["prefill"].counters["prefill"] > 0)
+        cluster.abort(request)
+        cluster.settle()
+        other = ask(cluster, prompt(2 * CHUNK, seed=1))
+        cluster.run(other)
+        assert other.ids == oracle(prompt(2 * CHUNK, seed=1))
+        cluster.settle()
