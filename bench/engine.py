@@ -1,34 +1,46 @@
-"""Prefill and decode of one process beside transformers, in the same run: fp32, same threads, same weights.
+"""Prefill and decode of one process beside transformers and beside the machine's limits, all in the same run.
 
-Prints one JSON object a line: bench, case, value, unit (tokens/s), against, ratio (above 1: we are faster). Both sides
-compute the same thing: the KV of the whole prompt and its last logits; then greedy steps over a cache of CONTEXT tokens
-per sequence. The two take turns, round by round, and the median round counts, so that a busy machine disturbs both.
+fp32, same threads, same weights. Both sides compute the same thing: the KV of the whole prompt and its last logits;
+then greedy steps over a cache of CONTEXT tokens per sequence. The limit of decode at batch 1 is one pass over memory as
+large as the weights and the KV, by the fastest of PyTorch's reductions; that of prefill is the rate of numpy's sgemm of
+2048 x 2048 x 2048. `bf16` is the same backend with weights and KV in bfloat16.
+
+Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: we are faster). All take turns, round
+by round, and the median round counts, so that a busy machine disturbs all alike. transformers and the limits are in a
+process of their own, as ours would be: threads of OpenMP and OpenBLAS beside our own pool slow down all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from bench.common import line
 from pyengine import env
 from pyengine.backend import Slice
 from pyengine.backends.torch import TorchBackend
-from pyengine.checkpoint import SMOLLM2, resolve
+from pyengine.checkpoint import SMOLLM2, ModelConfig, resolve
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 
 PREFILLS = (128, 512, 2048)
 BATCHES = (1, 4, 16)
 CONTEXT = 256
+SQUARE = 2048
 GREEDY = SamplingParams(temperature=0.0)
+#: Before each turn: OpenMP's and OpenBLAS's threads look out for work for some milliseconds after theirs.
+PAUSE = 0.05
 
 
 def main() -> None:
@@ -37,51 +49,93 @@ def main() -> None:
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache", type=Path, default=env.read().state_dir / "models", help="converted models")
+    parser.add_argument("--only", default="", help="cases whose names begin so")
     arguments = parser.parse_args()
     rounds, steps = (3, 8) if arguments.quick else (7, 24)
 
-    torch.set_num_threads(arguments.threads)
-    ours = Ours(arguments.model, arguments.cache, arguments.threads)
-    theirs = Theirs(resolve(arguments.model, arguments.cache).folder)
-    tokens = np.random.default_rng(0).integers(100, ours.backend.vocab_size, max(PREFILLS)).tolist()
+    checkpoint = resolve(arguments.model, arguments.cache)
+    ours, half = (Ours(arguments.model, arguments.cache, arguments.threads, dtype) for dtype in ("float32", "bfloat16"))
+    theirs = Elsewhere(checkpoint.folder, arguments.threads)
+    config = checkpoint.config
+    tokens = np.random.default_rng(0).integers(100, config.vocab_size, max(PREFILLS)).tolist()
     for length in PREFILLS:
+        if not (case := f"prefill {length}").startswith(arguments.only):
+            continue
         prompt = tokens[:length]
-        report(f"prefill {length}", length, rounds, partial(ours.prefill, prompt), partial(theirs.prefill, prompt))
+        runs = {
+            "ours": partial(ours.prefill, prompt),
+            "bf16": partial(half.prefill, prompt),
+            "transformers": partial(theirs, "prefill", prompt),
+            "limit": partial(theirs, "multiply"),
+        }
+        times = in_turn(runs, rounds)
+        mine = times["ours"]
+        report(case, length / mine, "transformers", times["transformers"] / mine)
+        rate, best = prefill_flops(config, length) / mine, 2 * SQUARE**3 / times["limit"]
+        report(case, length / mine, "limit", rate / best, gflops=rate / 1e9, limit_gflops=best / 1e9)
+        report(f"{case} bf16", length / times["bf16"], "fp32", mine / times["bf16"])
     for batch in BATCHES:
+        if not (case := f"decode batch {batch}").startswith(arguments.only):
+            continue
         prompts = [tokens[row : row + CONTEXT] for row in range(batch)]
-        ours.begin(prompts, steps * (rounds + 1))
-        theirs.begin(prompts)
-        report(
-            f"decode batch {batch}", batch * steps, rounds, partial(ours.decode, steps), partial(theirs.decode, steps)
-        )
+        for one in (ours, half):
+            one.begin(prompts, steps * (rounds + 1))
+        theirs("begin", prompts, decode_numbers(config, batch))
+        runs = {
+            "ours": partial(ours.decode, steps),
+            "bf16": partial(half.decode, steps),
+            "transformers": partial(theirs, "decode", steps),
+            "sum": partial(theirs, "sum"),
+            "amax": partial(theirs, "amax"),
+        }
+        times = in_turn(runs, rounds)
+        mine, count = times["ours"], batch * steps
+        report(case, count / mine, "transformers", times["transformers"] / mine)
+        limit = min(times["sum"], times["amax"])
+        report(case, count / mine, "limit", limit * steps / mine, step_ms=mine / steps * 1e3, limit_ms=limit * 1e3)
+        report(f"{case} bf16", count / times["bf16"], "fp32", mine / times["bf16"])
 
 
-def report(case: str, tokens: int, rounds: int, ours: Callable[[], None], theirs: Callable[[], None]) -> None:
-    """Runs both in turn, once to warm up and then `rounds` times; prints the line."""
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each, the median round; once before to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds + 1):
-        for name, run in (("ours", ours), ("theirs", theirs)):
+        for name, run in runs.items():
+            time.sleep(PAUSE)
             start = time.perf_counter()
             run()
             if index:
                 times[name].append(time.perf_counter() - start)
-    speed, other = (tokens / statistics.median(times[name]) for name in ("ours", "theirs"))
-    line = {
-        "bench": "engine",
-        "case": case,
-        "value": round(speed, 1),
-        "unit": "tokens/s",
-        "against": "transformers",
-        "ratio": round(speed / other, 3),
-    }
-    print(json.dumps(line), flush=True)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def report(case: str, speed: float, against: str, ratio: float, **more: float) -> None:
+    line("engine", case, speed, "tokens/s", against=against, ratio=ratio, **more)
+
+
+def layer_numbers(config: ModelConfig) -> int:
+    """Weights of all layers' products."""
+    heads = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    return config.layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Of a prompt: layers, causal attention, and the head for the last token."""
+    attention = 2 * tokens * (tokens + 1) * config.heads * config.head_dim * config.layers
+    return 2.0 * tokens * layer_numbers(config) + attention + 2.0 * config.vocab_size * config.hidden_size
+
+
+def decode_numbers(config: ModelConfig, batch: int) -> int:
+    """What a decode step has to read: all weights, and each sequence's keys and values."""
+    kv = 2 * config.layers * config.kv_heads * config.head_dim * CONTEXT
+    return layer_numbers(config) + config.vocab_size * config.hidden_size + batch * kv
 
 
 class Ours:
     """TorchBackend, driven as a worker drives it."""
 
-    def __init__(self, model: str, cache: Path, threads: int) -> None:
-        self.backend = TorchBackend.load(model, cache=cache, threads=threads)
+    def __init__(self, model: str, cache: Path, threads: int, dtype: str) -> None:
+        self.backend = TorchBackend.load(model, cache=cache, threads=threads, dtype=dtype)
         self._each = -(-max(max(PREFILLS), CONTEXT + 512) // BLOCK_TOKENS)
         self.backend.allocate(self._each * max(BATCHES))
         self._last: list[int] = []
@@ -107,30 +161,72 @@ class Ours:
         return Slice(np.array(tokens, dtype=np.uint32), start, pages, GREEDY)
 
 
+class Elsewhere:
+    """`Theirs` in a process of its own: called with a method's name and arguments, returns when that is done."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        context = get_context("spawn")
+        self._link, end = context.Pipe()
+        context.Process(target=answer, args=(end, folder, threads), daemon=True).start()
+        end.close()
+
+    def __call__(self, method: str, *arguments: object) -> None:
+        self._link.send((method, arguments))
+        self._link.recv()
+
+
+def answer(link: Connection, folder: Path, threads: int) -> None:
+    """The other process, until nobody asks any more."""
+    torch.set_num_threads(threads)
+    theirs = Theirs(folder)
+    with contextlib.suppress(EOFError):
+        while True:
+            method, arguments = link.recv()
+            getattr(theirs, method)(*arguments)
+            link.send(None)
+
+
 class Theirs:
-    """transformers' Llama with its own cache and default attention."""
+    """transformers' model with its own cache and default attention; and the limits."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
+        self._memory = torch.empty(0)
+        self._square = np.ones((SQUARE, SQUARE), np.float32)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._cache = None
         self._last = torch.empty(0)
 
     def prefill(self, prompt: list[int]) -> None:
-        with torch.inference_mode():
-            self._model(input_ids=torch.tensor([prompt]), use_cache=True, logits_to_keep=1).logits.argmax(dim=-1)
+        self._forward(torch.tensor([prompt])).logits.argmax(dim=-1)
 
-    def begin(self, prompts: list[list[int]]) -> None:
-        with torch.inference_mode():
-            out = self._model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
-        self._cache, self._last = out.past_key_values, out.logits.argmax(dim=-1)
+    def multiply(self) -> None:
+        _ = self._square @ self._square
+
+    def sum(self) -> None:
+        self._memory.sum()
+
+    def amax(self) -> None:
+        self._memory.amax()
+
+    def begin(self, prompts: list[list[int]], numbers: int) -> None:
+        """numbers: in the memory that `sum` and `amax` read."""
+        self._memory = torch.ones(numbers)
+        self._cache = None
+        self._step(torch.tensor(prompts))
 
     def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step(self._last)
+
+    def _step(self, tokens: torch.Tensor) -> None:
+        out = self._forward(tokens, past_key_values=self._cache)
+        self._cache, self._last = out.past_key_values, out.logits.argmax(dim=-1)
+
+    def _forward(self, tokens: torch.Tensor, **more: object) -> Any:
         with torch.inference_mode():
-            for _ in range(steps):
-                out = self._model(input_ids=self._last, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-                self._cache, self._last = out.past_key_values, out.logits.argmax(dim=-1)
+            return self._model(input_ids=tokens, use_cache=True, logits_to_keep=1, **more)
 
 
 if __name__ == "__main__":

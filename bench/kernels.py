@@ -3,7 +3,7 @@
 `linear`: all products with constant weights of one step, layer by layer, as a decode step (few rows, and the head) or a
 prefill chunk (many rows, some of the layers, no head) has them. Beside ours: F.linear, oneDNN with packed weights,
 mm(W, x.T), numpy's sgemm. The limits are measured here too: one pass over as many bytes of memory, the fastest of
-PyTorch's reductions; the best rate of numpy's sgemm, at 2048 x 2048 x 2048.
+PyTorch's reductions; the best rate of numpy's sgemm, at 2048 x 2048 x 2048. All other contracts: kernel_contracts.py.
 
 Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: we are faster). All take turns, round
 by round, and the median round counts, so that a busy machine disturbs all alike.
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bench import kernel_contracts
 from bench.common import line, median, note
 from pyengine._native import LINEAR_LEVELS
 from pyengine.kernels.torch import linear
@@ -74,9 +75,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", choices=LINEAR_LEVELS, default=LINEAR_LEVELS[-1], help="instructions that ours uses")
     parser.add_argument("--rows", type=int, nargs="*", help="only steps of so many rows")
+    parser.add_argument("--only", choices=("linear", "contracts"), help="products with constant weights, or all else")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     note(f"{arguments.threads} threads, {arguments.level}")
+    if arguments.only != "linear":
+        kernel_contracts.main(arguments.threads, rounds=5 if arguments.quick else 15)
+        torch.set_num_threads(arguments.threads)
+    if arguments.only == "contracts":
+        return
     contenders = [
         ours("ours", torch.float32, arguments.level),
         ours("ours bf16", torch.bfloat16, arguments.level),

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pyengine.backend import U8, U32, Backend, Pending, Slice, Written
 from pyengine.backends import DTYPES
+from pyengine.ranks import Ranked
 from pyengine.scheduler.types import DTYPE_BYTES, KvSpec, Namespace
 
 #: Bytes of float32 converted at once. Passes over so much stay in a core's cache, and their results are small enough
@@ -44,6 +45,9 @@ class Converted:
         for dtype in (prefill, decode):
             if dtype not in DTYPES:
                 raise ValueError(f"KV cannot be converted from or to {dtype!r}; known: {', '.join(DTYPES)}")
+        if isinstance(backend, Ranked):
+            # Each of its processes moves the KV of its own heads, past whatever stands before this one.
+            raise ValueError("KV of a worker of several processes cannot be converted: leave out tp, or the conversion")
         self._backend = backend
         self._own = backend.namespace.kv
         self.namespace = converted_namespace(backend.namespace, prefill, decode)

@@ -52,6 +52,7 @@ from pyengine._native import (
     Replicated,
     ReportEndpoint,
     RetryError,
+    SharedSlots,
     Tag,
     TransferError,
 )
@@ -428,6 +429,99 @@ def test_clients_over_the_socket_and_their_end(tmp_path: Path) -> None:
         other.client.store(0, 1, bytes(BLOCK_BYTES))
     with pytest.raises(BugError):
         daemon.counters()
+
+
+def test_several_write_one_block_and_let_go(tmp_path: Path) -> None:
+    """Slots that a client shares are another's when all have let go: by whatever end."""
+    socket = tmp_path / "d" / "a.sock"
+    daemon = start("a", socket=socket)
+    leader = Inbox(PoolClient.connect(str(socket), KEY, 1, STRIPS, STRIP_BYTES))
+    descriptors, size, slots = leader.client.share()
+    assert len(descriptors) == 2 and slots == leader.client.slots
+    rank = SharedSlots(descriptors, size, slots, STRIPS, STRIP_BYTES)
+    for number in range(1, slots + 1):
+        leader.client.grant(Tag(number, 0, 1), number.to_bytes(16), False, HEAD, 0, "now")
+    slot = leader.expect(Granted, lambda event: event.tag == Tag(1, 0, 1)).slots[0]
+    leader.expect(Refused, lambda event: event.refusal == "full")
+    at = slot.slot, slot.generation
+    halves = [bytes([number]) * (2 * STRIP_BYTES) for number in (1, 2)]
+    for client, first in ((leader.client, 0), (rank, 1)):
+        client.store(*at, halves[first], first_strip=first, run=1, stride=2)
+    leader.client.commit(Tag(1, 0, 1), [0])
+    part, whole = bytearray(2 * STRIP_BYTES), bytearray(BLOCK_BYTES)
+    for client, first in ((leader.client, 1), (rank, 0)):
+        assert client.load(*at, part, first_strip=first, run=1, stride=2) and part == halves[first]
+        assert client.load(*at, whole) and whole[::STRIP_BYTES] == bytes([1, 2, 1, 2])
+    with pytest.raises(BugError, match="runs of 2 strips every 3"):
+        rank.load(*at, whole, first_strip=1, run=2, stride=3)
+
+    other = Inbox(PoolClient.connect(str(socket), KEY, 2, STRIPS, STRIP_BYTES, timeout=PATIENCE))
+    other.client.grant(Tag(2, 0, 2), bytes(15) + b"\xff", False, HEAD, 0, "wait")
+    leader.client.close()
+    assert not other.client.wait(0.3), "the rank may still be writing"
+    rank.store(*at, halves[0], first_strip=1, run=1, stride=2)
+    rank.close()
+    other.expect(Granted)
+    with pytest.raises(BugError, match="closed"):
+        rank.store(*at, bytes(BLOCK_BYTES))
+    with pytest.raises(BugError, match="no descriptor"):
+        SharedSlots([], size, slots, STRIPS, STRIP_BYTES)
+    with pytest.raises(GiveUpError, match="not the daemon's arena"):
+        SharedSlots([os.open("/dev/null", os.O_RDONLY)], size, slots, STRIPS, STRIP_BYTES)
+    descriptors, _, _ = Inbox(daemon.attach(3, STRIPS, STRIP_BYTES)).client.share()
+    assert len(descriptors) == 1, "there is no socket within a process"
+    os.close(descriptors[0])
+    daemon.stop()
+    with pytest.raises(RetryError, match="the daemon is gone"):
+        other.expect(Disconnected)
+        other.client.share()
+
+
+#: A leader that has all slots, and shares them with a process that writes for ever.
+LEADER = """
+import subprocess, sys
+from pyengine._native import PoolClient, SharedSlots, Tag
+if sys.argv[1] == "lead":
+    _, _, socket, key, strips, strip_bytes = sys.argv
+    client = PoolClient.connect(socket, bytes.fromhex(key), 1, int(strips), int(strip_bytes))
+    for number in range(1, client.slots + 1):
+        client.grant(Tag(number, 0, 1), number.to_bytes(16), False, bytes(16), 0, "now")
+    events = []
+    while len(events) < client.slots:
+        client.wait(1.0)
+        events += client.events()
+    slot = events[0].slots[0]
+    descriptors, size, slots = client.share()
+    told = [*descriptors, size, slots, strips, strip_bytes, slot.slot, slot.generation]
+    subprocess.run([sys.executable, "-c", SCRIPT, "write", *map(str, told)], pass_fds=descriptors)
+else:
+    first, second, size, slots, strips, strip_bytes, slot, generation = map(int, sys.argv[2:])
+    shared = SharedSlots([first, second], size, slots, strips, strip_bytes)
+    while True:
+        shared.store(slot, generation, bytes(strips * strip_bytes))
+        print(end=".", flush=True)
+"""
+
+
+def test_a_killed_leader_gives_nothing_away_that_is_still_written(tmp_path: Path) -> None:
+    socket = tmp_path / "d" / "a.sock"
+    daemon = start("a", socket=socket)
+    script = f"SCRIPT = {LEADER!r}\n{LEADER}"
+    arguments = ["lead", str(socket), KEY.hex(), str(STRIPS), str(STRIP_BYTES)]
+    leader = subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE)
+    assert leader.stdout is not None and leader.stdout.read(1) == b".", "it is being written"
+    (writer,) = Path(f"/proc/{leader.pid}/task/{leader.pid}/children").read_text().split()
+    try:
+        other = Inbox(PoolClient.connect(str(socket), KEY, 2, STRIPS, STRIP_BYTES, timeout=PATIENCE))
+        other.client.grant(Tag(2, 0, 2), bytes(15) + b"\xff", False, HEAD, 0, "wait")
+        leader.kill()
+        leader.wait()
+        assert not other.client.wait(0.3), "the leader is dead, and its writer is not"
+    finally:
+        os.kill(int(writer), signal.SIGKILL)
+    other.expect(Granted)
+    leader.stdout.close()
+    daemon.stop()
 
 
 def test_refused_clients_and_daemons(tmp_path: Path) -> None:

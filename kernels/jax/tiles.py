@@ -19,15 +19,16 @@ class Tiles:
     """n tiles of M rows, for queries of T rows; the first `count` have work.
 
     rows: int32 [n, M], rows of the query, anything within it where there is none; positions: int32 [n, M] of their
-    tokens, -1 where there is none; begins, ends: int32 [n], the keys that any of its rows sees; tables: int32 [n, N],
-    its sequence's pages, anything at what is not needed; places: int32 [T], in which row of the tiles a row of the
-    query is, -1 in none; count: int32.
+    tokens, -1 where there is none; begins, ends: int32 [n], the keys that any of its rows sees; owners: int32 [n], its
+    sequence; tables: int32 [S, N], the pages of each, anything at what is not needed; places: int32 [T], in which row
+    of the tiles a row of the query is, -1 in none; count: int32.
     """
 
     rows: jax.Array
     positions: jax.Array
     begins: jax.Array
     ends: jax.Array
+    owners: jax.Array
     tables: jax.Array
     places: jax.Array
     count: jax.Array
@@ -76,7 +77,8 @@ def _cut(sequences: Sequences, rows: int, size: int, tiles: int, window: int | N
         positions=positions,
         begins=jnp.zeros_like(first) if window is None else jnp.maximum(0, first + 1 - window),
         ends=last + 1,
-        tables=jnp.asarray(sequences.tables)[owner],
+        owners=owner,
+        tables=jnp.asarray(sequences.tables),
         places=jnp.where((row < starts[-1]) & there[theirs], places, -1),
         count=ends[-1],
     )

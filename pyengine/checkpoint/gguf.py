@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from pyengine.checkpoint.gguf_tokenizer import convert_tokenizer
 
 F32 = npt.NDArray[np.float32]
 
-CONVERTER_VERSION = 2  # part of the cache key: raise it when `convert_gguf` writes something else for the same file
+CONVERTER_VERSION = 3  # part of the cache key: raise it when `convert_gguf` writes something else for the same file
 
 GGUF_TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -100,29 +101,44 @@ def _config_json(fields: Fields, tensors: set[str]) -> dict[str, Any]:
 
 
 def _convert_weights(reader: Any, config: dict[str, Any], pairs: bool, folder: Path, path: Path) -> None:
-    """pairs: rows of queries and keys lie pair by pair, as llama.cpp turns neighbours."""
-    import gguf
-    from safetensors.numpy import save_file
+    """Tensor by tensor: all together, in float32, may be more than the memory.
 
-    tensors: dict[str, F32] = {}
+    pairs: rows of queries and keys lie pair by pair, as llama.cpp turns neighbours.
+    """
+    import gguf
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for tensor in reader.tensors:
-        stem, _, leaf = tensor.name.rpartition(".")
-        if stem.startswith("blk."):
-            _, layer, part = stem.split(".", 2)
-            name = f"model.layers.{layer}.{GGUF_LAYER_TENSORS.get(part, part)}.{leaf}"
-        else:
-            name = f"{GGUF_TENSORS.get(stem, stem)}.{leaf}"
-        try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        except (NotImplementedError, ValueError) as error:
-            raise ModelError(
-                f"{path}: cannot dequantize {tensor.name!r} ({error}); use another quantization"
-            ) from error
-        if pairs and name.endswith(("q_proj.weight", "k_proj.weight")):
-            kind = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
-            values = _half_rotation(values, config[kind])
-        tensors[name] = np.ascontiguousarray(values)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        shape = [int(size) for size in reversed(tensor.shape)]
+        start, end = end, end + 4 * math.prod(shape)
+        header[_name(tensor.name)] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers lie on multiples of 8
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in reader.tensors:
+            name = _name(tensor.name)
+            try:
+                values = gguf.dequantize(tensor.data, tensor.tensor_type).astype("<f4", copy=False)
+            except (NotImplementedError, ValueError) as error:
+                raise ModelError(
+                    f"{path}: cannot dequantize {tensor.name!r} ({error}); use another quantization"
+                ) from error
+            if pairs and name.endswith(("q_proj.weight", "k_proj.weight")):
+                kind = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
+                values = _half_rotation(values, config[kind])
+            assert list(values.shape) == header[name]["shape"], name
+            file.write(np.ascontiguousarray(values).data)
+
+
+def _name(theirs: str) -> str:
+    """A tensor's Hugging Face name; what has none keeps its own, and is refused as too much."""
+    stem, _, leaf = theirs.rpartition(".")
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".", 2)
+        return f"model.layers.{layer}.{GGUF_LAYER_TENSORS.get(part, part)}.{leaf}"
+    return f"{GGUF_TENSORS.get(stem, stem)}.{leaf}"
 
 
 def _half_rotation(weight: F32, heads: int) -> F32:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from pyengine.checkpoint.errors import ModelError
 from pyengine.checkpoint.gguf_fields import Fields
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CONTROL, USER_DEFINED = 3, 4  # token types of the GGUF specification
 
@@ -43,45 +47,23 @@ CUTS = {
 
 
 def convert_tokenizer(fields: Fields, folder: Path) -> None:
-    """Builds tokenizer.json (byte-level BPE), tokenizer_config.json and chat_template.jinja from GGUF metadata."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    """Builds tokenizer.json, tokenizer_config.json and chat_template.jinja from GGUF metadata."""
+    from tokenizers import AddedToken, processors
 
     kind = fields["tokenizer.ggml.model"]
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{fields.path}: tokenizer {kind!r} is not supported in a GGUF file; supported: 'gpt2' (byte-level BPE). "
-            "Use the model's Hugging Face folder instead"
+            f"{fields.path}: tokenizer {kind!r} is not supported in a GGUF file; supported: 'gpt2' (byte-level BPE), "
+            "'llama' (SentencePiece). Use the model's Hugging Face folder instead"
         )
-    pre = fields.get("tokenizer.ggml.pre", "default")
-    if pre not in CUTS:
-        raise ModelError(
-            f"{fields.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(CUTS)}. "
-            "Use the model's Hugging Face folder instead"
-        )
-    cut = CUTS[pre]
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    types: list[int] = fields.get("tokenizer.ggml.token_type", [])
-
     try:
-        vocabulary = {token: index for index, token in enumerate(tokens)}
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole))
+        tokenizer, begins = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
+    except ModelError:
+        raise
     except Exception as error:  # the library raises nothing more exact
-        raise ModelError(
-            f"{fields.path}: the tokenizer's vocabulary and merges do not fit together ({error})"
-        ) from error
-    if cut.composed:
-        tokenizer.normalizer = normalizers.NFC()
-    if cut.pattern is not None:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
+        raise ModelError(f"{fields.path}: its vocabulary and merges do not fit together ({error})") from error
+    types: list[int] = fields.get("tokenizer.ggml.token_type", [])
     for wanted, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [
             AddedToken(token, normalized=False, special=special)
@@ -95,7 +77,7 @@ def convert_tokenizer(fields: Fields, folder: Path) -> None:
         return tokens[fields[key]] if key in fields else None
 
     bos = token_of("bos")
-    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", cut.bos):
+    if bos is not None and fields.get("tokenizer.ggml.add_bos_token", begins):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
@@ -104,3 +86,54 @@ def convert_tokenizer(fields: Fields, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(special_tokens, indent=1))
     if "tokenizer.chat_template" in fields:
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
+
+
+def _byte_level(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """The tokenizer, and whether a text begins with its first token where the file does not say."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = fields.get("tokenizer.ggml.pre", "default")
+    if pre not in CUTS:
+        raise ModelError(
+            f"{fields.path}: pre-tokenizer {pre!r} is not supported; supported: {', '.join(CUTS)}. "
+            "Use the model's Hugging Face folder instead"
+        )
+    cut = CUTS[pre]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole))
+    if cut.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    if cut.pattern is not None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, cut.bos
+
+
+def _sentencepiece(fields: Fields, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """The same for Llama 2 and Mistral: the file has a score for each token, and pairs merge into the best first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    scores: list[float] = fields["tokenizer.ggml.scores"]
+    pairs = [
+        (-score, -cut, cut - len(token), token[:cut], token[cut:])
+        for token, score in zip(tokens, scores, strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    pairs.sort(key=lambda pair: pair[:3])  # among equals the order of the vocabulary
+    merges = [pair[3:] for pair in pairs]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    spaced = fields.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if spaced else "never", split=False)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if spaced else [])])
+    return tokenizer, True

@@ -88,6 +88,14 @@ def test_missing_file(tmp_path: Path) -> None:
         ({"convert_kv": True}, "--prefill-dtype"),
         ({"convert_kv": True, "decode_dtype": "bfloat16"}, "--prefill-dtype"),
         ({"convert_kv": True, "both": 1, "dtype": "float32"}, "leave out --both"),
+        ({"tp": 0}, "tp must be at least 1"),
+        ({"decode_tp": -1}, "decode_tp must not be negative"),
+        ({"both": 1, "decode_tp": 2}, "no.*--decode 1"),
+        ({"backend": "fake", "prefill_tp": 2}, "no layers that could be spread: leave out --tp"),
+        (
+            {"convert_kv": True, "prefill_dtype": "float32", "decode_dtype": "bfloat16", "decode_tp": 2},
+            "leave out --convert-kv or --tp",
+        ),
         ({"transport": "tpc"}, "did you mean tcp?"),
         ({"transport": "rdma", "tls": True}, "not encrypted"),
         ({"prefill": 1}, "--decode 1"),
@@ -125,6 +133,7 @@ def test_backends_and_dtypes_by_role() -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
     assert [config.backend_of(role) for role in roles] == ["jax", "torch", "torch"]
     assert [config.dtype_of(role) for role in roles] == ["auto", "bfloat16", "auto"]
+    assert [ServeConfig(tp=2, prefill_tp=4).tp_of(role) for role in roles] == [4, 2, 2]
     assert config.converted is None
     converting = ServeConfig(dtype="float32", decode_dtype="bfloat16", convert_kv=True)
     converting.check()

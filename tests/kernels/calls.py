@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Modules under pyengine.kernels.torch and pyengine.kernels.jax that have every contract.
 TORCH = ("eager", "native", "triton")
-JAX = ("jnp",)
+JAX = ("jnp", "pallas")
 IMPLEMENTATIONS = TORCH + JAX
 WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache"}
 BITS = {"float32": np.int32, "bfloat16": np.int16, "float16": np.int16}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import mmap
 from typing import Any
 
 import jax
@@ -16,10 +17,13 @@ import numpy as np
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.jax.padding import bucket, pad_draws, pad_sequences
 from pyengine.kernels.jax.pages import page_dtype
+from pyengine.kernels.jax.pallas import attention as attention_of_pallas
 from tests.kernels.calls import BITS, WIDE, Answer, Call, Sparse
 
 #: Least sizes, so that cases share programs: rows, sequences, pages of a sequence and of all, blocks, rows of logits.
-ROWS, SEQUENCES, WIDTH, PAGES, BLOCKS = 64, 8, 4, 16, 4
+ROWS, SEQUENCES, WIDTH, PAGES, BLOCKS = 64, 8, 128, 16, 4
+#: Pages of a block of keys in Pallas, as its interpreter takes time for each.
+PARTS = 4
 #: Arguments whose first axis is a row each, and what is behind the last.
 PER_ROW = {"query": np.nan, "x": np.nan, "residual": np.nan, "qkv": np.nan, "cosines": np.nan, "sines": np.nan} | {
     "gate_up": np.nan,
@@ -54,9 +58,9 @@ def compute(call: Call, implementation: str) -> Answer:
     }
     if (norms := arguments.pop("norms", None)) is not None:
         static["norm_eps"] = norms[2]
-        arguments["norms"] = [_array("norms", weight, call) for weight in norms[:2]]
+        arguments["norms"] = [_array("norms", weight, call, implementation) for weight in norms[:2]]
     arguments = {
-        name: _array(name, value, call) if isinstance(value, np.ndarray | Sparse) else value
+        name: _array(name, value, call, implementation) if isinstance(value, np.ndarray | Sparse) else value
         for name, value in arguments.items()
     }
     program = _program(call.contract, implementation, tuple((name, _frozen(value)) for name, value in static.items()))
@@ -68,9 +72,13 @@ def _program(contract: str, implementation: str, static: tuple[tuple[str, Any], 
     """The contract in JAX's form, jitted; what it writes is donated."""
     function = getattr(importlib.import_module(f"pyengine.kernels.jax.{implementation}"), contract)
     settings = {name: slice(*value) if isinstance(value, tuple) else value for name, value in static}
+    if implementation == "pallas":
+        attention_of_pallas.PARTS = PARTS
+    # Compiled with care: what is run so, and computed in another order without. What is interpreted: in half the time.
+    options = {"xla_backend_optimization_level": 0} if implementation == "pallas" else None
     if contract.endswith("_attention"):
         plan = jax.jit(functools.partial(function, **settings), static_argnames="rows")
-        attend = jax.jit(lambda attend, query, cache: attend(query, cache, 0))
+        attend = jax.jit(lambda attend, query, cache: attend(query, cache, 0), compiler_options=options)
 
         def attention(query: jax.Array, cache: jax.Array, sequences: Sequences) -> dict[str, jax.Array]:
             return {"result": attend(plan(sequences, rows=len(query)), query, cache)}
@@ -89,8 +97,8 @@ def _program(contract: str, implementation: str, static: tuple[tuple[str, Any], 
         return {{"gather": "strips", "scatter": "cache"}.get(contract, "result"): result}
 
     if contract == "rope_write":
-        return jax.jit(rope_write, donate_argnames="cache")
-    return jax.jit(any_other, donate_argnames="cache" if contract == "scatter" else ())
+        return jax.jit(rope_write, donate_argnames="cache", compiler_options=options)
+    return jax.jit(any_other, donate_argnames="cache" if contract == "scatter" else (), compiler_options=options)
 
 
 def _rows(call: Call) -> int:
@@ -110,19 +118,22 @@ def _frozen(value: Any) -> Any:
     return (value.start, value.stop) if isinstance(value, slice) else value
 
 
-def _array(name: str, value: np.ndarray[Any, Any] | Sparse, call: Call) -> jax.Array:
+def _array(name: str, value: np.ndarray[Any, Any] | Sparse, call: Call, implementation: str) -> jax.Array:
     dtype = jnp.dtype("float32" if name in WIDE else call.dtype)
+    page = dtype if implementation == "pallas" and "kv" in call.arguments else page_dtype(dtype, "cpu")  # as on a TPU
     if isinstance(value, Sparse):
         two, heads, _, *page = value.values.shape
-        whole = np.zeros((1, two, heads, value.total, *page), BITS[call.dtype]).view(dtype)  # float16
+        shape = (1, two, heads, value.total, *page)
+        memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)  # aligned, so that JAX takes it as it is
+        whole = np.frombuffer(memory, dtype).reshape(shape)
         whole[0, :, :, value.pages] = value.values.transpose(2, 0, 1, 3, 4)
         return jnp.asarray(whole)
     if value.dtype == BITS[call.dtype]:
-        return jnp.asarray(value.view(page_dtype(dtype, jax.default_backend())))
+        return jnp.asarray(value.view(page))
     if value.dtype == np.float64:
         typed = value.astype(dtype)
         if name == "cache":
-            typed = typed.view(page_dtype(dtype, jax.default_backend()))[None]
+            typed = typed.view(page)[None]
         return jnp.asarray(typed)
     return jnp.asarray(value.astype(np.int32))
 

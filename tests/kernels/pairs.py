@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,3 +43,17 @@ def cover(axes: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[str
             chosen[axis] = values[int(np.argmax(gains))]
         wanted -= set(itertools.combinations(sorted(chosen.items()), 2))
         yield {name: axes[name][chosen[axis]] for axis, name in enumerate(names)}
+
+
+def few(cases: Sequence[Mapping[str, Any]], times: int) -> list[int]:
+    """Which of the cases have every value of every axis in at least `times` of them, if it is in so many: greedy."""
+    if ALL_COMBINATIONS in os.environ:
+        return list(range(len(cases)))
+    seen: Counter[tuple[str, str]] = Counter()
+    taken = []
+    for index, case in enumerate(cases):
+        values = [(axis, repr(value)) for axis, value in case.items()]
+        if any(seen[value] < times for value in values):
+            seen.update(values)
+            taken.append(index)
+    return taken

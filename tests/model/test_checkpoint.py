@@ -143,6 +143,10 @@ def add_window(writer: gguf.GGUFWriter) -> None:
     writer.add_sliding_window(16)
 
 
+def add_tensor(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.1.attn_sinks.weight", np.zeros(6, np.float32))
+
+
 def drop_tensor(writer: gguf.GGUFWriter) -> None:
     del writer.tensors[0]["blk.1.ffn_up.weight"]
 
@@ -156,6 +160,7 @@ def drop_tensor(writer: gguf.GGUFWriter) -> None:
         (drop_head_count, "'llama.attention.head_count' is missing"),
         (halve_rotation, "rope.dimension_count is not the heads' 16"),
         (add_window, "a sliding window is not supported in GGUF files"),
+        (add_tensor, "'model.layers.1.attn_sinks.weight' is not part of a llama model"),
         (drop_tensor, "'model.layers.1.mlp.up_proj.weight' is missing"),
     ],
 )

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Trained
 from tokenizers import models, pre_tokenizers, trainers
 
 from pyengine.checkpoint import resolve
-from pyengine.text import Tokenizer
+from pyengine.text import Detokenizer, Tokenizer
 from tests.model.checkpoints import QWEN2, write_tiny
 from tests.model.gguf_files import write_gguf
 
@@ -77,6 +77,39 @@ def as_gguf(folder: Path, pre: str, vocabulary: dict[str, int], merges: list[tup
     return write_gguf(folder / "tiny.gguf", source, change=change)
 
 
+def pieces(size: int) -> list[str]:
+    """A SentencePiece vocabulary of the tests' own text, the best piece first."""
+    tokenizer = Trained(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=size))
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    known = sorted(vocabulary, key=vocabulary.__getitem__)
+    return [piece for piece in known if len(piece) > 1] + [piece for piece in known if len(piece) == 1]
+
+
+def as_sentencepiece_gguf(folder: Path, *, spaced: bool | None) -> Path:
+    learned_pieces = pieces(700)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned_pieces, "<tool>"]
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        values: dict[str, Any] = writer.kv_data[0]
+        for name in list(values):
+            if name.startswith("tokenizer."):
+                del values[name]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * 259 + [-float(rank // 20) for rank in range(len(learned_pieces))] + [0.0])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(learned_pieces) + [4])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        if spaced is not None:
+            writer.add_add_space_prefix(spaced)
+
+    source = write_tiny(folder / "model", vocab_size=len(tokens))
+    return write_gguf(folder / "tiny.gguf", source, change=change)
+
+
 def mixed(count: int) -> list[str]:
     random = np.random.default_rng(0)
     alphabet = [*"aZ09 _-'.\n\t", "\u00e9", "e\u0301", "\u0436", "\u4e2d", "  ", "</s>", "<tool>", "ing", "the", "def "]
@@ -117,6 +150,33 @@ def test_others_cut_as_transformers_reads_the_file(pre: str, tmp_path: Path) -> 
     begin = [len(vocabulary)] if pre == "llama-bpe" else []  # llama.cpp begins with it unless the file says no
     for text in TEXTS + mixed(100):
         assert ours.encode(text) == begin + theirs(text, add_special_tokens=False)["input_ids"], repr(text)
+
+
+@pytest.mark.parametrize("spaced", [None, True])
+def test_sentencepiece_cuts_as_transformers_reads_the_file(spaced: bool | None, tmp_path: Path) -> None:
+    """Llama 2's and Mistral's: pieces with scores (twenty have the same), bytes for what has no piece."""
+    from transformers import AutoTokenizer
+
+    path = as_sentencepiece_gguf(tmp_path, spaced=spaced)
+    ours = Tokenizer.load(resolve(str(path), tmp_path / "cache").folder)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file=path.name)
+    for text in TEXTS + mixed(100):
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"], repr(text)
+        assert ids[0] == 1
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), repr(text)
+        detokenizer = Detokenizer(ours)
+        assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish() == ours.decode(ids)
+    assert ours.bos_token_id == 1
+    assert ours.eos_token_ids == {2}
+
+
+def test_a_text_may_begin_without_a_space(tmp_path: Path) -> None:
+    ours = Tokenizer.load(resolve(str(as_sentencepiece_gguf(tmp_path, spaced=False)), tmp_path / "cache").folder)
+    for text in ("def", " def", "x"):
+        assert ours.decode(ours.encode(text)) == text
+    spaced = Tokenizer.load(resolve(str(as_sentencepiece_gguf(tmp_path / "spaced", spaced=True)), tmp_path).folder)
+    assert spaced.encode("def") == ours.encode(" def") != ours.encode("def")
 
 
 def test_llama_takes_a_known_piece_whole(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ pytest.importorskip("flax", reason="the jax extra is not installed")
 
 BLOCK = 16
 PAGES = 256
-MAX_TOKENS, MAX_SEQUENCES = 64, 8
+MAX_TOKENS, MAX_SEQUENCES = 32, 4
 FRAMEWORKS = ("torch", "jax")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from pyengine.backend import Deferred, Pending, Slice, Written
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.scheduler.types import FinishReason, SamplingParams
-from tests.worker import test_faults, test_worker
+from tests.worker import test_faults, test_llm, test_worker
 from tests.worker.harness import Cluster
 from tests.worker.test_worker import backend, one_node, prompt
 
@@ -55,6 +56,15 @@ CASES: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_holds_without_holds_with_it(overlaps: None, case: str) -> None:
     CASES[case]()
+
+
+def test_logits_that_are_no_numbers_fail_their_request_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With torch as on a GPU: the next step is queued behind the one whose logits are no numbers."""
+    pytest.importorskip("torch", reason="needs the torch extra")
+    from pyengine.backends.torch import TorchBackend
+
+    monkeypatch.setattr(TorchBackend, "overlaps", property(lambda _: True, lambda *_: None), raising=False)
+    test_llm.test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path)
 
 
 class Recorded(FakeBackend):

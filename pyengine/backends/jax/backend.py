@@ -5,6 +5,7 @@ fp32 on the CPU, where it is tested; bf16 on TPUs and GPUs, on which it has neve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -25,8 +26,9 @@ from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
 from pyengine.backends.jax.programs import CACHE, COPIES, Programs
 from pyengine.backends.jax.shards import Shards
-from pyengine.checkpoint import Checkpoint, Weights, resolve
+from pyengine.checkpoint import Checkpoint, ModelError, Weights, resolve
 from pyengine.checkpoint.files import locked
+from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
@@ -53,6 +55,11 @@ class JaxBackend:
         `load_backend` has it. Raises ModelError.
         """
         config = checkpoint.config
+        if config.architecture not in MODELS:
+            raise ModelError(
+                f"the JAX backend has no {config.architecture!r} model; it has: {', '.join(MODELS)}. Another backend "
+                "may have it (--backend)"
+            )
         self._mesh = make_mesh(config, tp)
         device = self._mesh.devices.flat[0]
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
@@ -61,6 +68,10 @@ class JaxBackend:
         self.layerwise = False
         if dtype == "auto":
             dtype = "bfloat16" if self.overlaps else "float32"
+        # A device that does not say what is free will say so when it is full.
+        free = (device.memory_stats() or {}).get("bytes_limit") if self.overlaps else free_memory()
+        if free is not None:
+            check_room(checkpoint.name, config, dtype, int(free) * (tp if self.overlaps else 1))
         kernels = choose(device, dtype, config.head_dim)
         model = MODELS[config.architecture](Shards(Weights(checkpoint), config, self._mesh, dtype), kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
@@ -94,11 +105,15 @@ class JaxBackend:
     ) -> JaxBackend:
         """Resolves and loads a model (see `checkpoint.resolve`). Raises ModelError.
 
-        threads: that XLA computes with on a CPU, of the whole process; None: one for each core. Of no effect once JAX
-        has been used.
+        threads: that XLA computes with on a CPU, of the whole process; None: one for each core. tp: as `__init__` has
+        it; a CPU is made to be so many devices. Both have no effect once JAX has been used.
         """
         if threads is not None:
             env.limit_xla_threads(threads)
+        if tp > 1:
+            with contextlib.suppress(RuntimeError):  # JAX has been used: it has the devices that it has
+                settings: Any = jax.config
+                settings.update("jax_num_cpu_devices", tp)
         return cls(resolve(model, cache), compiled=cache / "xla", tp=tp, dtype=dtype)
 
     @property

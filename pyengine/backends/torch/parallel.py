@@ -68,7 +68,7 @@ class ParallelTorchBackend(TorchBackend):
         self._end = weakref.finalize(self, _end, self._model.group, self.ranks)
         #: A step is begun by all ranks, when the leader waits for it.
         self.overlaps = False
-        # What copies for a layer would have to tell the other ranks, which are in the middle of the step.
+        #: While a step runs the ranks hear of nothing else, such as layers to be copied.
         self.layerwise = False
 
     def _meet(self) -> None:

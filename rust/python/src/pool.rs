@@ -274,7 +274,8 @@ impl PoolClient {
         run: u32,
         stride: u32,
     ) -> PyResult<()> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
         self.living.with(py, |client| client.store(slot, runs, bytes))?.map_err(exception)
     }
 
@@ -290,7 +291,8 @@ impl PoolClient {
         run: u32,
         stride: u32,
     ) -> PyResult<bool> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
         self.living.with(py, |client| client.load(slot, runs, bytes))?.map_err(exception)
     }
 
@@ -341,7 +343,8 @@ impl SharedSlots {
         run: u32,
         stride: u32,
     ) -> PyResult<()> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, source.bytes());
         self.living.with(py, |(arena, _)| arena.store_runs(slot, runs, bytes))?.map_err(exception)
     }
 
@@ -357,7 +360,8 @@ impl SharedSlots {
         run: u32,
         stride: u32,
     ) -> PyResult<bool> {
-        let (slot, runs, bytes) = (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
+        let (slot, runs, bytes) =
+            (SlotRef { slot, generation }, Runs { first: first_strip, run, stride }, into.bytes());
         self.living.with(py, |(arena, _)| arena.load_runs(slot, runs, bytes))?.map_err(exception)
     }
 

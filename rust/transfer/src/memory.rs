@@ -1006,7 +1006,8 @@ mod tests {
         let mut pair = [0; 48];
         assert!(arena.load_runs(slot, Runs { first: 3, run: 2, stride: 3 }, &mut pair).expect("in range"));
         assert_eq!(pair.iter().step_by(8).copied().collect::<Vec<u8>>(), [1, 11, 2, 12, 3, 13]);
-        for (first, run, stride) in [(1, 2, 0), (0, 0, 0), (0, 0, 3), (0, 2, 1), (2, 2, 3), (4, 2, 3), (0, u32::MAX, 1)] {
+        for (first, run, stride) in [(1, 2, 0), (0, 0, 0), (0, 0, 3), (0, 2, 1), (2, 2, 3), (4, 2, 3), (0, u32::MAX, 1)]
+        {
             let refused = arena.load_runs(slot, Runs { first, run, stride }, &mut whole[..64]);
             assert!(refused.is_err_and(|error| error.kind == crate::error::ErrorKind::Bug), "{first} {run} {stride}");
         }

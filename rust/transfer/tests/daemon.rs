@@ -682,7 +682,7 @@ fn blocks_outlive_their_daemon() {
         fill(&client, tag(1, 1), &keys, 0);
         let second = a.attach(2, other, 5).expect("another layout");
         let slots = grant(&second, tag(2, 2), &[other_key], 0);
-        second.store(slots[0].slot, 0, &of_other).expect("in range");
+        second.store(slots[0].slot, Runs::from(0), &of_other).expect("in range");
         second.request(LocalRequest::Commit { tag: tag(2, 2), indices: vec![0] }).expect("sent");
         // Its answer comes behind the commit.
         second.request(LocalRequest::Counters { ticket: 1 }).expect("sent");
@@ -715,7 +715,7 @@ fn blocks_outlive_their_daemon() {
     let found = found.expect("it is on the disk there");
     assert_eq!((found.peer, found.medium), (true, Medium::Ssd));
     let mut bytes = vec![0; LAYOUT.block_bytes()];
-    assert!(asker.load(found.slot, 0, &mut bytes).expect("in range") && bytes == content(0));
+    assert!(asker.load(found.slot, Runs::from(0), &mut bytes).expect("in range") && bytes == content(0));
     // Clients of both layouts, over the socket.
     let back = PoolClient::connect(&directory.socket(), KEY, 3, other, 5, PATIENCE).expect("attaches");
     let wanted = tag(4, 3);
@@ -728,7 +728,7 @@ fn blocks_outlive_their_daemon() {
     let found = found.expect("it is on the disk here");
     assert_eq!((found.peer, found.medium), (false, Medium::Ssd));
     let mut bytes = vec![0; other.block_bytes()];
-    assert!(back.load(found.slot, 0, &mut bytes).expect("in range") && bytes == of_other);
+    assert!(back.load(found.slot, Runs::from(0), &mut bytes).expect("in range") && bytes == of_other);
     assert_eq!(counter(&a, &["pyengine_pool_promotions_total"]), 2);
     let refused = Daemon::start(&with_ssd("c")).map(|_| ());
     assert!(refused.is_err_and(|error| error.kind == ErrorKind::GiveUp), "one daemon a directory");
