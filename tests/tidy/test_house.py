@@ -34,6 +34,7 @@ FLOORS = {
     "pyengine.kv_mover": 2,
     "pyengine.conversion": 2,
     "pyengine.copier": 2,
+    "pyengine.streaming": 2,
     "pyengine.group_copier": 2,
     "pyengine.ranks": 2,
     "pyengine.checkpoint": 2,

@@ -106,8 +106,9 @@ class TorchBackend:
         return self._launch(slices).tokens()
 
     def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+        written = written if self.layerwise else None
         if self.overlaps:
-            return self._launch(slices)
+            return self._launch(slices, written)
         return Deferred(lambda: self.execute(slices) if written is None else self._launch(slices, written).tokens())
 
     def _launch(self, slices: list[Slice], written: Written | None = None) -> Launched:
