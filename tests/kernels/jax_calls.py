@@ -63,19 +63,20 @@ def compute(call: Call, implementation: str) -> Answer:
         name: _array(name, value, call, implementation) if isinstance(value, np.ndarray | Sparse) else value
         for name, value in arguments.items()
     }
-    program = _program(call.contract, implementation, tuple((name, _frozen(value)) for name, value in static.items()))
+    function = getattr(importlib.import_module(f"pyengine.kernels.jax.{implementation}"), call.contract)
+    program = _program(call.contract, function, tuple((name, _frozen(value)) for name, value in static.items()))
     return {name: _answer(value, call, rows) for name, value in program(**arguments).items()}
 
 
 @functools.cache
-def _program(contract: str, implementation: str, static: tuple[tuple[str, Any], ...]) -> Any:
+def _program(contract: str, function: Any, static: tuple[tuple[str, Any], ...]) -> Any:
     """The contract in JAX's form, jitted; what it writes is donated."""
-    function = getattr(importlib.import_module(f"pyengine.kernels.jax.{implementation}"), contract)
     settings = {name: slice(*value) if isinstance(value, tuple) else value for name, value in static}
-    if implementation == "pallas":
+    interpreted = ".pallas." in function.__module__
+    if interpreted:
         attention_of_pallas.PARTS = PARTS
     # Compiled with care: what is run so, and computed in another order without. What is interpreted: in half the time.
-    options = {"xla_backend_optimization_level": 0} if implementation == "pallas" else None
+    options = {"xla_backend_optimization_level": 0} if interpreted else None
     if contract.endswith("_attention"):
         plan = jax.jit(functools.partial(function, **settings), static_argnames="rows")
         attend = jax.jit(lambda attend, query, cache: attend(query, cache, 0), compiler_options=options)

@@ -94,7 +94,7 @@ def allowed_tokens(logits: np.ndarray[Any, Any], draws: Draws) -> list[set[int]]
     return [set(row) for row in np.stack(answers).T.tolist()]
 
 
-@pytest.mark.parametrize(("index", "implementation"), parameters())
+@pytest.mark.parametrize(("index", "implementation"), list(parameters()))
 def test_contract(index: int, implementation: str, compute: Compute, record_property: Record) -> None:
     call, expected = known(index)
     try:
