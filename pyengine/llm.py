@@ -183,6 +183,7 @@ class LLM:
         failure = self._run({request.number: request for request in requests})
         for request in requests:
             self._worker.abort(Abort(request=request.number, attempt=1))
+        self._worker.mover.flush()
         self._worker.take_ended()
         self._interrupted = False
         if failure is not None:

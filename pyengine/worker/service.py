@@ -164,6 +164,7 @@ class WorkerService:
     def serve(self) -> None:
         """The loop. Everything that happens to this worker happens here, in this order."""
         rested = False
+        passed = 0.0  # seconds, in rounds of the steps that have not ended
         while not self._stopping:
             if self._links.failed is not None:
                 raise RuntimeError("the worker's links have failed") from self._links.failed
@@ -181,8 +182,11 @@ class WorkerService:
             self._links.send(self._worker.step(), self._worker.take_ended())
             self._tell_pages()
             self._mind_daemon()
-            if (computed := self._worker.model_seconds - before) or self._worker.computing:
-                self._worker.loop_seconds += time.perf_counter() - began - computed
+            passed += time.perf_counter() - began
+            if computed := self._worker.model_seconds - before:
+                self._worker.loop_seconds += max(passed - computed, 0.0)
+            if computed or not self._worker.computing:
+                passed = 0.0
             if not self._worker.busy:
                 # Checking costs milliseconds: once whenever the worker comes to rest, not at every look at the clock.
                 if self._worker.idle and not rested:

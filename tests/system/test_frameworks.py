@@ -20,6 +20,7 @@ from bench.server import Server
 from tests import crossing, oracle
 from tests.system.conftest import PATIENCE, complete, crossed, until
 
+pytestmark = pytest.mark.timeout(600)
 pytest.importorskip("torch", reason="the torch extra is not installed")
 pytest.importorskip("transformers", reason="the oracle is not installed")
 pytest.importorskip("flax", reason="the jax extra is not installed")
@@ -41,7 +42,10 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 """
-SMALL = ("--dram-bytes", "64MiB", "--pages", "128", "--max-sequences", "8", "--max-tokens-per-step", "128")
+#: Seconds until a JAX worker is ready, on a machine that does much else: it compiles.
+COMPILED = 400.0
+#: Few sequences and tokens a step are few programs.
+SMALL = ("--dram-bytes", "64MiB", "--pages", "128", "--max-sequences", "4", "--max-tokens-per-step", "64")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def compare(server: Server, cases: list[oracle.Case]) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [("jax", "torch"), ("torch", "jax")])
 def test_kv_crosses_over_tcp(prefill: str, decode: str, model: Path, cases: list[oracle.Case], state_dir: Path) -> None:
     flags = ("--nodes", "2", "--transport", "tcp", "--prefill-backend", prefill, "--decode-backend", decode)
-    with Server(*flags, *SMALL, model=str(model), state_dir=state_dir) as server:
+    with Server(*flags, *SMALL, model=str(model), state_dir=state_dir, start_timeout=COMPILED) as server:
         compare(server, cases)
         blocks = sum(-(-len(case.ids) // 16) for case in cases)
         until(lambda: min(crossed(server, "tcp")) >= blocks, "every block has crossed, as both nodes count")
@@ -112,7 +116,14 @@ def test_each_serves_without_the_other(
         check=True,
     )
     assert shown.stdout == "absent\n", "the hook works"
-    with Server(*SMALL, model=str(model), backend=framework, state_dir=state_dir, environment=environment) as server:
+    with Server(
+        *SMALL,
+        model=str(model),
+        backend=framework,
+        state_dir=state_dir,
+        environment=environment,
+        start_timeout=COMPILED,
+    ) as server:
         compare(server, cases[::4])
 
 
@@ -158,7 +169,7 @@ def test_workers_of_different_dtypes_are_refused_at_start(model: Path, state_dir
 def test_dtypes_cross_by_conversion(model: Path, cases: list[oracle.Case], state_dir: Path) -> None:
     """It serves; that the numbers are right is for tests/worker/test_conversion.py. The first token is prefill's."""
     flags = ("--convert-kv", "--dtype", "float32", "--decode-dtype", "bfloat16", "--nodes", "2", "--transport", "tcp")
-    with Server(*flags, *SMALL, model=str(model), state_dir=state_dir) as server:
+    with Server(*flags, *SMALL, model=str(model), state_dir=state_dir, start_timeout=COMPILED) as server:
         asked = cases[8:12]
         for case in asked:
             answer = complete(server, case.ids, 8, model="tiny", return_token_ids=True)
