@@ -3,11 +3,12 @@
 fp32, same threads, same weights. Both sides compute the same thing: the KV of the whole prompt and its last logits;
 then greedy steps over a cache of CONTEXT tokens per sequence. The limit of decode at batch 1 is one pass over memory as
 large as the weights and the KV, by the fastest of PyTorch's reductions; that of prefill is the rate of numpy's sgemm of
-2048 x 2048 x 2048. `bf16` is the same backend with weights and KV in bfloat16.
+2048 x 2048 x 2048. `bf16` is the same backend with weights and KV in bfloat16; `jax` is our backend on JAX, if that is
+installed, beside ours on PyTorch.
 
 Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: we are faster). All take turns, round
-by round, and the median round counts, so that a busy machine disturbs all alike. transformers and the limits are in a
-process of their own, as ours would be: threads of OpenMP and OpenBLAS beside our own pool slow down all of them.
+by round, and the median round counts, so that a busy machine disturbs all alike. transformers with the limits, and
+JAX, are in processes of their own, as ours would be: threads of OpenMP and OpenBLAS beside our own pool slow down all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import line
+from bench.common import line, note
 from pyengine import env
 from pyengine.backend import Slice
-from pyengine.backends.torch import TorchBackend
+from pyengine.backends import lacking, load_backend
 from pyengine.checkpoint import SMOLLM2, ModelConfig, resolve
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 
@@ -54,10 +55,17 @@ def main() -> None:
     rounds, steps = (3, 8) if arguments.quick else (7, 24)
 
     checkpoint = resolve(arguments.model, arguments.cache)
-    ours, half = (Ours(arguments.model, arguments.cache, arguments.threads, dtype) for dtype in ("float32", "bfloat16"))
-    theirs = Elsewhere(checkpoint.folder, arguments.threads)
+    backend = partial(Ours, arguments.model, arguments.cache, arguments.threads)
+    ours, half = backend("torch", "float32"), backend("torch", "bfloat16")
+    theirs = Elsewhere(partial(Theirs, checkpoint.folder, arguments.threads))
+    jax = None
+    if reason := lacking("jax"):
+        note(reason)
+    else:
+        jax = Elsewhere(partial(backend, "jax", "float32"))
     config = checkpoint.config
     tokens = np.random.default_rng(0).integers(100, config.vocab_size, max(PREFILLS)).tolist()
+    runs: dict[str, Callable[[], object]]
     for length in PREFILLS:
         if not (case := f"prefill {length}").startswith(arguments.only):
             continue
@@ -68,12 +76,16 @@ def main() -> None:
             "transformers": partial(theirs, "prefill", prompt),
             "limit": partial(theirs, "multiply"),
         }
+        if jax is not None:
+            runs["jax"] = partial(jax, "prefill", prompt)
         times = in_turn(runs, rounds)
         mine = times["ours"]
         report(case, length / mine, "transformers", times["transformers"] / mine)
         rate, best = prefill_flops(config, length) / mine, 2 * SQUARE**3 / times["limit"]
         report(case, length / mine, "limit", rate / best, gflops=rate / 1e9, limit_gflops=best / 1e9)
         report(f"{case} bf16", length / times["bf16"], "fp32", mine / times["bf16"])
+        if jax is not None:
+            report(f"{case} jax", length / times["jax"], "torch", mine / times["jax"])
     for batch in BATCHES:
         if not (case := f"decode batch {batch}").startswith(arguments.only):
             continue
@@ -81,6 +93,8 @@ def main() -> None:
         for one in (ours, half):
             one.begin(prompts, steps * (rounds + 1))
         theirs("begin", prompts, decode_numbers(config, batch))
+        if jax is not None:
+            jax("begin", prompts, steps * (rounds + 1))
         runs = {
             "ours": partial(ours.decode, steps),
             "bf16": partial(half.decode, steps),
@@ -88,12 +102,16 @@ def main() -> None:
             "sum": partial(theirs, "sum"),
             "amax": partial(theirs, "amax"),
         }
+        if jax is not None:
+            runs["jax"] = partial(jax, "decode", steps)
         times = in_turn(runs, rounds)
         mine, count = times["ours"], batch * steps
         report(case, count / mine, "transformers", times["transformers"] / mine)
         limit = min(times["sum"], times["amax"])
         report(case, count / mine, "limit", limit * steps / mine, step_ms=mine / steps * 1e3, limit_ms=limit * 1e3)
         report(f"{case} bf16", count / times["bf16"], "fp32", mine / times["bf16"])
+        if jax is not None:
+            report(f"{case} jax", count / times["jax"], "torch", mine / times["jax"])
 
 
 def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -132,10 +150,10 @@ def decode_numbers(config: ModelConfig, batch: int) -> int:
 
 
 class Ours:
-    """TorchBackend, driven as a worker drives it."""
+    """A backend, driven as a worker drives it."""
 
-    def __init__(self, model: str, cache: Path, threads: int, dtype: str) -> None:
-        self.backend = TorchBackend.load(model, cache=cache, threads=threads, dtype=dtype)
+    def __init__(self, model: str, cache: Path, threads: int, name: str, dtype: str) -> None:
+        self.backend = load_backend(name, model, cache=cache, threads=threads, dtype=dtype)
         self._each = -(-max(max(PREFILLS), CONTEXT + 512) // BLOCK_TOKENS)
         self.backend.allocate(self._each * max(BATCHES))
         self._last: list[int] = []
@@ -162,12 +180,12 @@ class Ours:
 
 
 class Elsewhere:
-    """`Theirs` in a process of its own: called with a method's name and arguments, returns when that is done."""
+    """Somebody in a process of their own: called with a method's name and arguments, returns when that is done."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, make: Callable[[], object]) -> None:
         context = get_context("spawn")
         self._link, end = context.Pipe()
-        context.Process(target=answer, args=(end, folder, threads), daemon=True).start()
+        context.Process(target=answer, args=(end, make), daemon=True).start()
         end.close()
 
     def __call__(self, method: str, *arguments: object) -> None:
@@ -175,23 +193,23 @@ class Elsewhere:
         self._link.recv()
 
 
-def answer(link: Connection, folder: Path, threads: int) -> None:
+def answer(link: Connection, make: Callable[[], object]) -> None:
     """The other process, until nobody asks any more."""
-    torch.set_num_threads(threads)
-    theirs = Theirs(folder)
+    somebody = make()
     with contextlib.suppress(EOFError):
         while True:
             method, arguments = link.recv()
-            getattr(theirs, method)(*arguments)
+            getattr(somebody, method)(*arguments)
             link.send(None)
 
 
 class Theirs:
     """transformers' model with its own cache and default attention; and the limits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, threads: int) -> None:
         from transformers import AutoModelForCausalLM
 
+        torch.set_num_threads(threads)
         self._memory = torch.empty(0)
         self._square = np.ones((SQUARE, SQUARE), np.float32)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
