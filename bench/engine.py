@@ -7,8 +7,8 @@ large as the weights and the KV, by the fastest of PyTorch's reductions; that of
 installed, beside ours on PyTorch.
 
 Prints one JSON object a line: bench, case, value, unit, against, ratio (above 1: we are faster). All take turns, round
-by round, and the median round counts, so that a busy machine disturbs all alike. transformers with the limits, and
-JAX, are in processes of their own, as ours would be: threads of OpenMP and OpenBLAS beside our own pool slow down all of them.
+by round, and the median round counts, so that a busy machine disturbs all alike. transformers with the limits is a
+process of its own, and so is JAX, as ours would be: threads of OpenMP and OpenBLAS beside our own pool slow down all.
 """
 
 from __future__ import annotations
