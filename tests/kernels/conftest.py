@@ -19,17 +19,9 @@ Compute = Callable[[Call, str], Answer]
 
 @pytest.fixture(scope="session")
 def compute() -> Iterator[Compute]:
-    """compute(call, implementation): on the GPU if there is one; else Triton in its interpreter, in a child. What is
-    written for CPUs stays there, and refuses what they do not compute in.
+    """compute(call, implementation): on the GPU if there is one, but for what is written for CPUs; else Triton in its
+    interpreter, in a child.
     """
-
-    def native(call: Call) -> Answer:
-        if call.dtype == "float16" and call.contract not in ("gather", "scatter", "sample"):
-            with pytest.raises(ValueError, match="float32 and bfloat16"):
-                calls.compute(call, "native", "cpu")
-            pytest.skip("native kernels refuse float16: no CPU model is computed in it")
-        return calls.compute(call, "native", "cpu")
-
     with contextlib.ExitStack() as children:
 
         @functools.cache
@@ -42,7 +34,7 @@ def compute() -> Iterator[Compute]:
                 return calls.compute(call, implementation, "")
             torch = pytest.importorskip("torch", reason="needs the torch extra")
             if implementation == "native":
-                return native(call)
+                return calls.compute(call, implementation, "cpu")
             if torch.cuda.is_available():
                 return calls.compute(call, implementation, "cuda")
             if implementation == "triton":
