@@ -142,10 +142,15 @@ def test_what_differs_is_said_first(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_watched() -> None:
-    code = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint()\ninput()"
+    # It begins when it is watched: what it takes before that is nobody's business.
+    code = (
+        "import time\ninput()\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass\nprint()\ninput()"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as busy:
         assert busy.stdin is not None and busy.stdout is not None
         with Watched([busy.pid]) as watched:
+            busy.stdin.write(b"\n")
+            busy.stdin.flush()
             busy.stdout.readline()
             pin(busy.pid, min(os.sched_getaffinity(0)))
             assert os.sched_getaffinity(busy.pid) == {min(os.sched_getaffinity(0))}

@@ -369,6 +369,7 @@ def test_nothing_stays_open() -> None:
     def things() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    gc.collect()
     before = things()
     for close in (True, False):
         one, other = TransferEngine("127.0.0.1:0"), TransferEngine("127.0.0.1:0")
@@ -383,7 +384,8 @@ def test_nothing_stays_open() -> None:
         del one, other, region, peer
         gc.collect()
         memory.clear()
-    assert things() == before
+    # What other tests had open may go meanwhile.
+    assert all(now <= then for now, then in zip(things(), before, strict=True))
 
 
 # -- notifications and asyncio -------------------------------------------------------------------------------------
