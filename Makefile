@@ -42,6 +42,9 @@ demo-restart: $(VENV)/test ## ask SmolLM2 a long prompt, restart everything, ask
 
 bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.engine --quick
+	$(BIN)/python -m bench.kernels --quick
+	$(BIN)/python -m bench.loop --quick
+	$(BIN)/python -m bench.handoff --quick
 	$(BIN)/python -m bench.serve --compare --quick
 	$(BIN)/python -m bench.abort --quick
 	$(BIN)/python -m bench.transfer --quick

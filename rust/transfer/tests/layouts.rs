@@ -392,7 +392,8 @@ fn a_grant_is_filled_in_its_own_namespace_only() {
     stage.ask("c", 2, LocalRequest::Open { tag: there, to: b, within_ms: 1000 });
     stage.run(SECOND / 10);
     assert!(matches!(stage.told(2).as_slice(), [LocalEvent::Opened { .. }]));
-    let push = LocalRequest::Push { local: tag(10), tag: there, indices: vec![0, 1, 2], first: 0, note: None, strips: None };
+    let push =
+        LocalRequest::Push { local: tag(10), tag: there, indices: vec![0, 1, 2], first: 0, note: None, strips: None };
     stage.ask("c", 2, push);
     stage.run(SECOND / 10);
     for (node, client, tag) in [("c", 2, there), ("c", 2, tag(10)), ("b", 4, there)] {
