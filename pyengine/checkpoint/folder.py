@@ -13,6 +13,7 @@ from pyengine.checkpoint.config import ModelConfig, parse_config
 from pyengine.checkpoint.errors import ModelError
 from pyengine.checkpoint.files import file_digest
 from pyengine.checkpoint.weights import DTYPES, Tensor, list_tensors
+from pyengine.scheduler.types import KvGroup, KvSpec, Namespace
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -34,6 +35,20 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     def files(self) -> list[Path]:
         """The safetensors files, each once, in a fixed order."""
         return sorted({tensor.path for tensor in self.weights.values()})
+
+    def namespace(self, dtype: str, block_tokens: int) -> Namespace:
+        """Of KV that is computed and kept in `dtype`: the same for every framework, so KV crosses between them."""
+        config = self.config
+        group = KvGroup(
+            layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, dtype=dtype, window=config.window
+        )
+        return Namespace(
+            weights=self.weights_digest,
+            config=config.digest(),
+            compute_dtype=dtype,
+            weight_quantization="none",
+            kv=KvSpec(groups=(group,), block_tokens=block_tokens),
+        )
 
 
 def open_folder(folder: Path, name: str, cache: Path) -> Checkpoint:

@@ -31,7 +31,7 @@ from pyengine.checkpoint.files import locked
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
-from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
+from pyengine.scheduler.types import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -79,20 +79,7 @@ class JaxBackend:
         # int32, by number of the slice: what the step launched last chooses, from which the next may compute.
         self._chosen: jax.Array
         self._nothing: jax.Array
-        group = KvGroup(
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            window=config.window,
-        )
-        self.namespace = Namespace(
-            weights=checkpoint.weights_digest,
-            config=config.digest(),
-            compute_dtype=dtype,
-            weight_quantization="none",
-            kv=KvSpec(groups=(group,), block_tokens=block_tokens),
-        )
+        self.namespace = checkpoint.namespace(dtype, block_tokens)
         self.model = checkpoint.name
         self.tokenizer = str(checkpoint.folder)
         self.vocab_size = config.vocab_size

@@ -21,7 +21,7 @@ from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import native, pages
 from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
-from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace
+from pyengine.scheduler.types import BLOCK_TOKENS
 
 
 class TorchBackend:
@@ -60,20 +60,7 @@ class TorchBackend:
         self.layerwise = self._device.type == "cpu"
         # int64, by row of the step launched last: its tokens, which the next one may compute from.
         self._chosen = torch.empty(0, dtype=torch.int64)
-        group = KvGroup(
-            layers=config.layers,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            window=config.window,
-        )
-        self.namespace = Namespace(
-            weights=checkpoint.weights_digest,
-            config=config.digest(),
-            compute_dtype=dtype,
-            weight_quantization="none",
-            kv=KvSpec(groups=(group,), block_tokens=block_tokens),
-        )
+        self.namespace = checkpoint.namespace(dtype, block_tokens)
         self.model = checkpoint.name
         self.tokenizer = str(checkpoint.folder)
         self.vocab_size = config.vocab_size
