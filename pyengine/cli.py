@@ -265,7 +265,7 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
     try:
         logging.basicConfig(level=env.read().log_level.upper(), format=f"{command} %(levelname)s %(name)s: %(message)s")
         return run()
-    except (ConfigError, ValueError) as error:
+    except (ConfigError, ValueError, MemoryError) as error:
         _complain(command, error)
         return IMPOSSIBLE
     except Exception as error:

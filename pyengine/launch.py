@@ -33,6 +33,7 @@ from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
 from pyengine.gateway.listener import listen
 from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
+from pyengine.scheduler.sharing import difference
 from pyengine.scheduler.types import Namespace
 from pyengine.secret import claim_ssd, secret_file
 
@@ -398,20 +399,20 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     return 0
 
 
+class Sharing(msgspec.Struct, frozen=True):
+    """Of a worker's ready line: what KV it can share."""
+
+    vocab_size: int
+    namespace: Namespace
+
+
 def expect_shared_kv(facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises ConfigError, naming the field, if any two workers cannot share KV. facts: see `Supervisor.facts`."""
-    workers = [
-        (name, each, msgspec.convert(each["namespace"], Namespace))
-        for name, each in facts.items()
-        if "namespace" in each
-    ]
-    for (one, mine, namespace), (other, others, another) in pairwise(workers):
-        if mine["vocab_size"] != others["vocab_size"]:
-            field = f"`vocab_size` differs: {mine['vocab_size']} and {others['vocab_size']}"
-        elif (found := namespace.difference(another)) is None:
+    workers = [(name, msgspec.convert(each, Sharing)) for name, each in facts.items() if "namespace" in each]
+    for (one, mine), (other, others) in pairwise(workers):
+        field = difference(mine, others)
+        if field is None:
             continue
-        else:
-            field = found
         remedy = (
             "give all workers one --dtype, or add --convert-kv, --prefill-dtype and --decode-dtype"
             if "dtype" in field

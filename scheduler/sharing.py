@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
-from .types import WorkerInfo
+from .types import Namespace, WorkerInfo
 
 
-def difference(one: WorkerInfo, other: WorkerInfo) -> str | None:
+class Shares(Protocol):
+    """What decides it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def namespace(self) -> Namespace: ...
+
+
+def difference(one: Shares, other: Shares) -> str | None:
     """In words, what keeps two workers of one model from sharing KV, or None: they can."""
     if one.vocab_size != other.vocab_size:
         # The configurations differ as well then, but say so by digests only.

@@ -36,6 +36,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         """The safetensors files, each once, in a fixed order."""
         return sorted({tensor.path for tensor in self.weights.values()})
 
+    @property
+    def in_bfloat16(self) -> bool:
+        """All its matrices are stored so."""
+        return all(tensor.dtype == "BF16" for tensor in self.weights.values() if len(tensor.shape) > 1)
+
     def namespace(self, dtype: str, block_tokens: int) -> Namespace:
         """Of KV that is computed and kept in `dtype`: the same for every framework, so KV crosses between them."""
         config = self.config

@@ -5,6 +5,7 @@ Method: a made-up /proc and /sys; a backend on a machine that says it has little
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,19 @@ def test_a_backend_asks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(model, "Weights", None)  # reading anything would raise
     with pytest.raises(ModelError, match="the weights of 'tiny' in float32 need"):
         TorchBackend(checkpoint)
+
+
+def test_matrices_that_stay_in_bfloat16_need_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs whose kernels widen them as they are used, what is computed in float32 included."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    from pyengine.backends.torch import TorchBackend, model
+    from pyengine.kernels.torch import choice
+
+    checkpoint = resolve(str(write_tiny(tmp_path / "tiny", bfloat16=True)), tmp_path)
+    numbers = sum(math.prod(shape) for shape in checkpoint.config.shapes().values())
+    monkeypatch.setattr(model, "free_memory", lambda: numbers * 5 // 2)
+    if choice.keeps(torch.device("cpu"), torch.float32, torch.bfloat16):
+        TorchBackend(checkpoint, threads=1)
+    else:
+        with pytest.raises(ModelError, match="float32 need"):
+            TorchBackend(checkpoint, threads=1)

@@ -338,6 +338,7 @@ def test_bad_requests_are_told_what_to_do(state_dir: Path) -> None:
         (("--ssd-bytes", "1GiB"), "--ssd-dir"),
         (("--prefill", "1"), "--decode"),
         (("--dram-bytes", "900TiB"), "memory"),
+        (("--pages", "2000000000"), "fewer pages"),
         (("--host", "0.0.0.0", "--policy", "nonsense", "--backend", "fake", "--model", "fake"), "kvcache-centric"),
     ],
 )

@@ -19,7 +19,7 @@ from pyengine.backends.torch.weights import Reader
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, rotary_tables
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch.choice import choose, working_type
+from pyengine.kernels.torch.choice import choose, keeps, working_type
 from pyengine.kernels.torch.contract import Attend
 from pyengine.kernels.torch.linear import Linear
 
@@ -59,7 +59,8 @@ class Model:
             )
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
         part = part or Part(config)
-        check_room(checkpoint.name, config, str(dtype).removeprefix("torch."), free, part.ranks)
+        held = torch.bfloat16 if checkpoint.in_bfloat16 and keeps(device, dtype, torch.bfloat16) else dtype
+        check_room(checkpoint.name, config, str(held).removeprefix("torch."), free, part.ranks)
         layer = MODELS[config.architecture]
         self.kernels = choose(device, dtype, config.head_dim)
         weights = Weights(checkpoint)

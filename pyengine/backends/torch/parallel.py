@@ -18,6 +18,7 @@ from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, ModelError
 from pyengine.checkpoint.room import check_room, free_memory
+from pyengine.kernels.torch.choice import keeps
 from pyengine.ranks import Allocate, Compute, Join, RankRefused, Ranks, Row, uninterrupted
 from pyengine.scheduler.types import BLOCK_TOKENS
 
@@ -50,8 +51,10 @@ class ParallelTorchBackend(TorchBackend):
         """
         part = Part(checkpoint.config, 0, ranks)
         if not torch.cuda.is_available():  # each has a device of its own there, and looks at that
-            kept = "float32" if dtype == "auto" else dtype
-            check_room(checkpoint.name, checkpoint.config, kept, free_memory())
+            held = "float32" if dtype == "auto" else dtype
+            if checkpoint.in_bfloat16 and keeps(torch.device("cpu"), getattr(torch, held), torch.bfloat16):
+                held = "bfloat16"
+            check_room(checkpoint.name, checkpoint.config, held, free_memory())
         each = max(1, (threads or torch.get_num_threads()) // ranks)
         self.heads = part.heads
         self.ranks = Ranks(ranks, RANK)
