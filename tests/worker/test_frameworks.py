@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,17 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.9,
+        top_k=(0, 40)[seed % 2],
+        top_p=(1.0, 0.9)[seed // 2 % 2],
+        seed=seed,
+        max_tokens=20,
+        ignore_eos=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"), [("grouped", "float32"), ("mistral window", "bfloat16"), ("qwen3", "auto")]
 )
@@ -129,3 +141,24 @@ def test_the_same_tokens_whoever_computes(
         transport = "arena" if nodes == "one arena" else "tcp"
         crossed = cluster.counter(names[1], "pyengine_transfer_blocks_total", transport=transport, direction="in")
         assert crossed >= blocks if len(requests) > len(cases) else crossed == blocks
+
+
+def test_the_same_draws_whoever_computes(cases: list[oracle.Case], backend: Callable[[str, str], Backend]) -> None:
+    """Sampling with seeds: random numbers are the host's, and they go through tokens in the order of ids."""
+    answers: dict[tuple[str, str], list[list[int]]] = {}
+    for prefill, decode in product(FRAMEWORKS, FRAMEWORKS):
+        with Cluster("tcp") as cluster:
+            there = backend(decode, "decode")
+            cluster.add_node("n", 512, there)
+            add = partial(cluster.add_worker, pages=PAGES, max_tokens=MAX_TOKENS, max_sequences=MAX_SEQUENCES)
+            add("prefill", "n", backend(prefill, "prefill"))
+            add("decode", "n", there)
+            requests = [
+                cluster.submit(case.ids, "prefill", "decode", sampling=sampled(number))
+                for number, case in enumerate(cases)
+            ]
+            cluster.run(*requests)
+            answers[prefill, decode] = [request.ids for request in requests]
+    expected = answers["torch", "torch"]
+    assert len({tuple(ids) for ids in expected}) == len(expected), "they are drawn"
+    assert all(each == expected for each in answers.values())
