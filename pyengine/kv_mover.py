@@ -288,10 +288,11 @@ class KvMover:
         """Takes a fresh link to the node's daemon. Requires that none is connected."""
         assert self.pool is None, "a mover has one pool at a time"
         self.pool = pool
-        self.copier.connect(pool)
         self._answers = select.poll()
         self._answers.register(pool.fileno(), select.POLLIN)
         self.lost = None
+        # It may be gone again: then `pump` lets go of it.
+        self._try(partial(self.copier.connect, pool))
 
     def _ask(self, request: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs) -> None:
         """A request of the pool, to be made by `flush`."""
@@ -791,7 +792,26 @@ class KvMover:
 
     def streamed(self) -> None:
         """The step is over, well or not: nothing of it is copied any more."""
-        self._try(self.streamer.join)
+        try:
+            self.streamer.join()
+        except _native.RetryError as error:
+            self.lost = self.lost or str(error)
+
+    def void_streams(self, planned: Run[Planned]) -> list[SequenceId]:
+        """The step has failed, and nobody knows what KV it has made. What has left of it is stored once more, where it
+        is still in this arena; returns whose strips are at another node already, and cannot be called back.
+        """
+        self.streamed()
+        gone = []
+        for each in planned:
+            job = self.jobs.get(each.id)
+            if job is None or job.stream is None or not job.stream.layers:
+                continue
+            if job.stream.to is None:
+                job.stream.layers = 0
+            else:
+                gone.append(each.id)
+        return gone
 
     def _streams(self, planned: Planned) -> Job | None:
         """The job of this part of a step, if its blocks are to leave meanwhile."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,42 +89,44 @@ class LLM:
             claim_ssd(Path(ssd_dir).absolute(), secret)
             self._hash_key = _native.derive_key(read_secret(secret), "hash")
         self._backend = load_backend(backend, model, cache=state_dir / "models", threads=threads, dtype=dtype, tp=tp)
-        self._tokenizer = Tokenizer.load(self._backend.tokenizer)
-        spec = self._backend.namespace.kv
-        config = WorkerConfig(
-            worker="llm",
-            role=Role.BOTH,
-            node=NODE,
-            daemon_socket="",
-            conductor="",
-            work_endpoint="",
-            secret_file="",
-            model=model,
-            backend=backend,
-            state_dir="",
-            kv_bytes=kv_bytes or default_pool_bytes(),
-            pages=pages,
-            max_tokens_per_step=max_tokens_per_step,
-            max_sequences=max_sequences,
-        )
-        count = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
-        self._backend.allocate(count)
-        self._pages = count
-        self._max_tokens = max_tokens_per_step
-        self._max_sequences = max_sequences
-        try:
-            self._daemon = _native.Daemon(
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._backend.close)  # its other processes, if it has some, would else live on
+            self._tokenizer = Tokenizer.load(self._backend.tokenizer)
+            spec = self._backend.namespace.kv
+            config = WorkerConfig(
+                worker="llm",
+                role=Role.BOTH,
                 node=NODE,
-                dram_bytes=dram_bytes or default_pool_bytes(),
-                session_key=secrets.token_bytes(32),
-                ssd_dirs=[self._ssd] if self._ssd else [],
-                ssd_bytes=size,
+                daemon_socket="",
+                conductor="",
+                work_endpoint="",
+                secret_file="",
+                model=model,
+                backend=backend,
+                state_dir="",
+                kv_bytes=kv_bytes or default_pool_bytes(),
+                pages=pages,
+                max_tokens_per_step=max_tokens_per_step,
+                max_sequences=max_sequences,
             )
-        except _native.GiveUpError as error:
-            # Of what can be refused here only the settings are left: an SSD directory in use, or of a newer version.
-            self._backend.close()
-            raise ValueError(str(error)) from error
-        self._worker, self._pool = self._new_worker()
+            count = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
+            self._backend.allocate(count)
+            self._pages = count
+            self._max_tokens = max_tokens_per_step
+            self._max_sequences = max_sequences
+            try:
+                self._daemon = _native.Daemon(
+                    node=NODE,
+                    dram_bytes=dram_bytes or default_pool_bytes(),
+                    session_key=secrets.token_bytes(32),
+                    ssd_dirs=[self._ssd] if self._ssd else [],
+                    ssd_bytes=size,
+                )
+            except _native.GiveUpError as error:
+                # Of what can be refused here only settings are left: an SSD directory in use, or of a newer version.
+                raise ValueError(str(error)) from error
+            self._worker, self._pool = self._new_worker()
+            failed.pop_all()
         self._node = Node(NODE, "", self._daemon.address.incarnation)
         self._root = _native.root_key(self._worker.namespace, b"", b"", self._hash_key)
         self._requests = 0

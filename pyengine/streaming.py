@@ -60,6 +60,11 @@ class Streamer:
         self._copies: list[Future[None]] = []
         self._thread: ThreadPoolExecutor | None = None
 
+    @property
+    def streaming(self) -> bool:
+        """Something of a step is still copied, or may be."""
+        return bool(self._streams or self._copies)
+
     def parts(self, blocks: int) -> int:
         """In how many parts so many blocks would leave."""
         return self._spec.layers // self._layers(blocks)

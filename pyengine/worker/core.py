@@ -276,12 +276,13 @@ class Worker:
         self._end_late()
         step = self.batcher.plan(time.monotonic())
         within = self._within_recompute_limit(step)
-        if within.slices:
-            self._begin(within)
+        # First, as to begin a step may take the pool's events: by then the mover must know whose pages are gone.
         for sequence_id in step.preempted:
             self.counters["preempted"] += 1
             self._tables.pop(sequence_id, None)
             self.mover.resume(sequence_id)
+        if within.slices:
+            self._begin(within)
         for load in step.loads:
             self.mover.load(load)
         self.mover.flush()
@@ -342,8 +343,9 @@ class Worker:
 
     def _begin(self, step: Step) -> None:
         pending = None
+        written = self.mover.stream(step.slices)
         try:
-            pending = self.backend.submit(self._slices(step.slices), self.mover.stream(step.slices))
+            pending = self.backend.submit(self._slices(step.slices), written)
         except WorkerBroken:
             raise
         except Exception:
@@ -391,6 +393,8 @@ class Worker:
             except Exception:
                 logger.exception("a step of %d sequences failed: computing each alone", len(planned))
                 self._void_later(flight)
+                for sequence_id in self.mover.void_streams(planned):
+                    self._fail(sequence_id, "retry", "a part of its KV had left when the step failed")
             else:
                 self._hopeless = 0
                 return tokens

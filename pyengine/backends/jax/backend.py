@@ -31,6 +31,7 @@ from pyengine.checkpoint.files import locked
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
+from pyengine.ranks import uninterrupted
 from pyengine.scheduler.types import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class JaxBackend:
         for count in COPIES:
             nowhere = np.full(count, -1, np.int32)
             strips = self._programs.gather(self._pages, nowhere)
-            self._cache = self._programs.scatter(self._pages, nowhere, np.asarray(strips))
+            with uninterrupted():
+                self._cache = self._programs.scatter(self._pages, nowhere, np.asarray(strips))
         logger.info("compiled %d programs in %.1f s", self.compilations, time.perf_counter() - began)
 
     def execute(self, slices: list[Slice]) -> list[int]:
@@ -197,7 +199,8 @@ class JaxBackend:
             part = blocks[first : first + len(ids)]
             if len(part) < len(ids):
                 part = np.concatenate([part, np.zeros((len(ids) - len(part), *part.shape[1:]), part.dtype)])
-            self._cache = self._programs.scatter(self._pages, ids, part)
+            with uninterrupted():
+                self._cache = self._programs.scatter(self._pages, ids, part)
         self._pages.block_until_ready()  # the strips are the caller's, and may be read until then
 
     def close(self) -> None:
@@ -227,9 +230,11 @@ class JaxBackend:
             call.outputs,
             call.places,
         )
-        self._chosen, logits, self._cache = self._programs.step(
-            self._pages, call.shape, Batch(*arrays), before, self._chosen
-        )
+        # Ctrl-C between the call, which takes the pages, and their coming back would lose them.
+        with uninterrupted():
+            self._chosen, logits, self._cache = self._programs.step(
+                self._pages, call.shape, Batch(*arrays), before, self._chosen
+            )
         if call.draws.temperature.any():
             self._chosen = self._programs.sample(logits, call.draws, call.places, self._chosen)
         return logits
