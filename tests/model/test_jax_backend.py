@@ -9,6 +9,7 @@ devices once.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,29 @@ def test_more_sequences_than_any_shape_has(tiny: Path, tmp_path: Path) -> None:
     slices = [slice_of(tokens, 0, range(4 * row, 4 * row + 4)) for row, tokens in enumerate(prompts)]
     together = backend.execute(slices)
     assert together == [backend.execute([slice_])[0] for slice_ in slices]
+
+
+@pytest.mark.parametrize("name", ["step", "scatter"])
+def test_ctrl_c_loses_no_pages(name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when a program has taken the pages and has not given them back."""
+    backend = load(tiny, tmp_path)
+    prompt = slice_of(np.arange(20), 0, np.arange(2))
+    (expected,) = backend.execute([prompt])
+    strips = np.empty((2, backend.namespace.kv.strips, backend.namespace.kv.strip_bytes), np.uint8)
+    backend.read_pages([0, 1], strips)
+    real = getattr(backend._programs, name)
+
+    def interrupted(*arguments: Any) -> Any:
+        given = real(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return given
+
+    monkeypatch.setattr(backend._programs, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backend.execute([prompt]) if name == "step" else backend.write_pages([2, 3], strips)
+    monkeypatch.undo()
+    assert backend.execute([prompt]) == [expected]
+    backend.close()
 
 
 def test_logits_that_are_not_finite_are_an_error(tiny: Path, tmp_path: Path) -> None:

@@ -284,3 +284,21 @@ def test_an_abort_between_streamed_chunks_leaves_nothing(way: str) -> None:
         cluster.run(other)
         assert other.ids == oracle(prompt(2 * CHUNK, seed=1))
         cluster.settle()
+
+
+def test_a_daemon_that_is_gone_again_when_it_is_attached_to_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a copier of several processes finds it: it asks for what they share."""
+    cluster = Cluster()
+    with cluster:
+        cluster.add_node("a", 64, backend())
+        worker = cluster.add_worker("both", "a", backend(), pages=64, max_tokens=CHUNK)
+
+        def gone(_: object) -> None:
+            raise _native.RetryError("the daemon is gone")
+
+        monkeypatch.setattr(worker.mover.copier, "connect", gone)
+        cluster.replace_daemon("a", 64)
+        cluster.until(lambda: worker.mover.pool is None)
+        request = cluster.submit(prompt(30), "both", "both")
+        cluster.run(request)
+        assert request.ids[:4] == oracle(prompt(30))
