@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pyengine import _native, kv_mover
+from pyengine import _native, kv_mover, streaming
 from pyengine.backend import Pending, Slice, Written
+from pyengine.backends import load_backend
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.kv_mover import Pool
 from pyengine.scheduler.types import SamplingParams
+from tests.model.checkpoints import write_tiny
 from tests.worker.harness import PATIENCE, Cluster, Request
 
 #: 128 KiB a block, so that 16 blocks of a chunk are two parts.
@@ -142,6 +145,40 @@ def test_layerwise_is_blockwise(way: str) -> None:
             assert bool(model.told) == layerwise
             counters = [worker.mover.counters for worker in cluster.workers.values()]
             stories.append(([request.ids for request in requests], counters))
+    assert stories[0] == stories[1]
+
+
+@pytest.mark.parametrize("way", TWO_WAYS)
+def test_layerwise_is_blockwise_in_torch(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with a real model, whose next tokens depend on all KV: not one strip is copied before it is computed."""
+    pytest.importorskip("torch", reason="needs the torch extra")
+    monkeypatch.setattr(streaming, "PART_BYTES", 1 << 10)
+    monkeypatch.setattr(kv_mover, "ANSWER", PATIENCE)
+    folder = write_tiny(tmp_path / "tiny")
+    prompts = [prompt(length, length) for length in (64, 100, 33, 200)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    stories = []
+    for layerwise in (True, False):
+        first, second = (load_backend("torch", str(folder), cache=tmp_path, threads=1) for _ in range(2))
+        first.layerwise = layerwise
+        with Cluster() as cluster:
+            nodes = ("a", "b") if way == "tcp" else ("a",)
+            for node in nodes:
+                cluster.add_node(node, 256, second)
+            pools: list[Recorded] = []
+
+            def wrap(pool: _native.PoolClient, pools: list[Recorded] = pools) -> Recorded:
+                pools.append(Recorded(pool))
+                return pools[-1]
+
+            worker = cluster.add_worker("prefill", "a", first, pages=256, max_tokens=64, wrap=wrap)
+            cluster.add_worker("decode", nodes[-1], second, pages=256, max_tokens=64)
+            requests = [cluster.submit(each, "prefill", "decode", sampling=sampling) for each in prompts]
+            cluster.run(*requests)
+            cluster.settle()
+            if way == "tcp":
+                assert any(strips is not None for _, strips in pools[0].pushes) == layerwise
+            stories.append(([request.ids for request in requests], worker.mover.counters))
     assert stories[0] == stories[1]
 
 
