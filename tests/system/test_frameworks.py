@@ -18,7 +18,7 @@ import pytest
 
 from bench.server import Server
 from tests import crossing, oracle
-from tests.system.conftest import PATIENCE, complete, crossed, until
+from tests.system.conftest import PATIENCE, complete, crossed, stream, until
 
 pytestmark = pytest.mark.timeout(600)
 pytest.importorskip("torch", reason="the torch extra is not installed")
@@ -95,6 +95,15 @@ def test_kv_crosses_over_tcp(prefill: str, decode: str, model: Path, cases: list
         assert f"prefill-0 ({prefill}), decode-0 ({decode})" in server.log
         for worker, backend in (("prefill-0", prefill), ("decode-0", decode)):
             assert server.metric("pyengine_worker_info", worker=worker, backend=backend, kv_dtype="float32") == 1
+        longest = max((case.ids for case in cases), key=len)
+        again = complete(server, longest, 4, model="tiny")
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(longest) - 1) // 16 * 16
+        for piece in stream(server, longest, 300, model="tiny", ignore_eos=True):
+            assert piece is not None
+            break  # the client goes
+        until(lambda: server.metric("pyengine_worker_requests") == 0, "the request is aborted")
+        until(lambda: server.metric("pyengine_worker_pages", state="referenced") == 0, "pages are released")
+        until(lambda: server.metric("pyengine_pool_grants") == 0, "grants are dropped")
 
 
 @pytest.mark.parametrize(("framework", "other"), [("torch", "jax"), ("jax", "torch")])
