@@ -22,6 +22,7 @@ from pyengine.backend import Slice
 from pyengine.backends import lacking, load_backend
 from pyengine.checkpoint import ModelError
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
+from tests.model import checkpoints
 from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, QWEN_WINDOW, write_tiny
 
 if reason := lacking("jax"):
@@ -84,6 +85,22 @@ def test_logits_equal_transformers_and_torch(shape: str, tmp_path: Path) -> None
         ours = backend.logits(slices)[0]
         np.testing.assert_allclose(ours, expected[end - 1], atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(ours, twin.logits(slices)[0].numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("shape", sorted(checkpoints.SHAPES))
+def test_prompts_of_every_shape(shape: str, tmp_path: Path) -> None:
+    """The whole table that torch is compared over: one prompt, longer than the windows."""
+    torch = pytest.importorskip("torch", reason="needs the torch extra")
+    transformers = pytest.importorskip("transformers", reason="needs the bench extra")
+    folder = write_tiny(tmp_path / "model", **checkpoints.SHAPES[shape])
+    tokens = np.random.default_rng(1).integers(0, 256, 64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens.tolist()])).logits[0, -1].numpy()
+    backend = load(folder, tmp_path)
+    (logits,) = np.asarray(backend.logits([slice_of(tokens, 0, np.arange(4))]))
+    np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+    backend.close()
 
 
 def test_bfloat16_is_near_float32(tiny: Path, tmp_path: Path) -> None:
