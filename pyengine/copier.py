@@ -127,9 +127,10 @@ class Copier:
         """
         assert self._slots is not None, "callers have a pool"
         at_once = self._at_once()
+        # One for all parts: each of its own would be fresh memory, and the kernel's handing it out costs like the copy.
+        strips = self._scratch(min(at_once, len(slots)))
         for begin in range(0, len(slots), at_once):
             part = slots[begin : begin + at_once]
-            strips = self._scratch(len(part))
             verified = 0
             while verified < len(part):
                 slot = part[verified]

@@ -20,6 +20,7 @@ from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import native, pages
 from pyengine.kernels.torch import threads as kernel_threads
+from pyengine.kernels.torch.ahead import Ahead
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS
 
@@ -54,6 +55,7 @@ class TorchBackend:
         if threads is not None and self._model.kernels is native:
             torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
+        self._ahead: Ahead | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
         # On a GPU a copy on another thread would wait for all that is queued: it needs a stream of its own too.
@@ -85,6 +87,8 @@ class TorchBackend:
             self._model.dtype,
             self._device,
         )
+        if self._device.type == "cpu":
+            self._ahead = Ahead(self._cache)
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         """Nothing is compiled."""
@@ -136,11 +140,16 @@ class TorchBackend:
 
     def write_pages(self, page_ids: list[int], strips: U8) -> None:
         cache = self._pages
+        if self._ahead is not None:
+            self._ahead.used([np.array(page_ids, np.int32)])
         with torch.inference_mode():
             blocks = pages.as_blocks(cache, strips if strips.flags.writeable else strips.copy()).to(cache.device)
             self._model.kernels.scatter(cache, self._index(page_ids), blocks)
 
     def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
         self._cache = None
 
     @property
@@ -157,6 +166,8 @@ class TorchBackend:
     def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
         slices = [slices[index] for index in order]
         step = self._step_input(slices)
+        if self._ahead is not None:
+            self._ahead.used(slice_.pages for slice_ in slices)
         # Single tokens come first, so the row of such a slice is the row of its token.
         fed = {row: slice_.after for row, slice_ in enumerate(slices) if slice_.after is not None}
         if fed:
