@@ -28,7 +28,7 @@ from bench.client import Reply, completion, session, stream
 from bench.common import end_on_sigterm, line, median, note
 from bench.serve import FIRST_ID, LAST_ID
 from bench.server import Server
-from pyengine.backend import Slice, Written
+from pyengine.backend import Readable, Slice, Written
 from pyengine.backends.fake import FakeBackend
 from pyengine.scheduler.messages import Message, Tokens
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
@@ -152,10 +152,14 @@ class Device(FakeBackend):
         super().__init__(layers=30, kv_heads=3, head_dim=64, seconds_per_token=SECONDS_PER_TOKEN)
         self.seconds = 0.0
 
-    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
+    def _compute(
+        self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+    ) -> list[int]:
         began = time.perf_counter()
         seconds, layers = SECONDS_PER_TOKEN * sum(len(slice_.tokens) for slice_ in slices), self.namespace.kv.layers
         for layer in range(layers):
+            if readable is not None:
+                readable(layer)
             time.sleep(max(began + seconds * (layer + 1) / layers - time.perf_counter(), 0.0))
             if written is not None:
                 written(layer)

@@ -43,11 +43,16 @@ class Ahead:
         page_bytes = cache.nbytes // self._pages
         self._ahead = max(ahead_bytes // page_bytes, 1)
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self.ready = 0
         self.used(())
 
     def used(self, tables: Iterable[I32]) -> None:
-        """The pages in these are used from now on. Returns at once."""
+        """The pages in these are used from now on. Returns at once. On any thread."""
+        with self._lock:
+            self._used(tables)
+
+    def _used(self, tables: Iterable[I32]) -> None:
         if self.ready == self._pages or (self._thread is not None and self._thread.is_alive()):
             return
         used = max((int(table.max(initial=-1)) for table in tables), default=-1)

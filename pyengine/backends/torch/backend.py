@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Deferred, Pending, Slice, Written
+from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends import DTYPES
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
@@ -96,20 +96,24 @@ class TorchBackend:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         written = written if self.layerwise else None
         if self.overlaps:
-            return self._launch(slices, written)
-        return Deferred(lambda: self.execute(slices) if written is None else self._launch(slices, written).tokens())
+            return self._launch(slices, written, readable)
+        if written is None and readable is None:
+            return Deferred(lambda: self.execute(slices))
+        return Deferred(lambda: self._launch(slices, written, readable).tokens())
 
-    def _launch(self, slices: list[Slice], written: Written | None = None) -> Launched:
+    def _launch(
+        self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+    ) -> Launched:
         """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
             chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
             order = _order(slices)
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
             rows = [index for index, _ in asked]
-            logits = self._forward(slices, order, written) if slices else None
+            logits = self._forward(slices, order, written, readable) if slices else None
             if logits is not None and asked:
                 positions = [slices[index].start + len(slices[index].tokens) for index in rows]
                 tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions))
@@ -138,8 +142,8 @@ class TorchBackend:
         if strips is not blocks:
             blocks.copy_(strips)
 
-    def write_pages(self, page_ids: list[int], strips: U8) -> None:
-        cache = self._pages
+    def write_pages(self, page_ids: list[int], strips: U8, layers: range | None = None) -> None:
+        cache = self._pages if layers is None else self._pages[layers.start : layers.stop]
         if self._ahead is not None:
             self._ahead.used([np.array(page_ids, np.int32)])
         with torch.inference_mode():
@@ -163,7 +167,13 @@ class TorchBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
+    def _forward(
+        self,
+        slices: list[Slice],
+        order: list[int],
+        written: Written | None = None,
+        readable: Readable | None = None,
+    ) -> torch.Tensor:
         slices = [slices[index] for index in order]
         step = self._step_input(slices)
         if self._ahead is not None:
@@ -173,7 +183,7 @@ class TorchBackend:
         if fed:
             # A step that has failed chose -1: this one has no meaning then, but must not read beside the embedding.
             step.tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
-        return self._model.forward(step, self._pages, written)
+        return self._model.forward(step, self._pages, written, readable)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
         """slices: those with one token first."""
