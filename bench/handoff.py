@@ -130,7 +130,7 @@ def beside_device(arrangement: Arrangement, prompt: int, rounds: int) -> None:
         samples: dict[bool, list[Sample]] = {True: [], False: []}
         for number in range(rounds + 1):
             for layerwise, measured in samples.items():
-                prefill.layerwise = layerwise
+                prefill.layerwise = decode.layerwise = layerwise
                 sample = cluster.ask(prompt_of(2 * number + layerwise, prompt), decode)
                 if number:
                     measured.append(sample)
@@ -145,7 +145,7 @@ def beside_device(arrangement: Arrangement, prompt: int, rounds: int) -> None:
 
 
 class Device(FakeBackend):
-    """Computes nothing: its KV is what lies in the pages. seconds: how long the last step took."""
+    """Computes nothing: its KV is what lies in the pages. seconds: how long the last step would take alone."""
 
     def __init__(self) -> None:
         # SmolLM2's KV, in fp32.
@@ -155,15 +155,17 @@ class Device(FakeBackend):
     def _compute(
         self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
     ) -> list[int]:
-        began = time.perf_counter()
-        seconds, layers = SECONDS_PER_TOKEN * sum(len(slice_.tokens) for slice_ in slices), self.namespace.kv.layers
+        layers = self.namespace.kv.layers
+        self.seconds = SECONDS_PER_TOKEN * sum(len(slice_.tokens) for slice_ in slices)
+        over = time.perf_counter()
         for layer in range(layers):
             if readable is not None:
                 readable(layer)
-            time.sleep(max(began + seconds * (layer + 1) / layers - time.perf_counter(), 0.0))
+                over = max(over, time.perf_counter())
+            over += self.seconds / layers
+            time.sleep(max(over - time.perf_counter(), 0.0))
             if written is not None:
                 written(layer)
-        self.seconds = time.perf_counter() - began
         return [-1 if slice_.sampling is None else FIRST_ID for slice_ in slices]
 
 
