@@ -72,13 +72,14 @@ class Load(NamedTuple):
 @dataclasses.dataclass(slots=True)
 class Flight:
     """A step under way. pending: None if it could not be submitted, or the step before it has failed. rows: of its
-    sequences. began: when it was submitted (time.perf_counter).
+    sequences. began: when it was submitted (time.perf_counter). loads: it may wait for KV that is still on its way.
     """
 
     step: Step
     pending: Pending | None
     rows: dict[SequenceId, int]
     began: float
+    loads: bool = False
 
 
 class Worker:
@@ -354,7 +355,7 @@ class Worker:
         except Exception:
             logger.exception("a step of %d sequences could not be submitted", len(step.slices))
         rows = {planned.id: row for row, planned in enumerate(step.slices)}
-        self._flights.append(Flight(step, pending, rows, time.perf_counter()))
+        self._flights.append(Flight(step, pending, rows, time.perf_counter(), readable is not None))
         self.batcher.begin(step)
 
     def _end_steps(self, left: int) -> None:
@@ -379,7 +380,8 @@ class Worker:
         self.counters["prefill"] += work.prefill_tokens
         self.counters["decode"] += work.decode_sequences
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
-        self.batcher.observe(work, seconds)
+        if not flight.loads:  # what copies take is told apart, see `KvMover.loads`
+            self.batcher.observe(work, seconds)
         for outcome in self.batcher.finish(flight.step, tokens):
             self._outcome(outcome)
 

@@ -106,7 +106,7 @@ def again(cluster: Cluster, tokens: list[int]) -> Request:
     return cluster.submit(tokens, "second", "second")
 
 
-def test_layers_come_while_the_step_computes() -> None:
+def test_layers_come_while_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layers are computed before strips of the last are even looked at."""
     pools: list[Held] = []
 
@@ -121,10 +121,14 @@ def test_layers_come_while_the_step_computes() -> None:
     with two_workers(Asking(at), wrap) as cluster:
         tokens = prompt(200)
         cache(cluster, tokens)
+        batcher = cluster.workers["second"].batcher
+        observed: list[int] = []
+        monkeypatch.setattr(batcher, "observe", lambda work, _: observed.append(work.prefill_tokens))
         request = again(cluster, tokens)
         cluster.run(request)
         assert request.ids == oracle(tokens, 8)
         assert request.cached == 192 and request.tiers == {"dram": 192}
+        assert observed == [0] * 7, "what a step waits for is not what it takes"
         strips = STRIPS // LAYERS
         assert pools[0].loads == [layer * strips for layer in range(LAYERS) for _ in range(12)]
         cluster.settle()
