@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from pyengine.backend import Slice
+from pyengine.backends.torch import TorchBackend
 from pyengine.kernels.torch import ahead, pages
 from pyengine.kernels.torch.ahead import Ahead
+from tests.model.checkpoints import write_tiny
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -59,6 +62,25 @@ def test_pages_smaller_than_the_systems_have_memory_too() -> None:
         getting.used([np.array([page], np.int32)])
         getting.join()
     assert getting.ready == 3 and not cache.any()
+
+
+def test_a_backend_on_a_cpu_has_it_done(tmp_path: Path) -> None:
+    """From the start, and further when pages are computed in or copied to."""
+    if not (SMAPS.exists() and _gives_ahead()):
+        pytest.skip("this kernel gives no memory ahead (Linux 5.14 does), or tells nothing of it")
+    backend = TorchBackend.load(str(write_tiny(tmp_path)), cache=tmp_path, threads=1)
+    backend.allocate(512)
+    assert backend._ahead is not None
+    backend._ahead = Ahead(backend._pages, 64 * backend.namespace.kv.block_bytes)
+    backend._ahead.join()
+    kv = backend.namespace.kv
+    backend.write_pages([40], np.zeros((1, kv.strips, kv.strip_bytes), np.uint8))
+    backend._ahead.join()
+    assert backend._ahead.ready == 41 + 64
+    backend.execute([Slice(np.array([1, 2, 3], np.uint32), 0, np.array([90], np.int32), None)])
+    backend._ahead.join()
+    assert backend._ahead.ready == 91 + 64
+    backend.close()
 
 
 def _gives_ahead() -> bool:
