@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use crate::kernel::{Level, Operands, Pair, Single, Tile};
 use crate::matrix::{Rows, RowsMut};
 use crate::panels::{CHUNK, Kind, PANEL, Weights};
+use crate::shared::Shared;
 use crate::threads::Threads;
 
 /// Rows of a block: its share of `x` is read from the second cache for each panel, and the weights are read once per block.
@@ -79,7 +80,7 @@ impl Product<'_> {
             if scratch.len() < needed {
                 scratch.resize(needed, 0.0);
             }
-            let to = Shared(scratch.as_mut_ptr());
+            let to = Shared::new(scratch.as_mut_ptr());
             let pack = |tile: usize| {
                 let (first, last) = (cut(tile), cut(tile + 1));
                 // SAFETY: each tile has its own numbers, [depth][rows of the tile], within those just made sure of.
@@ -96,7 +97,7 @@ impl Product<'_> {
             }
             scratch.as_ptr()
         };
-        let packed = Shared(packed.cast_mut());
+        let packed = Shared::new(packed.cast_mut());
         let most = (BLOCK_BYTES / (4 * self.depth.max(1))).clamp(*BLOCK_ROWS.start(), *BLOCK_ROWS.end());
         // Tiles have at most as many rows as there are kernels.
         let blocks = tiles.div_ceil(most / self.tiles.len());
@@ -170,19 +171,4 @@ fn pack(x: Rows<'_, f32>, to: &mut [f32]) {
         }
     }
     padding.fill(0.0);
-}
-
-/// Memory whose parts are written by different threads.
-#[derive(Clone, Copy)]
-struct Shared(*mut f32);
-
-// SAFETY: whoever uses it says which part is whose.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn at(self, index: usize) -> *mut f32 {
-        self.0.wrapping_add(index)
-    }
 }
