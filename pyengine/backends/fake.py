@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.kernels.memory import too_many_pages
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ class FakeBackend:
         try:
             self._cache = np.zeros(shape, dtype=np.uint64)
         except MemoryError as error:
-            needed = pages * self.namespace.kv.block_bytes
-            raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
+            raise too_many_pages(pages, pages * self.namespace.kv.block_bytes, "the fake device") from error
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         """Nothing is compiled."""
