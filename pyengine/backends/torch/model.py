@@ -87,7 +87,7 @@ class Model:
         waits for what a layer's pages should hold before.
         """
         attend = self._plan_attention(step, cache[0])
-        return self.compute(step.tokens, step.positions, step.slots, attend, cache, step.outputs, written)
+        return self.compute(step.tokens, step.positions, step.slots, attend, cache, step.outputs, written, readable)
 
     def compute(
         self,
@@ -98,6 +98,7 @@ class Model:
         cache: torch.Tensor,
         outputs: torch.Tensor | slice = ALL,
         written: Callable[[int], None] | None = None,
+        readable: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """`forward` of what is planned: all that follows from the step's numbers is computed on the device. So a graph
         may repeat it, where the kernels can.
