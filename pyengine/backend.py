@@ -120,7 +120,8 @@ class Backend(Protocol):
     def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         """Copies whole pages, or these layers of them, into canonical strips.
 
-        out: uint8 [len(pages), strips, strip_bytes], the strips of these layers only.
+        out: uint8 [len(pages), strips, strip_bytes], the strips of these layers only; and of its own heads only, where
+        each of several processes moves its own (`ranks.Ranked`, whose others group_copier.py asks).
 
         A step under way may read them, but writes none of them, but for layers that it has told of. Then it may be
         called on another thread than the loop's.
@@ -130,7 +131,7 @@ class Backend(Protocol):
     def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
         """Copies canonical strips into whole pages, or into these layers of them, which only a `layerwise` backend can.
 
-        strips: uint8 [len(pages), strips, strip_bytes], the strips of these layers only.
+        strips: uint8 [len(pages), strips, strip_bytes], as for `read_pages`.
 
         No step under way uses them, but for layers that it still has to ask for. With layers it may be called on
         another thread than the loop's.

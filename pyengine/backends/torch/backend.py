@@ -86,8 +86,7 @@ class TorchBackend:
         return cls(resolve(model, cache), threads=threads, dtype=dtype)
 
     def allocate(self, pages_wanted: int) -> None:
-        if self._cache is not None:
-            raise RuntimeError("pages are allocated once")
+        self._check_once()
         config, part = self._model.config, self._model.group.part
         if self._device.type == "cpu" and part.rank == 0:
             # For all ranks: they share the machine's memory, which is granted now and missed later.
@@ -105,6 +104,10 @@ class TorchBackend:
         )
         if self._device.type == "cpu":
             self._ahead = Ahead(self._cache)
+
+    def _check_once(self) -> None:
+        if self._cache is not None:
+            raise RuntimeError("pages are allocated once")
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         """Records decode steps of up to so many sequences as CUDA graphs. Where that cannot be done all is computed

@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from pyengine.backend import Readable, Slice, Written
@@ -18,6 +19,7 @@ from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, ModelError
 from pyengine.checkpoint.room import check_room, free_memory
+from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch.choice import keeps
 from pyengine.ranks import Allocate, Compute, Join, RankRefused, Ranks, Row, uninterrupted
 from pyengine.scheduler.types import BLOCK_TOKENS
@@ -91,6 +93,7 @@ class ParallelTorchBackend(TorchBackend):
             raise ModelError(str(error)) from error
 
     def allocate(self, pages_wanted: int) -> None:
+        self._check_once()  # what fails at the leader alone must fail before the ranks are told
         self.ranks.tell(Allocate(pages_wanted))
         try:
             super().allocate(pages_wanted)
@@ -108,6 +111,8 @@ class ParallelTorchBackend(TorchBackend):
         written: Written | None = None,
         readable: Readable | None = None,
     ) -> torch.Tensor:
+        slices = [self._known(slice_) for slice_ in slices]
+        self._check_pages(slices)
         with uninterrupted():
             self.ranks.tell(Compute([self._row(slice_) for slice_ in slices]))
             try:
@@ -115,8 +120,20 @@ class ParallelTorchBackend(TorchBackend):
             except Exception as error:  # noqa: BLE001 (wherever it stopped, the others are elsewhere)
                 self.ranks.lost(error)
 
+    def _known(self, slice_: Slice) -> Slice:
+        """With the token that the step before has chosen for it: that one is over, and only the leader knows it."""
+        if slice_.after is None:
+            return slice_
+        token = self._chosen[[slice_.after]].clamp(min=0)  # a step that has failed chose -1
+        return msgspec.structs.replace(slice_, tokens=token.numpy(force=True).astype(np.uint32), after=None)
+
+    def _check_pages(self, slices: list[Slice]) -> None:
+        """Raises ValueError for pages that do not exist: what a rank finds wrong ends it, and with it the replica."""
+        for slice_ in slices:
+            told = Sequences.of([len(slice_.tokens)], [slice_.start + len(slice_.tokens)], [slice_.pages])
+            told.check_pages(self._pages.shape[3], self.namespace.kv.block_tokens)
+
     def _row(self, slice_: Slice) -> Row:
-        assert slice_.after is None, "nothing is submitted behind a step that is not over"
         pages = -(-(slice_.start + len(slice_.tokens)) // self.namespace.kv.block_tokens)
         return Row(slice_.tokens.tobytes(), slice_.start, slice_.pages[:pages].tobytes(), slice_.sampling is not None)
 
