@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
@@ -81,3 +83,31 @@ class Draws:
 
     def __len__(self) -> int:
         return len(self.temperature)
+
+
+def _no_ids() -> I32:
+    return np.empty(0, np.int32)
+
+
+def _nothing() -> F32:
+    return np.empty(0, np.float32)
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What is done to one row of logits before a token is chosen, in this order: see `reference.shape_logits`.
+
+    seen: int32 [m], ids whose logits are divided by `repetition` where they are positive, else multiplied by it.
+    ids: int32 [n], add: float32 [n]: what is added to their logits, -inf for one that may not be chosen.
+    mask: uint32 [ceil(vocab / 32)], allowed ids: bit i of word i // 32, from the lowest bit on; None: all are.
+    No id is twice in `seen`, or in `ids`.
+
+    logprobs: how many of the likeliest tokens are told beside the chosen one, by the logits as they were before.
+    """
+
+    ids: I32 = field(default_factory=_no_ids)
+    add: F32 = field(default_factory=_nothing)
+    seen: I32 = field(default_factory=_no_ids)
+    repetition: float = 1.0
+    mask: U32 | None = None
+    logprobs: int | None = None

@@ -13,7 +13,19 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .explanation import Explanation
-from .types import FinishReason, Namespace, Node, Plan, Rejection, Role, SamplingParams, Slo, Source, WorkerInfo
+from .types import (
+    FinishReason,
+    Logprobs,
+    Namespace,
+    Node,
+    Plan,
+    Rejection,
+    Role,
+    SamplingParams,
+    Slo,
+    Source,
+    WorkerInfo,
+)
 
 PROTOCOL = 1
 
@@ -386,14 +398,22 @@ class PrefillReport(Message, frozen=True):
     tiers: dict[str, int] = {}
 
 
-class Tokens(Message, frozen=True):
-    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them."""
+class Tokens(Message, frozen=True, omit_defaults=True):
+    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them.
+
+    logprobs: one for each token, if they were asked for. Raises ValueError for another number of them.
+    """
 
     request: int
     attempt: int
     first: int
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
+            raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
 
 
 class Failed(Message, frozen=True):

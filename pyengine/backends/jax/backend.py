@@ -32,7 +32,7 @@ from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
 from pyengine.ranks import uninterrupted
-from pyengine.scheduler.types import BLOCK_TOKENS
+from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +255,9 @@ class Launched:
                     raise ArithmeticError("the model computed logits that are not finite")
                 tokens.append(token if asked else -1)
         return tokens
+
+    def logprobs(self) -> list[Logprobs | None]:
+        return []
 
 
 def _kept(folder: Path) -> Callable[[], AbstractContextManager[None]]:

@@ -21,7 +21,7 @@ from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import native, pages
 from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.sampling import draws
-from pyengine.scheduler.types import BLOCK_TOKENS
+from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
 
 
 class TorchBackend:
@@ -222,6 +222,9 @@ class Launched:
         if any(tokens[row] < 0 for row in self._asked):
             raise ArithmeticError("the model computed logits that are not finite")
         return tokens
+
+    def logprobs(self) -> list[Logprobs | None]:
+        return []
 
 
 def _order(slices: list[Slice]) -> list[int]:
