@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +94,7 @@ def _nothing() -> F32:
     return np.empty(0, np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shaping:
     """What is done to one row of logits before a token is chosen, in this order: see `reference.shape_logits`.
 
@@ -111,3 +112,62 @@ class Shaping:
     repetition: float = 1.0
     mask: U32 | None = None
     logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is done to S rows of logits: their `Shaping`s as arrays, in which rows that ask for nothing are not named.
+
+    seen_rows, seen: int32 [M], logits by row and id that `factors`, float32 [M], divide or multiply. rows, ids: int32
+    [N], those to which `add`, float32 [N], is added. masked: int32 [K], rows that have a mask; masks: uint32 [K,
+    words]. A row of S (in padded arrays) names none.
+    """
+
+    seen_rows: I32
+    seen: I32
+    factors: F32
+    rows: I32
+    ids: I32
+    add: F32
+    masked: I32
+    masks: U32
+
+    @classmethod
+    def of(cls, shapings: Sequence[Shaping], vocab: int) -> Shapes:
+        """Raises ValueError for an id or a mask that the vocabulary does not have."""
+        masked = [row for row, shaping in enumerate(shapings) if shaping.mask is not None]
+        shapes = cls(
+            seen_rows=_rows_of([len(shaping.seen) for shaping in shapings]),
+            seen=_joined([shaping.seen for shaping in shapings], np.int32),
+            factors=np.repeat(
+                np.array([shaping.repetition for shaping in shapings], np.float32),
+                [len(shaping.seen) for shaping in shapings],
+            ),
+            rows=_rows_of([len(shaping.ids) for shaping in shapings]),
+            ids=_joined([shaping.ids for shaping in shapings], np.int32),
+            add=_joined([shaping.add for shaping in shapings], np.float32),
+            masked=np.array(masked, np.int32),
+            masks=np.zeros((len(masked), words(vocab)), np.uint32),
+        )
+        for ids in (shapes.seen, shapes.ids):
+            if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+                raise ValueError(f"ids {ids.min()}..{ids.max()} are to be shaped, the vocabulary has 0..{vocab - 1}")
+        for number, row in enumerate(masked):
+            mask = shapings[row].mask
+            if mask is None or mask.shape != shapes.masks[number].shape:
+                raise ValueError(f"a mask of a vocabulary of {vocab} has {words(vocab)} words: one has another shape")
+            shapes.masks[number] = mask
+        return shapes
+
+
+def words(vocab: int) -> int:
+    """Of a mask over so many ids."""
+    return -(-vocab // 32)
+
+
+def _rows_of(counts: list[int]) -> I32:
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate([*parts, np.empty(0, kind)], dtype=kind)
