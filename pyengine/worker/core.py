@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import I32, Backend, Pending, Slice, WorkerBroken
+from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -40,7 +40,8 @@ from pyengine.scheduler.messages import (
     Tokens,
     Work,
 )
-from pyengine.scheduler.types import KEY_BYTES, FinishReason, Role
+from pyengine.scheduler.types import KEY_BYTES, FinishReason, Logprobs, Role
+from pyengine.worker.shaping import Shaper
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ REMEMBERED_ENDS = 4096
 RECOMPUTE_STEPS = 4
 #: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
 HOPELESS_STEPS = 3
+#: What a client hears whose own wishes leave no token to choose.
+STUCK = "no token is left to choose: min_tokens forbids all that its grammar or its logit_bias allows"
 #: Attempts told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
 ACCEPTED = 4096
 #: Seconds between two looks at who waits how long: a part of a heartbeat.
@@ -79,6 +82,13 @@ class Flight:
     pending: Pending | None
     rows: dict[SequenceId, int]
     began: float
+
+
+class Chosen(NamedTuple):
+    """By a step. tokens: parallel to its slices, -1 where none is sampled. logprobs: of those that asked."""
+
+    tokens: list[int]
+    logprobs: dict[SequenceId, Logprobs]
 
 
 class Worker:
@@ -144,6 +154,8 @@ class Worker:
         #: When the last step was over (time.perf_counter).
         self._over = 0.0
         self._sequences: dict[SequenceId, Sequence] = {}
+        #: Of sequences whose choices are shaped or told of.
+        self._shapers: dict[SequenceId, Shaper] = {}
         self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
         self._next_due = float("inf")
@@ -196,6 +208,8 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
+        if (shaper := Shaper.of(sequence, self.backend.vocab_size)) is not None:
+            self._shapers[identity] = shaper
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
         self._taken.append(identity)
@@ -247,6 +261,8 @@ class Worker:
             return f"token id {tokens.max()} is not below {self.backend.vocab_size}, the size of the vocabulary"
         if not 0 <= work.generated < len(tokens):
             return f"{work.generated} of its {len(tokens)} tokens were generated"
+        if any(token >= self.backend.vocab_size for token, _ in work.sampling.logit_bias):
+            return f"it biases an id that is not below {self.backend.vocab_size}, the size of the vocabulary"
         if len(work.root) != KEY_BYTES:
             return "the root key has a wrong length"
         if work.keys != _native.block_keys(tokens, self.block_tokens, work.root, self._hash_key):
@@ -366,7 +382,7 @@ class Worker:
         flight = self._flights[0]
         # On a device it began when it was submitted, or when the one before was over; else it begins now.
         began = max(flight.began, self._over) if self.backend.overlaps else time.perf_counter()
-        tokens = self._tokens(flight)
+        chosen = self._chosen(flight)
         self._over = time.perf_counter()
         self._flights.popleft()
         seconds = self._over - began
@@ -377,17 +393,15 @@ class Worker:
         self.counters["decode"] += work.decode_sequences
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
         self.batcher.observe(work, seconds)
-        for outcome in self.batcher.finish(flight.step, tokens):
-            self._outcome(outcome)
+        for outcome in self.batcher.finish(flight.step, self._fail_stuck(flight.step.slices, chosen.tokens)):
+            self._outcome(outcome, chosen.logprobs.get(outcome.id))
 
-    def _tokens(self, flight: Flight) -> list[int]:
-        """Tokens parallel to the step's slices, -1 where none is sampled. If the step fails, each of its sequences is
-        tried alone.
-        """
+    def _chosen(self, flight: Flight) -> Chosen:
+        """What a step has chosen. If it fails, each of its sequences is tried alone."""
         planned = flight.step.slices
         if flight.pending is not None:
             try:
-                tokens = self._checked(planned, flight.pending.tokens())
+                chosen = self._read(planned, flight.pending)
             except WorkerBroken:
                 raise
             except Exception:
@@ -397,7 +411,7 @@ class Worker:
                     self._fail(sequence_id, "retry", "a part of its KV had left when the step failed")
             else:
                 self._hopeless = 0
-                return tokens
+                return chosen
             finally:
                 self.mover.streamed()
         return self._each_alone(planned)
@@ -410,18 +424,21 @@ class Worker:
                     flight.pending.tokens()
                 flight.pending = None
 
-    def _each_alone(self, planned: list[Planned]) -> list[int]:
+    def _each_alone(self, planned: list[Planned]) -> Chosen:
         """Who fails is ended, who has ended since the step was planned is left out. KV is written twice: harmless."""
-        tokens = [-1] * len(planned)
+        chosen = Chosen([-1] * len(planned), {})
         here = [(row, each) for row, each in enumerate(planned) if each.id in self.work]
         failed: dict[SequenceId, Exception] = {}
         for row, each in here:
             try:
-                (tokens[row],) = self._checked([each], self.backend.execute(self._slices([each])))
+                alone = self._read([each], self.backend.submit(self._slices([each])))
             except WorkerBroken:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
                 failed[each.id] = error
+            else:
+                (chosen.tokens[row],) = alone.tokens
+                chosen.logprobs.update(alone.logprobs)
         if here:
             self._hopeless = self._hopeless + 1 if len(failed) == len(here) else 0
         if self._hopeless >= HOPELESS_STEPS:
@@ -429,7 +446,7 @@ class Worker:
         for sequence_id, failure in failed.items():
             logger.error("request %d, attempt %d cannot be computed", *sequence_id, exc_info=failure)
             self._fail(sequence_id, "bug", f"the model failed on this request: {failure}")
-        return tokens
+        return chosen
 
     def _slices(self, planned: list[Planned]) -> list[Slice]:
         """A sequence whose token is still to come continues it from its row of the step under way."""
@@ -443,7 +460,9 @@ class Worker:
             sequence = self._sequences[each.id]
             after = self._flights[-1].rows[each.id] if each.start == len(sequence.tokens) else None
             sampling = sequence.sampling if each.sample else None
-            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after))
+            shaper = self._shapers.get(each.id) if each.sample else None
+            shaping = shaper.shaping(each.start + each.count) if shaper is not None else None
+            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after, shaping))
         return slices
 
     def _table(self, planned: Planned) -> I32:
@@ -453,13 +472,26 @@ class Worker:
             table = self._tables[planned.id] = np.array(planned.pages, np.int32)
         return table
 
-    def _checked(self, planned: list[Planned], tokens: list[int]) -> list[int]:
+    def _read(self, planned: list[Planned], pending: Pending) -> Chosen:
         """The backend's answer. Raises ValueError for one that cannot be."""
+        tokens = pending.tokens()
         if len(tokens) != len(planned):
             raise ValueError(f"the backend gave {len(tokens)} tokens for {len(planned)} slices")
         for token, each in zip(tokens, planned, strict=True):
-            if not (0 <= token < self.backend.vocab_size if each.sample else token == -1):
+            sampled = 0 <= token < self.backend.vocab_size or token == NOTHING_LEFT
+            if not (sampled if each.sample else token == -1):
                 raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
+        if not self._shapers:
+            return Chosen(tokens, {})
+        told = zip(planned, pending.logprobs(), strict=False)
+        return Chosen(tokens, {each.id: logprobs for each, logprobs in told if logprobs is not None})
+
+    def _fail_stuck(self, planned: list[Planned], tokens: list[int]) -> list[int]:
+        """Ends those to whom what they have asked for leaves no token; others are not concerned."""
+        for row, token in enumerate(tokens):
+            if token == NOTHING_LEFT:
+                tokens[row] = -1
+                self._fail(planned[row].id, "bug", STUCK)
         return tokens
 
     def close(self) -> None:
@@ -471,7 +503,7 @@ class Worker:
                     flight.pending.tokens()
         self.mover.close()
 
-    def _outcome(self, outcome: Outcome) -> None:
+    def _outcome(self, outcome: Outcome, logprobs: Logprobs | None) -> None:
         work = self.work[outcome.id]
         sequence = self._sequences[outcome.id]
         self.counters["recomputed"] += outcome.recomputed
@@ -489,7 +521,7 @@ class Worker:
                 )
             )
         if outcome.token is not None:
-            self._emit(work, outcome.index, outcome.token, outcome.finish)
+            self._emit(work, outcome.index, outcome.token, outcome.finish, logprobs)
         if outcome.filled and work.part != "prefill":
             self.mover.write_through(sequence, outcome.filled)
         if outcome.finish is not None:
@@ -505,9 +537,16 @@ class Worker:
             return
         self.mover.computed(outcome.id)
 
-    def _emit(self, work: Work, index: int, token: int, finish: FinishReason | None) -> None:
+    def _emit(self, work: Work, index: int, token: int, finish: FinishReason | None, logprobs: Logprobs | None) -> None:
         self._out.append(
-            Tokens(request=work.request, attempt=work.attempt, first=index, tokens=(token,), finish=finish)
+            Tokens(
+                request=work.request,
+                attempt=work.attempt,
+                first=index,
+                tokens=(token,),
+                finish=finish,
+                logprobs=None if logprobs is None else (logprobs,),
+            )
         )
 
     def _forget_copied_out(self) -> None:
@@ -565,6 +604,7 @@ class Worker:
         self.mover.end(sequence_id)
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
+        self._shapers.pop(sequence_id, None)
         self._tables.pop(sequence_id, None)
         self._due.pop(sequence_id, None)
 
