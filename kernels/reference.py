@@ -158,8 +158,8 @@ def shape_logits(logits: Array, shapes: Shapes) -> None:
     """Shapes rows of logits before a token is chosen from them. logits: float32 [S, vocab], written.
 
     First seen logits are divided by their factor where they are positive, else multiplied by it (the repetition penalty
-    of Keskar et al., 2019), then `add` is added, then those that a mask does not allow become -inf. No (row, id) is
-    twice in `seen`, or in `ids`.
+    of Keskar et al., 2019), then `add` is added, then those that a mask does not allow become -inf (where a NaN may
+    stay). No (row, id) is twice in `seen`, or in `ids`.
     """
     at = shapes.seen_rows, shapes.seen
     logits[at] = np.where(logits[at] > 0.0, logits[at] / shapes.factors, logits[at] * shapes.factors)

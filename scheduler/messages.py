@@ -401,7 +401,7 @@ class PrefillReport(Message, frozen=True):
 class Tokens(Message, frozen=True, omit_defaults=True):
     """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them.
 
-    logprobs: one for each token, if they were asked for. Raises ValueError for another number of them.
+    logprobs: one for each token, if they were asked for.
     """
 
     request: int
@@ -410,10 +410,6 @@ class Tokens(Message, frozen=True, omit_defaults=True):
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     logprobs: tuple[Logprobs, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
-            raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.tokens)} tokens")
 
 
 class Failed(Message, frozen=True):

@@ -12,6 +12,7 @@ by the shell after each call.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -332,8 +333,8 @@ class Request:
         if self.state is not State.RUNNING or message.attempt != self.attempt:
             return []
         limit = self.sampling.max_tokens
-        told = message.logprobs or (None,) * len(message.tokens)
-        for index, token in enumerate(zip(message.tokens, told, strict=True), start=message.first):
+        told = itertools.chain(message.logprobs or (), itertools.repeat(None))
+        for index, token in enumerate(zip(message.tokens, told, strict=False), start=message.first):
             if len(self.tokens) <= index < limit:
                 self._early[index] = token
         if message.finish is not None:

@@ -22,10 +22,11 @@ import time
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Slice, WorkerBroken
+from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Shaping, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -84,11 +85,14 @@ class Flight:
     began: float
 
 
-class Chosen(NamedTuple):
-    """By a step. tokens: parallel to its slices, -1 where none is sampled. logprobs: of those that asked."""
+class Chosen(msgspec.Struct, gc=False):
+    """By a step. tokens: parallel to its slices, -1 where there is none. logprobs: of those that asked. stuck: to whom
+    what they asked for leaves no token.
+    """
 
     tokens: list[int]
     logprobs: dict[SequenceId, Logprobs]
+    stuck: list[SequenceId]
 
 
 class Worker:
@@ -393,8 +397,12 @@ class Worker:
         self.counters["decode"] += work.decode_sequences
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
         self.batcher.observe(work, seconds)
-        for outcome in self.batcher.finish(flight.step, self._fail_stuck(flight.step.slices, chosen.tokens)):
-            self._outcome(outcome, chosen.logprobs.get(outcome.id))
+        for sequence_id in chosen.stuck:
+            self._fail(sequence_id, "bug", STUCK)
+        logprobs = chosen.logprobs
+        for outcome in self.batcher.finish(flight.step, chosen.tokens):
+            told = logprobs.get(outcome.id) if logprobs else None
+            self._outcome(outcome, None if told is None else (told,))
 
     def _chosen(self, flight: Flight) -> Chosen:
         """What a step has chosen. If it fails, each of its sequences is tried alone."""
@@ -426,7 +434,7 @@ class Worker:
 
     def _each_alone(self, planned: list[Planned]) -> Chosen:
         """Who fails is ended, who has ended since the step was planned is left out. KV is written twice: harmless."""
-        chosen = Chosen([-1] * len(planned), {})
+        chosen = Chosen([-1] * len(planned), {}, [])
         here = [(row, each) for row, each in enumerate(planned) if each.id in self.work]
         failed: dict[SequenceId, Exception] = {}
         for row, each in here:
@@ -439,6 +447,7 @@ class Worker:
             else:
                 (chosen.tokens[row],) = alone.tokens
                 chosen.logprobs.update(alone.logprobs)
+                chosen.stuck.extend(alone.stuck)
         if here:
             self._hopeless = self._hopeless + 1 if len(failed) == len(here) else 0
         if self._hopeless >= HOPELESS_STEPS:
@@ -454,16 +463,20 @@ class Worker:
         for each in planned:
             tokens += self._sequences[each.id].tokens[each.start : each.start + each.count] or [0]
         ids = np.array(tokens, np.uint32)
+        shaped = bool(self._shapers)
         slices, end = [], 0
         for each in planned:
             begin, end = end, end + each.count
             sequence = self._sequences[each.id]
             after = self._flights[-1].rows[each.id] if each.start == len(sequence.tokens) else None
             sampling = sequence.sampling if each.sample else None
-            shaper = self._shapers.get(each.id) if each.sample else None
-            shaping = shaper.shaping(each.start + each.count) if shaper is not None else None
+            shaping = self._shaping(each) if shaped and each.sample else None
             slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after, shaping))
         return slices
+
+    def _shaping(self, planned: Planned) -> Shaping | None:
+        shaper = self._shapers.get(planned.id)
+        return shaper.shaping(planned.start + planned.count) if shaper is not None else None
 
     def _table(self, planned: Planned) -> I32:
         """Its pages as an array. A sequence decodes 16 steps in the same ones, and a long one has hundreds."""
@@ -477,22 +490,17 @@ class Worker:
         tokens = pending.tokens()
         if len(tokens) != len(planned):
             raise ValueError(f"the backend gave {len(tokens)} tokens for {len(planned)} slices")
+        stuck = False
         for token, each in zip(tokens, planned, strict=True):
-            sampled = 0 <= token < self.backend.vocab_size or token == NOTHING_LEFT
-            if not (sampled if each.sample else token == -1):
-                raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
-        if not self._shapers:
-            return Chosen(tokens, {})
-        told = zip(planned, pending.logprobs(), strict=False)
-        return Chosen(tokens, {each.id: logprobs for each, logprobs in told if logprobs is not None})
-
-    def _fail_stuck(self, planned: list[Planned], tokens: list[int]) -> list[int]:
-        """Ends those to whom what they have asked for leaves no token; others are not concerned."""
-        for row, token in enumerate(tokens):
-            if token == NOTHING_LEFT:
-                tokens[row] = -1
-                self._fail(planned[row].id, "bug", STUCK)
-        return tokens
+            if not (0 <= token < self.backend.vocab_size if each.sample else token == -1):
+                if token != NOTHING_LEFT or not each.sample:
+                    raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
+                stuck = True
+        if not (stuck or self._shapers):
+            return Chosen(tokens, {}, [])
+        told = {each.id: one for each, one in zip(planned, pending.logprobs(), strict=False) if one is not None}
+        ids = [each.id for token, each in zip(tokens, planned, strict=True) if token == NOTHING_LEFT]
+        return Chosen([max(token, -1) for token in tokens], told, ids)
 
     def close(self) -> None:
         """Waits for what is under way on the device, and lets go of the pool."""
@@ -503,7 +511,7 @@ class Worker:
                     flight.pending.tokens()
         self.mover.close()
 
-    def _outcome(self, outcome: Outcome, logprobs: Logprobs | None) -> None:
+    def _outcome(self, outcome: Outcome, logprobs: tuple[Logprobs] | None) -> None:
         work = self.work[outcome.id]
         sequence = self._sequences[outcome.id]
         self.counters["recomputed"] += outcome.recomputed
@@ -537,7 +545,9 @@ class Worker:
             return
         self.mover.computed(outcome.id)
 
-    def _emit(self, work: Work, index: int, token: int, finish: FinishReason | None, logprobs: Logprobs | None) -> None:
+    def _emit(
+        self, work: Work, index: int, token: int, finish: FinishReason | None, logprobs: tuple[Logprobs] | None
+    ) -> None:
         self._out.append(
             Tokens(
                 request=work.request,
@@ -545,7 +555,7 @@ class Worker:
                 first=index,
                 tokens=(token,),
                 finish=finish,
-                logprobs=None if logprobs is None else (logprobs,),
+                logprobs=logprobs,
             )
         )
 

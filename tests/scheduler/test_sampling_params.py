@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyengine.scheduler.messages import PROTOCOL, Codec, ProtocolError, Tokens
+from pyengine.scheduler.messages import Codec, Tokens
 from pyengine.scheduler.types import (
     GRAMMARS,
     MOST_BIASES,
@@ -79,7 +79,7 @@ def test_what_follows_from_the_last_token_is_known() -> None:
         {"repetition_penalty": 0.9},
         {"grammar": Grammar("regex", "a*")},
     ):
-        assert SamplingParams(**params).follows_itself, params  # type: ignore[arg-type]
+        assert SamplingParams(**params).follows_itself, params
     steady = SamplingParams(logit_bias=((1, 1.0),), min_tokens=3, logprobs=2, min_p=0.1, top_k=3)
     assert not steady.follows_itself
 
@@ -104,9 +104,3 @@ def test_tokens_travel_with_what_is_told_of_them(told: list[tuple[int, Logprobs]
     )
     codec = Codec(Tokens)
     assert codec.decode(codec.encode([message])) == [message]
-
-
-def test_logprobs_of_other_tokens_are_refused() -> None:
-    frame = {"type": "Tokens", "request": 1, "attempt": 1, "first": 0, "tokens": [1, 2], "logprobs": [[-1.0, 1, []]]}
-    with pytest.raises(ProtocolError, match="1 logprobs for 2 tokens"):
-        Codec(Tokens).decode(msgspec.msgpack.encode([PROTOCOL, frame]))
