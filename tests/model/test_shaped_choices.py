@@ -26,6 +26,11 @@ from tests.model.test_backend_conformance import GREEDY, make, pages_for, prompt
 __all__ = ["make", "tiny"]
 
 LENGTHS = (1, 17, 40, 5)
+DRAWS = [
+    GREEDY,
+    SamplingParams(temperature=2.0, min_p=0.3, seed=4),
+    SamplingParams(temperature=0.9, min_p=0.02, top_k=50, top_p=0.95, seed=3),
+]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -92,9 +97,7 @@ def same(told: Logprobs | None, expected: Logprobs) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, SamplingParams(temperature=0.9, min_p=0.02, top_k=50, top_p=0.95, seed=3)]
-)
+@pytest.mark.parametrize("sampling", DRAWS)
 def test_rows_are_shaped_as_they_say(make: Callable[[], Backend], sampling: SamplingParams) -> None:
     backend = make()
     if isinstance(backend, FakeBackend) and sampling is not GREEDY:
