@@ -51,7 +51,7 @@ def logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = tokens.clamp(min=0).unsqueeze(-1)
     padded = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=float("-inf"))
-    blocks = padded.view(len(padded), padded.shape[-1] // BLOCK, BLOCK)
+    blocks = padded.reshape(len(padded), padded.shape[-1] // BLOCK, BLOCK)
     tops = blocks.amax(-1)
     largest = tops.amax(-1, keepdim=True)
     # Blocks, then over them in float64: in one order, which a whole row's would be only for some sizes of the batch.
