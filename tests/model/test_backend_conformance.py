@@ -1,9 +1,9 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
-Method: a list of implementations (torch and JAX on a tiny random Llama, fake, and each as if beside the host) times a
-list of expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same
-computed in another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through
-`write_pages`, with steps that are submitted before the tokens they continue are known.
+Method: a list of implementations (torch and JAX on a tiny random Llama, fake, each as if beside the host, and torch as
+if with CUDA graphs) times a list of expectations. Expectations compare the greedy continuation of a prompt computed in
+one way with the same computed in another: chunked, batched, with KV that went out through `read_pages` and came back
+elsewhere through `write_pages`, with steps that are submitted before the tokens they continue are known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "torch:overlaps", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
+@pytest.fixture(params=["torch", "torch:overlaps", "torch:graphs", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
     name, _, way = request.param.partition(":")
@@ -39,9 +39,13 @@ def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator
 
     def make_one() -> Backend:
         backend = load_backend(name, request.param if name == "fake" else str(tiny), cache=tmp_path, threads=1)
-        if way == "overlaps":
+        if way in ("overlaps", "graphs"):
             backend.overlaps = True  # as it does on accelerators: a step is begun when it is submitted
         backend.allocate(PAGES)
+        if way == "graphs":
+            from tests.model.graph_twin import with_graphs  # needs torch
+
+            with_graphs(backend, 4)
         made.append(backend)
         return backend
 

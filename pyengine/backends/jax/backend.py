@@ -74,8 +74,9 @@ class JaxBackend:
         free = (device.memory_stats() or {}).get("bytes_limit") if self.overlaps else free_memory()
         if free is not None:
             check_room(checkpoint.name, config, dtype, int(free) * (tp if self.overlaps else 1))
-        kernels = choose(device, dtype, config.head_dim)
-        model = MODELS[config.architecture](Shards(Weights(checkpoint), config, self._mesh, dtype), kernels)
+        kernels = choose(device, dtype, config.head_dim, self._mesh.size, env.xla_threads())
+        shards = Shards(Weights(checkpoint), config, self._mesh, dtype, kernels)
+        model = MODELS[config.architecture](shards, kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
         self._cache: jax.Array | None = None
         # int32, by number of the slice: what the step launched last chooses, from which the next may compute.

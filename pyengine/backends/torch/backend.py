@@ -7,6 +7,7 @@ its prompt was cut into chunks or what of it was cached, as all that is computed
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Slice, Written
 from pyengine.backends import DTYPES
+from pyengine.backends.torch.graphs import CudaRecorder, DecodeGraphs, DecodeStep, Recorder, sizes_up_to
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
 from pyengine.backends.torch.shaping import Told, choose_shaped
@@ -21,8 +23,11 @@ from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import native, pages
 from pyengine.kernels.torch import threads as kernel_threads
+from pyengine.kernels.torch.upload import upload
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
+
+logger = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -55,6 +60,11 @@ class TorchBackend:
         if threads is not None and self._model.kernels is native:
             torch.set_num_threads(1)  # what is large is computed by ours: see kernels/torch/threads.py
         self._cache: torch.Tensor | None = None
+        #: What records decode steps at `warm_up`; None: nothing does.
+        self.recorder: Recorder | None = None
+        if self._device.type == "cuda" and part is None:
+            self.recorder = CudaRecorder(self._device)
+        self._graphs: DecodeGraphs | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
         # On a GPU a copy on another thread would wait for all that is queued: it needs a stream of its own too.
@@ -88,7 +98,22 @@ class TorchBackend:
         )
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
-        """Nothing is compiled."""
+        """Records decode steps of up to so many sequences as CUDA graphs. Where that cannot be done all is computed
+        call by call, and the log says why.
+        """
+        if self.recorder is None:
+            why = "a CPU has none" if self._device.type == "cpu" else "they are not written for several ranks"
+            logger.info("decode without CUDA graphs: %s", why)
+            return
+        decode = getattr(self._model.kernels, "decode_tables", None)
+        if decode is None:
+            logger.warning("decode without CUDA graphs, which is slower: these kernels cannot be captured")
+            return
+        try:
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(self.recorder, self._model, decode, self._pages, sizes_up_to(max_sequences))
+        except Exception as error:  # noqa: BLE001 (whatever went wrong, what is computed without them is the same)
+            logger.warning("decode without CUDA graphs, which is slower: capturing failed: %r", error)
 
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
@@ -153,6 +178,7 @@ class TorchBackend:
             self._model.kernels.scatter(cache, self._index(page_ids), blocks)
 
     def close(self) -> None:
+        self._graphs = None
         self._cache = None
 
     @property
@@ -168,13 +194,35 @@ class TorchBackend:
 
     def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
         slices = [slices[index] for index in order]
+        graphs = self._graphs if written is None and all(len(slice_.tokens) == 1 for slice_ in slices) else None
+        if graphs is not None and graphs.holds(len(slices)):
+            return self._replay(graphs, slices)
         step = self._step_input(slices)
+        self._feed(slices, step.tokens)
+        return self._model.forward(step, self._pages, written)
+
+    def _replay(self, graphs: DecodeGraphs, slices: list[Slice]) -> torch.Tensor:
+        """`_forward` of a decode step that a graph can compute. The next one overwrites what it returns."""
+        block_tokens = self.namespace.kv.block_tokens
+        positions = np.array([slice_.start for slice_ in slices])
+        slots = [int(slice_.pages[slice_.start // block_tokens]) * block_tokens for slice_ in slices]
+        step = DecodeStep(
+            np.concatenate([slice_.tokens for slice_ in slices]),
+            positions,
+            np.array(slots) + positions % block_tokens,
+            self._sequences(slices),
+        )
+        logits = graphs.run(step, lambda tokens: self._feed(slices, tokens))
+        wanted = [row for row, slice_ in enumerate(slices) if slice_.sampling is not None]
+        return logits if len(wanted) == len(slices) else logits[self._index(wanted)]
+
+    def _feed(self, slices: list[Slice], tokens: torch.Tensor) -> None:
+        """Brings tokens of the step before to those who compute from them."""
         # Single tokens come first, so the row of such a slice is the row of its token.
         fed = {row: slice_.after for row, slice_ in enumerate(slices) if slice_.after is not None}
         if fed:
             # A step that has failed chose -1: this one has no meaning then, but must not read beside the embedding.
-            step.tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
-        return self._model.forward(step, self._pages, written)
+            tokens[self._index([*fed])] = self._chosen[self._index([*fed.values()])].clamp(min=0)
 
     def _step_input(self, slices: list[Slice]) -> StepInput:
         """slices: those with one token first."""
@@ -204,10 +252,10 @@ class TorchBackend:
         return Sequences.of(counts, lengths, used)
 
     def _tensor(self, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return upload(values.astype(np.int64), self._device)
 
     def _index(self, page_ids: list[int]) -> torch.Tensor:
-        return torch.tensor(page_ids, dtype=torch.int64, device=self._device)
+        return upload(np.array(page_ids, np.int64), self._device)
 
 
 class Launched:
