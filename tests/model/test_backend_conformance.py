@@ -367,3 +367,38 @@ def test_a_layer_is_told_of_when_it_can_be_read(make: Callable[[], Backend]) -> 
         out = np.full((len(pages), len(part), spec.strip_bytes), 0xAB, dtype=np.uint8)
         backend.read_pages(pages, out, layers)
         np.testing.assert_array_equal(out, whole[:, part.start : part.stop])
+
+
+def test_layers_are_asked_for_before_they_are_computed(make: Callable[[], Backend]) -> None:
+    """A layerwise backend goes on from pages that get what they should hold as it asks for each layer; what is raised
+    there, the step raises.
+    """
+    backend = make()
+    if not backend.layerwise:
+        pytest.skip("it asks for no layers")
+    spec = backend.namespace.kv
+    tokens, pages = prompt(48 + 9), pages_for(48 + 9)
+    expected = baseline(backend, tokens, 1)
+    prefill(backend, tokens[:48], pages, 48)
+    used = pages[:3]
+    before = strips(backend, used)
+    backend.write_pages(used, np.full_like(before, 0xFF))
+    asked: list[int] = []
+
+    def readable(layer: int) -> None:
+        if asked != list(range(layer)):
+            raise ValueError(f"{layer} is asked for behind {asked}")
+        layers = range(layer, layer + 1)
+        part = spec.strips_of(layers)
+        written = before[:, part.start : part.stop]
+        backend.write_pages(used, np.ascontiguousarray(written), layers)
+        asked.append(layer)
+
+    assert backend.submit([slice_of(tokens[48:], 48, pages)], None, readable).tokens() == expected
+    assert asked == list(range(spec.layers))
+    assert np.array_equal(strips(backend, used), before)
+
+    # What is asked for by a step that has failed is nobody's any more.
+    with pytest.raises(ValueError, match="0 is asked for behind"):
+        backend.submit([slice_of(tokens[48:], 48, pages)], None, readable).tokens()
+    assert backend.execute([slice_of(tokens[48:], 48, pages)]) == expected

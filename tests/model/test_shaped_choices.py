@@ -46,12 +46,12 @@ def own_logits(backend: Any, slice_: Slice) -> Array:
 def naive(logits: Array, shaping: Shaping) -> Array:
     """The rule, id by id, in the order of the promise."""
     out = []
+    seen, factor = set(shaping.seen.tolist()), np.float32(shaping.repetition)
+    added = dict(zip(shaping.ids.tolist(), shaping.add, strict=True))
     for token, logit in enumerate(logits):
-        if token in shaping.seen:
-            logit = np.float32(logit / np.float32(shaping.repetition)) if logit > 0 else logit * shaping.repetition
-        for given, add in zip(shaping.ids, shaping.add, strict=True):
-            if token == given:
-                logit = logit + add
+        if token in seen:
+            logit = logit / factor if logit > 0 else logit * factor
+        logit = logit + added.get(token, np.float32(0))
         if shaping.mask is not None and not int(shaping.mask[token // 32]) >> token % 32 & 1:
             logit = -np.inf
         out.append(logit)

@@ -304,11 +304,11 @@ def test_steps_that_follow_from_a_token_wait_for_it_and_others_do_not() -> None:
             super().__init__(overlaps=1)
             self.followed: list[tuple[bool, bool]] = []
 
-        def submit(self, slices: list[Slice], written: Any = None) -> Any:
+        def submit(self, slices: list[Slice], *layers: Any) -> Any:
             self.followed += [
                 (s.sampling is not None and s.sampling.follows_itself, s.after is not None) for s in slices
             ]
-            return super().submit(slices, written)
+            return super().submit(slices, *layers)
 
     watched = Watched()
     with Cluster() as cluster:

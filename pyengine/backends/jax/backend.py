@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import env
-from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends.jax.buckets import Buckets, Call
 from pyengine.backends.jax.mesh import cut, make_mesh
 from pyengine.backends.jax.models import MODELS
@@ -150,7 +150,7 @@ class JaxBackend:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         if self.overlaps:
             return self._launch(slices)
         launched: list[Launched] = []
@@ -208,7 +208,8 @@ class JaxBackend:
         for copy in behind:
             _store(blocks, *copy)
 
-    def write_pages(self, pages: list[int], strips: U8) -> None:
+    def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
+        assert layers is None, "it is not layerwise"
         blocks = page_tensor.as_blocks(self._pages, strips)
         for first, ids in _copies(pages):
             part = blocks[first : first + len(ids)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends import DTYPES
 from pyengine.backends.torch.graphs import CudaRecorder, DecodeGraphs, DecodeStep, Recorder, sizes_up_to
 from pyengine.backends.torch.model import Model, StepInput
@@ -23,6 +23,7 @@ from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import native, pages
 from pyengine.kernels.torch import threads as kernel_threads
+from pyengine.kernels.torch.ahead import Ahead
 from pyengine.kernels.torch.upload import upload
 from pyengine.sampling import draws
 from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
@@ -65,6 +66,7 @@ class TorchBackend:
         if self._device.type == "cuda" and part is None:
             self.recorder = CudaRecorder(self._device)
         self._graphs: DecodeGraphs | None = None
+        self._ahead: Ahead | None = None
         # A CPU's cores compute the step: what the host did meanwhile, it would do in the step's time.
         self.overlaps = self._device.type == "cuda"
         # On a GPU a copy on another thread would wait for all that is queued: it needs a stream of its own too.
@@ -96,6 +98,8 @@ class TorchBackend:
             self._model.dtype,
             self._device,
         )
+        if self._device.type == "cpu":
+            self._ahead = Ahead(self._cache)
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         """Records decode steps of up to so many sequences as CUDA graphs. Where that cannot be done all is computed
@@ -118,26 +122,28 @@ class TorchBackend:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         written = written if self.layerwise else None
         if self.overlaps:
-            return self._launch(slices, written)
+            return self._launch(slices, written, readable)
         launched: list[Launched] = []
 
         def tokens() -> list[int]:
-            launched.append(self._launch(slices, written))
+            launched.append(self._launch(slices, written, readable))
             return launched[0].tokens()
 
         return Deferred(tokens, lambda: launched[0].logprobs())
 
-    def _launch(self, slices: list[Slice], written: Written | None = None) -> Launched:
+    def _launch(
+        self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+    ) -> Launched:
         """Computes a step; on a GPU it is queued, and nobody waits for it."""
         with torch.inference_mode():
             chosen = torch.full((len(slices),), -1, dtype=torch.int64, device=self._device)
             order = _order(slices)
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
             rows = [index for index, _ in asked]
-            logits = self._forward(slices, order, written) if slices else None
+            logits = self._forward(slices, order, written, readable) if slices else None
             shapings, told = [slices[index].shaping for index in rows], None
             if logits is not None and asked:
                 positions = [slices[index].start + len(slices[index].tokens) for index in rows]
@@ -171,14 +177,19 @@ class TorchBackend:
         if strips is not blocks:
             blocks.copy_(strips)
 
-    def write_pages(self, page_ids: list[int], strips: U8) -> None:
-        cache = self._pages
+    def write_pages(self, page_ids: list[int], strips: U8, layers: range | None = None) -> None:
+        cache = self._pages if layers is None else self._pages[layers.start : layers.stop]
+        if self._ahead is not None:
+            self._ahead.used([np.array(page_ids, np.int32)])
         with torch.inference_mode():
             blocks = pages.as_blocks(cache, strips if strips.flags.writeable else strips.copy()).to(cache.device)
             self._model.kernels.scatter(cache, self._index(page_ids), blocks)
 
     def close(self) -> None:
         self._graphs = None
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
         self._cache = None
 
     @property
@@ -192,14 +203,23 @@ class TorchBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
+    def _forward(
+        self,
+        slices: list[Slice],
+        order: list[int],
+        written: Written | None = None,
+        readable: Readable | None = None,
+    ) -> torch.Tensor:
         slices = [slices[index] for index in order]
-        graphs = self._graphs if written is None and all(len(slice_.tokens) == 1 for slice_ in slices) else None
+        whole = written is None and readable is None
+        graphs = self._graphs if whole and all(len(slice_.tokens) == 1 for slice_ in slices) else None
         if graphs is not None and graphs.holds(len(slices)):
             return self._replay(graphs, slices)
         step = self._step_input(slices)
+        if self._ahead is not None:
+            self._ahead.used(slice_.pages for slice_ in slices)
         self._feed(slices, step.tokens)
-        return self._model.forward(step, self._pages, written)
+        return self._model.forward(step, self._pages, written, readable)
 
     def _replay(self, graphs: DecodeGraphs, slices: list[Slice]) -> torch.Tensor:
         """`_forward` of a decode step that a graph can compute. The next one overwrites what it returns."""

@@ -75,14 +75,19 @@ class Model:
         self.cosines, self.sines = (torch.from_numpy(table).to(device) for table in rotary_tables(config, weights))
 
     def forward(
-        self, step: StepInput, cache: torch.Tensor, written: Callable[[int], None] | None = None
+        self,
+        step: StepInput,
+        cache: torch.Tensor,
+        written: Callable[[int], None] | None = None,
+        readable: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Computes one step, writing KV into `cache`. Returns float32 logits [samples, vocab].
 
-        written: told of each layer whose KV is there (on a GPU: will be, when what is queued so far is done).
+        written: told of each layer whose KV is there (on a GPU: will be, when what is queued so far is done). readable:
+        waits for what a layer's pages should hold before.
         """
         attend = self._plan_attention(step, cache[0])
-        return self.compute(step.tokens, step.positions, step.slots, attend, cache, step.outputs, written)
+        return self.compute(step.tokens, step.positions, step.slots, attend, cache, step.outputs, written, readable)
 
     def compute(
         self,
@@ -93,6 +98,7 @@ class Model:
         cache: torch.Tensor,
         outputs: torch.Tensor | slice = ALL,
         written: Callable[[int], None] | None = None,
+        readable: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """`forward` of what is planned: all that follows from the step's numbers is computed on the device. So a graph
         may repeat it, where the kernels can.
@@ -107,6 +113,8 @@ class Model:
         x = self._embed(tokens).to(self.working)  # [T, hidden]
         residual: torch.Tensor | None = None
         for index, (layer, kv) in enumerate(zip(self.layers, cache, strict=True)):
+            if readable is not None:
+                readable(index)
             x, residual = layer(x, residual, kv, shared)
             if written is not None:
                 written(index)
