@@ -255,7 +255,8 @@ class LLM:
             deadline=NEVER,
         )
         self._worker.accept(work)
-        return _Request(self._requests, len(ids), sampling, Detokenizer(self._tokenizer, sampling.stop))
+        text = Detokenizer(self._tokenizer, sampling.stop, sampling.min_tokens)
+        return _Request(self._requests, len(ids), sampling, text)
 
     def _run(self, running: dict[int, _Request]) -> Exception | None:
         """Steps until all have finished, or one has failed: then why."""

@@ -81,7 +81,7 @@ class Generation:
         self.emitted = 0
         self._told = self._shown = 0
         self._service = service
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._detokenizer = Detokenizer(tokenizer, stop, request.sampling.min_tokens)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._one_by_one = bool(stop)
         self._wake = wake
