@@ -27,6 +27,7 @@ import numpy.typing as npt
 from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Shaping, Slice, Written
 from pyengine.kernels import reference
 from pyengine.kernels.inputs import Shapes
+from pyengine.kernels.memory import too_many_pages
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Logprobs, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -131,8 +132,7 @@ class FakeBackend:
         try:
             self._cache = np.zeros(shape, dtype=np.uint64)
         except MemoryError as error:
-            needed = pages * self.namespace.kv.block_bytes
-            raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
+            raise too_many_pages(pages, pages * self.namespace.kv.block_bytes, "the fake device") from error
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         """Nothing is compiled."""

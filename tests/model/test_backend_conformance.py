@@ -1,9 +1,10 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
-Method: a list of implementations (torch and JAX on a tiny random Llama, fake, each as if beside the host, and torch as
-if with CUDA graphs) times a list of expectations. Expectations compare the greedy continuation of a prompt computed in
-one way with the same computed in another: chunked, batched, with KV that went out through `read_pages` and came back
-elsewhere through `write_pages`, with steps that are submitted before the tokens they continue are known.
+Method: a list of implementations (torch and JAX on a tiny random Llama, fake, each as if beside the host, torch behind
+a conversion, and torch as if with CUDA graphs) times a list of expectations. Expectations compare the greedy
+continuation of a prompt computed in one way with the same computed in another: chunked, batched, with KV that went out
+through `read_pages` and came back elsewhere through `write_pages`, with steps that are submitted before the tokens they
+continue are known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 from pyengine.backend import Backend, Pending, Slice
 from pyengine.backends import lacking, load_backend
+from pyengine.conversion import Converted
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import write_tiny
 
@@ -29,7 +31,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "torch:overlaps", "torch:graphs", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
+IMPLEMENTATIONS = [
+    "torch",
+    "torch:overlaps",
+    "torch:converted",
+    "torch:graphs",
+    "jax",
+    "jax:overlaps",
+    "fake",
+    "fake:overlaps=1",
+]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
     name, _, way = request.param.partition(":")
@@ -38,7 +52,11 @@ def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator
     made: list[Backend] = []
 
     def make_one() -> Backend:
-        backend = load_backend(name, request.param if name == "fake" else str(tiny), cache=tmp_path, threads=1)
+        model = request.param if name == "fake" else str(tiny)
+        backend = load_backend(name, model, cache=tmp_path, threads=1)
+        if way == "converted":
+            # As at a decode worker, where what was converted comes as its own; what rounds: worker/test_conversion.py.
+            backend = Converted(backend, "bfloat16", "float32")
         if way in ("overlaps", "graphs"):
             backend.overlaps = True  # as it does on accelerators: a step is begun when it is submitted
         backend.allocate(PAGES)

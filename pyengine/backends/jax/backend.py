@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from pyengine import env
 from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, check_dtype
 from pyengine.backends.jax.buckets import Buckets, Call
-from pyengine.backends.jax.mesh import cut, make_mesh
+from pyengine.backends.jax.mesh import COPY, cut, make_mesh
 from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
 from pyengine.backends.jax.programs import CACHE, COPIES, Programs
@@ -32,13 +33,11 @@ from pyengine.checkpoint.files import locked
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
+from pyengine.kernels.memory import too_many_pages
 from pyengine.ranks import uninterrupted
 from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
 
 logger = logging.getLogger(__name__)
-
-#: What a step may compute until `warm_up` says it: the defaults of a worker. More is cut into several calls.
-MAX_TOKENS, MAX_SEQUENCES = 512, 32
 
 
 class JaxBackend:
@@ -56,6 +55,7 @@ class JaxBackend:
         """Loads the weights. compiled: folder where programs are kept; tp: devices that share the model; dtype: as
         `load_backend` has it. Raises ModelError.
         """
+        check_dtype(dtype)
         config = checkpoint.config
         if config.architecture not in MODELS:
             raise ModelError(
@@ -124,10 +124,16 @@ class JaxBackend:
             raise RuntimeError("pages are allocated once")
         spec = self.namespace.kv
         group = spec.groups[0]
+        if not self.overlaps:
+            copies = self._mesh.shape[COPY]  # of every head
+            needed = pages * spec.block_bytes * copies
+            if needed > (free := free_memory()):
+                raise too_many_pages(pages, needed, "cpu", free)
         sharding = jax.sharding.NamedSharding(self._mesh, CACHE)
         self._cache = page_tensor.allocate(
             group.layers, group.kv_heads, pages, spec.block_tokens, group.head_dim, group.dtype, sharding
         )
+        # Until `warm_up` says what a step may compute; more is cut into several calls.
         self._set_buckets(MAX_TOKENS, MAX_SEQUENCES)
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:

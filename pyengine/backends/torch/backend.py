@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
-from pyengine.backends import DTYPES
+from pyengine.backends import check_dtype
 from pyengine.backends.torch.graphs import CudaRecorder, DecodeGraphs, DecodeStep, Recorder, sizes_up_to
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
 from pyengine.backends.torch.shaping import Told, choose_shaped
 from pyengine.checkpoint import Checkpoint, resolve
+from pyengine.checkpoint.room import free_memory
 from pyengine.kernels.inputs import Sequences
+from pyengine.kernels.memory import too_many_pages
 from pyengine.kernels.torch import native, pages
 from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.kernels.torch.ahead import Ahead
@@ -51,8 +53,7 @@ class TorchBackend:
             kernel_threads.use(threads)
         cuda = f"cuda:{part.rank}" if part is not None else "cuda"
         self._device = torch.device(cuda if torch.cuda.is_available() else "cpu")
-        if dtype not in ("auto", *DTYPES):
-            raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+        check_dtype(dtype)
         if dtype == "auto":
             dtype = "bfloat16" if self._device.type == "cuda" else "float32"
         config = checkpoint.config
@@ -88,10 +89,15 @@ class TorchBackend:
     def allocate(self, pages_wanted: int) -> None:
         if self._cache is not None:
             raise RuntimeError("pages are allocated once")
-        config = self._model.config
+        config, part = self._model.config, self._model.group.part
+        if self._device.type == "cpu" and part.rank == 0:
+            # For all ranks: they share the machine's memory, which is granted now and missed later.
+            needed = pages_wanted * self.namespace.kv.block_bytes * part.heads.count * part.ranks // part.heads.of
+            if needed > (free := free_memory()):
+                raise too_many_pages(pages_wanted, needed, "cpu", free)
         self._cache = pages.allocate(
             config.layers,
-            self._model.group.part.heads.count,
+            part.heads.count,
             pages_wanted,
             self.namespace.kv.block_tokens,
             config.head_dim,

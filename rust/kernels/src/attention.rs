@@ -245,7 +245,7 @@ impl<T: Number, C: Number> Attention<T, C> {
             if partials.len() < needed {
                 partials.resize(needed, 0.0);
             }
-            let partials = Shared(partials.as_mut_ptr());
+            let partials = Shared::new(partials.as_mut_ptr());
             threads.run(plan.cut.len() * heads, &|part| {
                 let ((block, segment), head) = (plan.cut[part / heads], part % heads);
                 let block = &plan.blocks[block];

@@ -193,7 +193,7 @@ fn shape(parts: &[Part<'_>]) -> Result<(usize, usize), Error> {
 fn fill_all(parts: &[Part<'_>], kind: Kind, depth: usize, to: *mut u32, threads: &Threads) {
     let panels = parts.iter().map(|part| part.shape().0).sum::<usize>().div_ceil(PANEL);
     let each = depth.div_ceil(kind.per_lane()) * PANEL;
-    let to = Shared(to);
+    let to = Shared::new(to);
     threads.run(panels, &|panel| {
         // SAFETY: each panel is written by one thread alone, and has so many lanes.
         let to = unsafe { std::slice::from_raw_parts_mut(to.at(panel * each), each) };

@@ -80,7 +80,7 @@ impl Product<'_> {
             if scratch.len() < needed {
                 scratch.resize(needed, 0.0);
             }
-            let to = Shared(scratch.as_mut_ptr());
+            let to = Shared::new(scratch.as_mut_ptr());
             let pack = |tile: usize| {
                 let (first, last) = (cut(tile), cut(tile + 1));
                 // SAFETY: each tile has its own numbers, [depth][rows of the tile], within those just made sure of.
@@ -97,7 +97,7 @@ impl Product<'_> {
             }
             scratch.as_ptr()
         };
-        let packed = Shared(packed.cast_mut());
+        let packed = Shared::new(packed.cast_mut());
         let most = (BLOCK_BYTES / (4 * self.depth.max(1))).clamp(*BLOCK_ROWS.start(), *BLOCK_ROWS.end());
         // Tiles have at most as many rows as there are kernels.
         let blocks = tiles.div_ceil(most / self.tiles.len());

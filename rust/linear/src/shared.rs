@@ -1,8 +1,8 @@
 //! Memory whose parts are written by different threads.
 
-/// Its first number.
+/// Numbers of which each thread writes its own.
 #[derive(Debug)]
-pub struct Shared<T>(pub *mut T);
+pub struct Shared<T>(*mut T);
 
 impl<T> Clone for Shared<T> {
     fn clone(&self) -> Self {
@@ -12,13 +12,18 @@ impl<T> Clone for Shared<T> {
 
 impl<T> Copy for Shared<T> {}
 
-// SAFETY: whoever uses it says which part is whose.
+// SAFETY: it hands out addresses only; whoever writes to one says which part is whose.
 unsafe impl<T: Send> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
-    /// The address of a number.
+    /// first: the address of number 0.
+    pub fn new(first: *mut T) -> Self {
+        Self(first)
+    }
+
+    /// The address of one number. To use it is as unsafe as with the pointer that it began with.
     pub fn at(self, index: usize) -> *mut T {
         self.0.wrapping_add(index)
     }
