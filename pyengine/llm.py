@@ -268,7 +268,7 @@ class LLM:
                             self._worker.abort(Abort(request=message.request, attempt=1))
                     case PrefillReport() if message.request in running:
                         running[message.request].report = message
-                    case Failed() if message.kind == "too_large":
+                    case Failed() if message.kind in ("too_large", "impossible"):
                         return ValueError(message.reason)
                     case Failed():
                         return RuntimeError(f"a request failed: {message.reason}")
