@@ -13,7 +13,19 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .explanation import Explanation
-from .types import FinishReason, Namespace, Node, Plan, Rejection, Role, SamplingParams, Slo, Source, WorkerInfo
+from .types import (
+    FinishReason,
+    Logprobs,
+    Namespace,
+    Node,
+    Plan,
+    Rejection,
+    Role,
+    SamplingParams,
+    Slo,
+    Source,
+    WorkerInfo,
+)
 
 PROTOCOL = 1
 
@@ -377,6 +389,8 @@ class PrefillReport(Message, frozen=True):
     """Counted by the prefill worker when the prompt is computed. cached: tokens reused.
 
     tiers: where they were found: "device" (pages of this worker), "dram" or "ssd" of its node, "peer_dram", "peer_ssd".
+    queued, loading, computing: seconds there until the first block was loaded or computed, until all were loaded, and
+    until all were computed.
     """
 
     request: int
@@ -384,23 +398,31 @@ class PrefillReport(Message, frozen=True):
     cached: int
     computed: int
     tiers: dict[str, int] = {}
+    queued: float = 0.0
+    loading: float = 0.0
+    computing: float = 0.0
 
 
-class Tokens(Message, frozen=True):
-    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them."""
+class Tokens(Message, frozen=True, omit_defaults=True):
+    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them.
+
+    logprobs: one for each token, if they were asked for.
+    """
 
     request: int
     attempt: int
     first: int
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
 
 
 class Failed(Message, frozen=True):
     """This attempt is over at this worker. kind tells the gateway what to do:
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
-    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
+    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "impossible": what it asks for
+    excludes itself, likewise. "bug": the client gets 500.
     "late": the client's deadline has passed or cannot be met any more, and to try again would be as late: 504.
     """
 

@@ -12,6 +12,7 @@ by the shell after each call.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -21,7 +22,16 @@ import numpy as np
 
 from pyengine.scheduler import messages
 from pyengine.scheduler.policies.admission.patient import LATER
-from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, WorkerRef, cacheable_blocks, tenant_number
+from pyengine.scheduler.types import (
+    FinishReason,
+    Logprobs,
+    Plan,
+    SamplingParams,
+    Slo,
+    WorkerRef,
+    cacheable_blocks,
+    tenant_number,
+)
 
 #: Failed attempts in a row, without one new token, after which the client gets the error. With the back-off below they
 #: take about 5 s, the promised bound.
@@ -54,6 +64,7 @@ class ErrorKind(enum.Enum):
     BUSY = "busy"
     UNAVAILABLE = "unavailable"
     TOO_LARGE = "too_large"
+    IMPOSSIBLE = "impossible"
     TIMEOUT = "timeout"
     BUG = "bug"
 
@@ -155,6 +166,8 @@ class Request:
         self.attempt = -1
         self.plan: Plan | None = None
         self.tokens: list[int] = []
+        #: One for each of `tokens`; None if they were not asked for.
+        self.logprobs: list[Logprobs | None] = []
         self.finish: FinishReason | None = None
         self.error: RequestError | None = None
         self.cached: int | None = None
@@ -176,8 +189,11 @@ class Request:
         self._admitted = False
         #: When the first token came, of whichever attempt; `shown` says whether the client has it.
         self.came = math.nan
+        #: When the conductor was first asked, when the last plan came, and the second token.
+        self.asked = self.planned = self.second = math.nan
+        self.report: messages.PrefillReport | None = None
         self._held_until = -math.inf
-        self._early: dict[int, int] = {}
+        self._early: dict[int, tuple[int, Logprobs | None]] = {}
         self._ends_at: int | None = None
         self._ends_as: FinishReason | None = None
         self._failing_since: float | None = None
@@ -204,6 +220,7 @@ class Request:
     def check(self) -> None:
         """Invariants, for tests."""
         assert len(self.tokens) <= self.sampling.max_tokens
+        assert len(self.logprobs) == len(self.tokens)
         assert self._base <= len(self.tokens)
         assert all(len(self.tokens) < index < self.sampling.max_tokens for index in self._early)
         assert (self.plan is not None) == (self.state is State.RUNNING)
@@ -215,6 +232,8 @@ class Request:
     def start(self, now: float) -> list[Action]:
         """The first attempt. Also what a back-off ends in."""
         self.attempt += 1
+        if not self.attempt:
+            self.asked = now
         self.state = State.ROUTING
         self._base = len(self.tokens)
         self._early.clear()
@@ -253,6 +272,8 @@ class Request:
         if self.state is not State.ROUTING or plan.attempt != self.attempt:
             return []
         self.state = State.RUNNING
+        if not self.tokens:
+            self.planned = now
         self.plan = plan
         self._admitted = True
         self.wake_at = self._deadline
@@ -320,7 +341,8 @@ class Request:
         if self.state is not State.RUNNING or message.attempt != self.attempt:
             return []
         limit = self.sampling.max_tokens
-        for index, token in enumerate(message.tokens, start=message.first):
+        told = itertools.chain(message.logprobs or (), itertools.repeat(None))
+        for index, token in enumerate(zip(message.tokens, told, strict=False), start=message.first):
             if len(self.tokens) <= index < limit:
                 self._early[index] = token
         if message.finish is not None:
@@ -328,10 +350,13 @@ class Request:
             self._ends_as = message.finish
         before = len(self.tokens)
         while (token_at := self._early.pop(len(self.tokens), None)) is not None:
-            self.tokens.append(token_at)
+            self.tokens.append(token_at[0])
+            self.logprobs.append(token_at[1])
         if len(self.tokens) > before:
             if not before:
                 self.came = now
+            if before <= 1 < len(self.tokens):
+                self.second = now
             if len(self.tokens) == 1:
                 self._hold(now)
             self._pace.tokens(len(self.tokens) - before, now)
@@ -356,6 +381,8 @@ class Request:
 
     def on_prefill_report(self, message: messages.PrefillReport) -> None:
         """What the first prefill that succeeded had reused; later attempts reuse what earlier ones computed."""
+        if message.attempt == self.attempt and not self.tokens:
+            self.report = message
         if message.attempt == self.attempt and self.cached is None:
             # A retry's worker may have reused answers, too: they are no part of the prompt, whose tokens come first.
             left = self.cached = min(message.cached, len(self.prompt))
@@ -370,6 +397,8 @@ class Request:
             return []
         if message.kind == "too_large":
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
+        if message.kind == "impossible":
+            return self._give_up(RequestError(ErrorKind.IMPOSSIBLE, message.reason), gone=message.worker)
         if message.kind == "bug":
             return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
         if message.kind == "late":
