@@ -59,6 +59,10 @@ class Tokenizer(ABC):
     def token_bytes(self, token: int) -> bytes | None:
         """What one token adds to the text, b"" for a special one; None if tokens do not stand for bytes one by one."""
 
+    @abstractmethod
+    def definition(self) -> str | None:
+        """The text of its tokenizer.json, for libraries that read one; None if it has none: then tokens are bytes."""
+
 
 class _ByteTokenizer(Tokenizer):
     vocab_size = 258
@@ -79,6 +83,9 @@ class _ByteTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
+
+    def definition(self) -> None:
+        return None
 
 
 class _FileTokenizer(Tokenizer):
@@ -129,6 +136,9 @@ class _FileTokenizer(Tokenizer):
             return bytes(BYTE_OF_CHARACTER[character] for character in text)
         except KeyError:  # an added token is spelled as it is
             return str(text).encode()
+
+    def definition(self) -> str:
+        return str(self._tokenizer.to_str())
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self._tokenizer.token_to_id(text)

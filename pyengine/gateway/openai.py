@@ -87,6 +87,7 @@ _STATUS = {
     ErrorKind.UNAVAILABLE: (503, "service_unavailable"),
     ErrorKind.TOO_LARGE: (400, "context_length_exceeded"),
     ErrorKind.TIMEOUT: (504, "timeout"),
+    ErrorKind.REFUSED: (400, "invalid_request"),
     ErrorKind.BUG: (500, "internal_error"),
 }
 

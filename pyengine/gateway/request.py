@@ -65,6 +65,7 @@ class ErrorKind(enum.Enum):
     UNAVAILABLE = "unavailable"
     TOO_LARGE = "too_large"
     TIMEOUT = "timeout"
+    REFUSED = "refused"
     BUG = "bug"
 
 
@@ -385,6 +386,8 @@ class Request:
             return []
         if message.kind == "too_large":
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
+        if message.kind == "refused":
+            return self._give_up(RequestError(ErrorKind.REFUSED, message.reason), gone=message.worker)
         if message.kind == "bug":
             return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
         if message.kind == "late":
