@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -16,6 +17,8 @@ import jinja2.sandbox
 import tokenizers
 
 BYTES = "bytes"
+NOTHING: Mapping[int, str] = MappingProxyType({})
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -32,6 +35,8 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: frozenset[int]
+    #: The text of its chat template, "" if it has none.
+    template: str = ""
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
@@ -44,16 +49,19 @@ class Tokenizer(ABC):
         return _FileTokenizer(Path(folder))
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens the tokenizer adds (bos, if the model wants it)."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a prompt, with the special tokens the tokenizer adds (bos, if the model wants it), if `special`."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out, broken UTF-8 becomes U+FFFD."""
 
     @abstractmethod
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's turn. Raises ChatError."""
+    def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
+        """Ids of a conversation, ready for the assistant's turn. options: what else the template is given, by name.
+
+        Raises ChatError.
+        """
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes | None:
@@ -63,28 +71,44 @@ class Tokenizer(ABC):
     def definition(self) -> str | None:
         """The text of its tokenizer.json, for libraries that read one; None if it has none: then tokens are bytes."""
 
+    @abstractmethod
+    def special(self, name: str) -> int | None:
+        """The id of a special token of this name, whose text no answer has; None if there is no such one."""
+
+    @abstractmethod
+    def name(self, token: int) -> str:
+        """One token as text to look at: a special one by its name, of others what they say alone."""
+
 
 class _ByteTokenizer(Tokenizer):
     vocab_size = 258
     bos_token_id = 256
     eos_token_ids = frozenset({257})
 
+    template = BYTES_TEMPLATE
+
     def __init__(self) -> None:
         self._template = _compile_template(BYTES_TEMPLATE)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        return self.encode(_render(self._template, messages, {}))
+    def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
+        return self.encode(_render(self._template, messages, {}, options))
+
+    def name(self, token: int) -> str:
+        return {256: "<bos>", 257: "<eos>"}.get(token) or self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
 
     def definition(self) -> None:
+        return None
+
+    def special(self, name: str) -> int | None:
         return None
 
 
@@ -106,22 +130,25 @@ class _FileTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of(self._special_texts["bos_token"])
         self.eos_token_ids = self._eos(folder)
-        self._template = _template_of(folder, config)
+        sources = _templates_of(folder, config)
+        self._templates = {name: _compile_template(source) for name, source in sources.items()}
+        self.template = sources.get(TOOL_USE) or sources.get(DEFAULT) or ""
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {index for index, token in added.items() if token.special}
         decoder = json.loads(path.read_bytes()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(_encodable(text)).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(_encodable(text), add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        if self._template is None:
+    def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
+        template = (self._templates.get(TOOL_USE) if options.get("tools") else None) or self._templates.get(DEFAULT)
+        if template is None:
             raise ChatError("this model has no chat template; use /v1/completions")
-        text = _render(self._template, messages, self._special_texts)
+        text = _render(template, messages, self._special_texts, options)
         return list(self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids)
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -139,6 +166,15 @@ class _FileTokenizer(Tokenizer):
 
     def definition(self) -> str:
         return str(self._tokenizer.to_str())
+
+    def special(self, name: str) -> int | None:
+        token = self._id_of(name)
+        return token if token in self._special else None
+
+    def name(self, token: int) -> str:
+        if token in self._special:
+            return str(self._tokenizer.id_to_token(token))
+        return self.decode([token])
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self._tokenizer.token_to_id(text)
@@ -188,12 +224,16 @@ BYTE_OF_CHARACTER = _byte_characters()
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 
-def _template_of(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
+#: Names of templates, where a model has several: one for conversations with tools, one for all others.
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+def _templates_of(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     source = path.read_text() if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return None if source is None else _compile_template(source)
+    if isinstance(source, list):
+        return {entry["name"]: entry["template"] for entry in source if entry["name"] in (DEFAULT, TOOL_USE)}
+    return {} if source is None else {DEFAULT: source}
 
 
 def _compile_template(source: str) -> jinja2.Template:
@@ -218,15 +258,22 @@ def _raise_exception(message: str) -> None:
     raise ChatError(message)
 
 
-def _render(template: jinja2.Template, messages: Sequence[dict[str, Any]], special: dict[str, str | None]) -> str:
+def _render(
+    template: jinja2.Template,
+    messages: Sequence[dict[str, Any]],
+    special: dict[str, str | None],
+    options: Mapping[str, Any],
+) -> str:
     if not messages:
         raise ChatError("messages is empty; at least one message is needed")
+    if taken := sorted({"messages", "add_generation_prompt", *special} & options.keys()):
+        raise ChatError(f"the chat template gets {taken[0]} from this server; leave it out")
     known = {name: text for name, text in special.items() if text is not None}
     try:
-        return template.render(messages=list(messages), add_generation_prompt=True, **known)
+        return template.render({**options, "messages": list(messages), "add_generation_prompt": True, **known})
     except ChatError:
         raise
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+    except Exception as error:  # the model's code on a client's data: it may raise anything
         raise ChatError(f"the model's chat template does not take these messages ({error})") from error
 
 
@@ -241,8 +288,9 @@ class Detokenizer:
     with the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()) -> None:
-        """stop: strings that end the answer; empty ones are ignored."""
+    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), keep: Mapping[int, str] = NOTHING) -> None:
+        """stop: strings that end the answer; empty ones are ignored. keep: special tokens that are to be seen, as what."""
+        self._keep = keep
         self._stop = tuple(filter(None, stop))
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
         self._held = ""
@@ -250,7 +298,16 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes the next ids; returns the text that is certain now. After `stopped` always ""."""
-        return "" if self.stopped else self._release(self._decode.push(ids))
+        if self.stopped:
+            return ""
+        if not self._keep:
+            return self._release(self._decode.push(ids))
+        text = ""
+        for token in ids:
+            kept = self._keep.get(token)
+            # A special token is no part of a character, so what was begun before it has ended.
+            text += self._decode.push([token]) if kept is None else self._decode.finish() + kept
+        return self._release(text)
 
     def finish(self) -> str:
         """Takes the end of the answer; returns what was held back. Call once."""
