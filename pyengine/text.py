@@ -72,8 +72,8 @@ class Tokenizer(ABC):
         """The text of its tokenizer.json, for libraries that read one; None if it has none: then tokens are bytes."""
 
     @abstractmethod
-    def special(self, name: str) -> int | None:
-        """The id of a special token of this name, whose text no answer has; None if there is no such one."""
+    def mark(self, name: str) -> int | None:
+        """The id of the added token of this name, special or not; None if there is no such one."""
 
     @abstractmethod
     def name(self, token: int) -> str:
@@ -108,7 +108,7 @@ class _ByteTokenizer(Tokenizer):
     def definition(self) -> None:
         return None
 
-    def special(self, name: str) -> int | None:
+    def mark(self, name: str) -> int | None:
         return None
 
 
@@ -134,6 +134,7 @@ class _FileTokenizer(Tokenizer):
         self._templates = {name: _compile_template(source) for name, source in sources.items()}
         self.template = sources.get(TOOL_USE) or sources.get(DEFAULT) or ""
         added = self._tokenizer.get_added_tokens_decoder()
+        self._marks = {token.content: index for index, token in added.items()}
         self._special = {index for index, token in added.items() if token.special}
         decoder = json.loads(path.read_bytes()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
@@ -167,9 +168,8 @@ class _FileTokenizer(Tokenizer):
     def definition(self) -> str:
         return str(self._tokenizer.to_str())
 
-    def special(self, name: str) -> int | None:
-        token = self._id_of(name)
-        return token if token in self._special else None
+    def mark(self, name: str) -> int | None:
+        return self._marks.get(name)
 
     def name(self, token: int) -> str:
         if token in self._special:
@@ -289,7 +289,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), keep: Mapping[int, str] = NOTHING) -> None:
-        """stop: strings that end the answer; empty ones are ignored. keep: special tokens that are to be seen, as what."""
+        """stop: strings that end the answer; empty ones are ignored. keep: special tokens to be seen, as what."""
         self._keep = keep
         self._stop = tuple(filter(None, stop))
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
