@@ -288,10 +288,19 @@ class Detokenizer:
     with the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), keep: Mapping[int, str] = NOTHING) -> None:
-        """stop: strings that end the answer; empty ones are ignored. keep: special tokens to be seen, as what."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Iterable[str] = (),
+        min_tokens: int = 0,
+        keep: Mapping[int, str] = NOTHING,
+    ) -> None:
+        """stop: strings that end the answer; empty ones are ignored. min_tokens: none is sought in the text of so many
+        first tokens. keep: special tokens to be seen, as what.
+        """
         self._keep = keep
         self._stop = tuple(filter(None, stop))
+        self._exempt = min_tokens if self._stop else 0
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
         self._held = ""
         self.stopped = False
@@ -300,14 +309,23 @@ class Detokenizer:
         """Takes the next ids; returns the text that is certain now. After `stopped` always ""."""
         if self.stopped:
             return ""
+        if not self._exempt:
+            return self._release(self._text(ids))
+        ids = list(ids)
+        exempt, rest = ids[: self._exempt], ids[self._exempt :]
+        self._exempt -= len(exempt)
+        text = self._text(exempt)
+        return text + self._release(self._text(rest)) if rest else text
+
+    def _text(self, ids: Iterable[int]) -> str:
         if not self._keep:
-            return self._release(self._decode.push(ids))
+            return self._decode.push(ids)
         text = ""
         for token in ids:
             kept = self._keep.get(token)
             # A special token is no part of a character, so what was begun before it has ended.
             text += self._decode.push([token]) if kept is None else self._decode.finish() + kept
-        return self._release(text)
+        return text
 
     def finish(self) -> str:
         """Takes the end of the answer; returns what was held back. Call once."""

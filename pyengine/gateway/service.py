@@ -101,7 +101,7 @@ class Generation:
         self.counted = counted
         self._told = self._shown = 0
         self._service = service
-        self._detokenizer = Detokenizer(tokenizer, stop, keep)
+        self._detokenizer = Detokenizer(tokenizer, stop, request.sampling.min_tokens, keep)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._one_by_one = bool(stop)
         self._wake = wake
