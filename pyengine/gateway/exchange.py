@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from pyengine.gateway import openai, timing
 from pyengine.gateway.answers import Answer, Piece, Usage
 from pyengine.gateway.errors import api_error
+from pyengine.gateway.listener import STALL
 from pyengine.gateway.openai import ChatRequest, CompletionRequest
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
@@ -22,10 +23,6 @@ from pyengine.text import Tokenizer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-#: Seconds in which a client that is sent something must have taken some of it; then it is dropped. Longer than a phone
-#: takes from one cell to the next, and no more than a reader that has stopped should hold a worker's pages for.
-STALL = 60.0
 
 
 class ClientGone(Exception):
