@@ -183,6 +183,8 @@ class LLM:
             )
         if any(token >= self._backend.vocab_size for each in params for token, _ in each.logit_bias):
             raise ValueError(f"logit_bias names an id that is not below {self._backend.vocab_size}")
+        for grammar in {each.grammar for each in params if each.grammar is not None}:
+            self._worker.grammars.prepare(grammar).result()
         if self._interrupted or self._worker.mover.pool is None:
             self._renew()
         self._interrupted = True
@@ -268,7 +270,7 @@ class LLM:
                             self._worker.abort(Abort(request=message.request, attempt=1))
                     case PrefillReport() if message.request in running:
                         running[message.request].report = message
-                    case Failed() if message.kind in ("too_large", "impossible"):
+                    case Failed() if message.kind in ("too_large", "refused"):
                         return ValueError(message.reason)
                     case Failed():
                         return RuntimeError(f"a request failed: {message.reason}")

@@ -17,6 +17,7 @@ import jinja2.sandbox
 import tokenizers
 
 BYTES = "bytes"
+NOTHING: Mapping[int, str] = MappingProxyType({})
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -34,6 +35,8 @@ class Tokenizer(ABC):
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: frozenset[int]
+    #: The text of its chat template, "" if it has none.
+    template: str = ""
 
     @staticmethod
     def load(folder: str | Path) -> Tokenizer:
@@ -65,6 +68,14 @@ class Tokenizer(ABC):
         """What one token adds to the text, b"" for a special one; None if tokens do not stand for bytes one by one."""
 
     @abstractmethod
+    def definition(self) -> str | None:
+        """The text of its tokenizer.json, for libraries that read one; None if it has none: then tokens are bytes."""
+
+    @abstractmethod
+    def mark(self, name: str) -> int | None:
+        """The id of the added token of this name, special or not; None if there is no such one."""
+
+    @abstractmethod
     def name(self, token: int) -> str:
         """One token as text to look at: a special one by its name, of others what they say alone."""
 
@@ -73,6 +84,8 @@ class _ByteTokenizer(Tokenizer):
     vocab_size = 258
     bos_token_id = 256
     eos_token_ids = frozenset({257})
+
+    template = BYTES_TEMPLATE
 
     def __init__(self) -> None:
         self._template = _compile_template(BYTES_TEMPLATE)
@@ -91,6 +104,12 @@ class _ByteTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
+
+    def definition(self) -> None:
+        return None
+
+    def mark(self, name: str) -> int | None:
+        return None
 
 
 class _FileTokenizer(Tokenizer):
@@ -111,8 +130,11 @@ class _FileTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._id_of(self._special_texts["bos_token"])
         self.eos_token_ids = self._eos(folder)
-        self._template = _template_of(folder, config)
+        sources = _templates_of(folder, config)
+        self._templates = {name: _compile_template(source) for name, source in sources.items()}
+        self.template = sources.get(TOOL_USE) or sources.get(DEFAULT) or ""
         added = self._tokenizer.get_added_tokens_decoder()
+        self._marks = {token.content: index for index, token in added.items()}
         self._special = {index for index, token in added.items() if token.special}
         decoder = json.loads(path.read_bytes()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
@@ -124,9 +146,10 @@ class _FileTokenizer(Tokenizer):
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
-        if self._template is None:
+        template = (self._templates.get(TOOL_USE) if options.get("tools") else None) or self._templates.get(DEFAULT)
+        if template is None:
             raise ChatError("this model has no chat template; use /v1/completions")
-        text = _render(self._template, messages, self._special_texts, options)
+        text = _render(template, messages, self._special_texts, options)
         return list(self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids)
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -141,6 +164,12 @@ class _FileTokenizer(Tokenizer):
             return bytes(BYTE_OF_CHARACTER[character] for character in text)
         except KeyError:  # an added token is spelled as it is
             return str(text).encode()
+
+    def definition(self) -> str:
+        return str(self._tokenizer.to_str())
+
+    def mark(self, name: str) -> int | None:
+        return self._marks.get(name)
 
     def name(self, token: int) -> str:
         if token in self._special:
@@ -195,12 +224,16 @@ BYTE_OF_CHARACTER = _byte_characters()
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 
-def _template_of(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
+#: Names of templates, where a model has several: one for conversations with tools, one for all others.
+DEFAULT, TOOL_USE = "default", "tool_use"
+
+
+def _templates_of(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     source = path.read_text() if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return None if source is None else _compile_template(source)
+    if isinstance(source, list):
+        return {entry["name"]: entry["template"] for entry in source if entry["name"] in (DEFAULT, TOOL_USE)}
+    return {} if source is None else {DEFAULT: source}
 
 
 def _compile_template(source: str) -> jinja2.Template:
@@ -255,10 +288,17 @@ class Detokenizer:
     with the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Iterable[str] = (),
+        min_tokens: int = 0,
+        keep: Mapping[int, str] = NOTHING,
+    ) -> None:
         """stop: strings that end the answer; empty ones are ignored. min_tokens: none is sought in the text of so many
-        first tokens.
+        first tokens. keep: special tokens to be seen, as what.
         """
+        self._keep = keep
         self._stop = tuple(filter(None, stop))
         self._exempt = min_tokens if self._stop else 0
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
@@ -270,12 +310,22 @@ class Detokenizer:
         if self.stopped:
             return ""
         if not self._exempt:
-            return self._release(self._decode.push(ids))
+            return self._release(self._text(ids))
         ids = list(ids)
         exempt, rest = ids[: self._exempt], ids[self._exempt :]
         self._exempt -= len(exempt)
-        text = self._decode.push(exempt)
-        return text + self._release(self._decode.push(rest)) if rest else text
+        text = self._text(exempt)
+        return text + self._release(self._text(rest)) if rest else text
+
+    def _text(self, ids: Iterable[int]) -> str:
+        if not self._keep:
+            return self._decode.push(ids)
+        text = ""
+        for token in ids:
+            kept = self._keep.get(token)
+            # A special token is no part of a character, so what was begun before it has ended.
+            text += self._decode.push([token]) if kept is None else self._decode.finish() + kept
+        return text
 
     def finish(self) -> str:
         """Takes the end of the answer; returns what was held back. Call once."""

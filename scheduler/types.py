@@ -206,6 +206,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError(f"frequency_penalty must be between -2 and 2, not {self.frequency_penalty}")
         if not 0.01 <= self.repetition_penalty <= 100.0:
             raise ValueError(f"repetition_penalty must be between 0.01 and 100, not {self.repetition_penalty}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos must be off where there is a grammar, as the end is a part of it")
         if self.logit_bias:
             self._check_biases()
         if not 0 <= self.min_tokens <= self.max_tokens:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pyengine.gateway.errors import ApiError
+from pyengine.gateway.parsing import AnswerParser, CallPiece, Content, Delta, Reasoning, ReasoningCount
 from pyengine.gateway.spelling import Teller
 from pyengine.scheduler.types import Logprobs
 
@@ -63,7 +64,8 @@ class Told(NamedTuple):
 
     token_ids: choices carry the ids of their tokens and prompts (vLLM's extension `return_token_ids`).
     prompts: the ids of each choice's prompt. echoes: text that each choice begins with. tellers: one for each choice,
-    if logprobs were asked for.
+    if logprobs were asked for. parsers: one for each choice, if its text is more than content; counts: one for each, if
+    the model reasons.
     """
 
     usage: bool = False
@@ -72,6 +74,8 @@ class Told(NamedTuple):
     prompts: Sequence[list[int]] = ()
     echoes: Sequence[str] = ()
     tellers: Sequence[Teller] = ()
+    parsers: Sequence[AnswerParser] = ()
+    counts: Sequence[ReasoningCount] = ()
 
 
 TEXT_ONLY = Told()
@@ -99,16 +103,19 @@ class Answer:
         """choices: each in one piece, in order."""
         built = []
         for piece in choices:
-            text = self._echo(piece.choice) + piece.text
-            said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            built.append(self._choice(piece.choice, said | self._ids(piece), self._logprobs(piece), piece.finish))
+            text, finish = self._echo(piece.choice) + piece.text, piece.finish
+            said: dict[str, Any] = {"text": text}
+            if self._chat:
+                message, finish = self._message(piece)
+                said = {"message": {"role": "assistant", **message}}
+            built.append(self._choice(piece.choice, said | self._ids(piece), self._logprobs(piece), finish))
         body = {**self._head("chat.completion" if self._chat else "text_completion"), "choices": built}
         if self._chat and self._told.token_ids:
             body["prompt_token_ids"] = self._told.prompts[0]
         elif self._told.token_ids:
             for at, choice in enumerate(built):
                 choice["prompt_token_ids"] = self._told.prompts[at]
-        return self._encoder.encode({**body, "usage": usage.json()})
+        return self._encoder.encode({**body, "usage": self._counted(usage).json()})
 
     def opening(self, usage: Usage, choices: int) -> bytes:
         """First events: chat names the role of each choice before its first text, a completion echoes its prompt."""
@@ -126,6 +133,8 @@ class Answer:
 
     def delta(self, piece: Piece, usage: Usage | None = None) -> bytes:
         """Event for new text of a choice, or its end. usage: so far, if every event is to have it."""
+        if self._told.parsers:
+            return self._parsed(piece, usage)
         if piece.finish is None and piece.told is None and usage is None and not self._told.token_ids:
             # The event of nearly every token: all but the text is known.
             begin = self._plain.get(piece.choice) or self._begin(piece.choice)
@@ -143,7 +152,7 @@ class Answer:
         """Last events: usage, if asked for, and the end mark."""
         if not self._told.usage:
             return DONE
-        event = self._encoder.encode({**self._event_head(), "choices": [], "usage": usage.json()})
+        event = self._encoder.encode({**self._event_head(), "choices": [], "usage": self._counted(usage).json()})
         return b"data: " + event + b"\n\n" + DONE
 
     @property
@@ -154,6 +163,57 @@ class Answer:
     def failure(error: ApiError) -> bytes:
         """Events for an error after the stream has begun."""
         return b"data: " + error.body() + b"\n\n" + DONE
+
+    # -- more than content -----------------------------------------------------------------------------------------
+
+    def _message(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
+        """What the assistant has said, and why it ended."""
+        if not self._told.parsers:
+            return {"content": piece.text}, piece.finish
+        deltas, finish = self._deltas(piece)
+        content = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        thought = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            if isinstance(delta, CallPiece):
+                if delta.name is not None:
+                    function = {"name": delta.name, "arguments": ""}
+                    calls.append({"id": delta.id, "type": "function", "function": function})
+                calls[delta.call]["function"]["arguments"] += delta.arguments
+        message: dict[str, Any] = {"content": content if content or not calls else None}
+        if self._told.counts:
+            message["reasoning_content"] = thought or None
+        return message | ({"tool_calls": calls} if calls else {}), finish
+
+    def _parsed(self, piece: Piece, usage: Usage | None) -> bytes:
+        """Events of a piece: one for each thing that it says. Its tokens and its end are with the last of them."""
+        deltas, finish = self._deltas(piece)
+        bodies = [_delta(delta) for delta in deltas]
+        if not bodies and (finish is not None or piece.told is not None or self._told.token_ids or usage is not None):
+            bodies.append({})
+        events = [self._event(self._choice(piece.choice, {"delta": body}, None, None), usage) for body in bodies[:-1]]
+        if bodies:
+            body = {"delta": bodies[-1]} | self._ids(piece)
+            events.append(self._event(self._choice(piece.choice, body, self._logprobs(piece), finish), usage))
+        return b"".join(events)
+
+    def _deltas(self, piece: Piece) -> tuple[list[Delta], str | None]:
+        if self._told.counts:
+            self._told.counts[piece.choice].push(piece.ids)
+        parser, finish = self._told.parsers[piece.choice], piece.finish
+        deltas = parser.push(piece.text)
+        if finish is not None:
+            last, finish = parser.finish(finish)
+            deltas += last
+        return deltas, finish
+
+    def _counted(self, usage: Usage) -> Usage:
+        """With the tokens of reasoning."""
+        if not self._told.counts:
+            return usage
+        return msgspec.structs.replace(usage, reasoning=sum(count.tokens for count in self._told.counts))
+
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def _begin(self, index: int) -> bytes:
         """The event of plain text of a choice, up to the text."""
@@ -189,8 +249,20 @@ class Answer:
     def _event(self, choice: dict[str, Any], usage: Usage | None, more: dict[str, Any] | None = None) -> bytes:
         event = {**self._event_head(), "choices": [choice], **(more or {})}
         if self._told.usage:
-            event["usage"] = usage.json() if usage is not None and self._told.running else None
+            event["usage"] = self._counted(usage).json() if usage is not None and self._told.running else None
         return b"data: " + self._encoder.encode(event) + b"\n\n"
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    match delta:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallPiece(call=call, id=id, name=name, arguments=arguments):
+            function = {"arguments": arguments} | ({"name": name} if name is not None else {})
+            first = {"id": id, "type": "function"} if name is not None else {}
+            return {"tool_calls": [{"index": call, **first, "function": function}]}
 
 
 def models(names: list[str], max_positions: dict[str, int]) -> bytes:

@@ -28,11 +28,14 @@ from pyengine.gateway.bodies import decode
 from pyengine.gateway.errors import ApiError, api_error
 from pyengine.gateway.exchange import ClientGone, EventStream, Exchange, Prompt
 from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pyengine.gateway.parsing import ReasoningCount
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.request_ids import RequestIds
 from pyengine.gateway.service import Model, Service
 from pyengine.gateway.spelling import Teller, spell
-from pyengine.scheduler.types import WorkerInfo
+from pyengine.gateway.structured import NO_FORM, Form, Wanted, form_of
+from pyengine.grammar import GrammarError
+from pyengine.scheduler.types import Grammar, WorkerInfo
 from pyengine.text import ChatError, Tokenizer
 
 JSON = "application/json"
@@ -180,8 +183,12 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         terms = _terms(service, request, arrived)
         model, tokenizer = await exchange.unless_gone(_tokenizer(service, request.model))
         prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model))
-        exchange.start(request, model, prompts, tokenizer, terms)
-        answer = Answer(endpoint, model.name, number, _told(request, prompts, tokenizer))
+        prompt = prompts[0].ids if endpoint == "chat" else None
+        form = form_of(request.wanted, tokenizer, prompt)
+        if form.grammar is not None:
+            await exchange.unless_gone(_followed(service, model, form.grammar, request.wanted))
+        exchange.start(request, model, prompts, tokenizer, terms, form)
+        answer = Answer(endpoint, model.name, number, _told(request, prompts, tokenizer, form))
         if not request.stream:
             whole = await exchange.whole(answer)
             if timed:
@@ -197,7 +204,20 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         raise
 
 
-def _told(request: ChatRequest | CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer) -> Told:
+async def _followed(service: Service, model: Model, grammar: Grammar, wanted: Wanted) -> None:
+    """Refuses a grammar that no worker could follow, before any has work with it. Raises ApiError 400, RequestError."""
+    try:
+        await service.follow(model, grammar)
+    except GrammarError as error:
+        param = (
+            "tools" if wanted.must_call else "structured_outputs" if wanted.structured_outputs else "response_format"
+        )
+        raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from error
+
+
+def _told(
+    request: ChatRequest | CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer, form: Form = NO_FORM
+) -> Told:
     """What the answer is to carry beside its text."""
     each = [prompt for prompt in prompts for _ in range(request.choices)]
     echo = isinstance(request, CompletionRequest) and bool(request.echo)
@@ -208,6 +228,8 @@ def _told(request: ChatRequest | CompletionRequest, prompts: list[Prompt], token
         prompts=[prompt.ids for prompt in each],
         echoes=[prompt.text for prompt in each] if echo else [],
         tellers=[] if request.told is None else [Teller(tokenizer) for _ in each],
+        parsers=[] if form.plain else [form.parser() for _ in each],
+        counts=[ReasoningCount(tokenizer, form.keep, form.thinking) for _ in each] if form.reasons else [],
     )
 
 
@@ -309,8 +331,10 @@ async def _ids(service: Service, request: TokenizeRequest, tokenizer: Tokenizer)
 
 async def _chat_ids(service: Service, request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     """Ids of a conversation, as the model's template has it. Raises ApiError 400."""
-    messages = openai.conversation(request.messages or [])
-    options = request.chat_template_kwargs or {}
+    tools = request.wanted.shown if isinstance(request, ChatRequest) else []
+    messages, options = openai.templated(
+        request.messages or [], tools, request.chat_template_kwargs, tokenizer.template
+    )
     size = sum(len(message["content"]) for message in messages)
     try:
         return await service.threads.run(size, lambda: tokenizer.chat(messages, options))

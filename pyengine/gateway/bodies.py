@@ -31,10 +31,16 @@ class _Refused(ValueError):
     """JSON that is not to be understood; the message says why."""
 
 
-def decode(body: bytes, kind: type[T], unsupported: Mapping[str, tuple[Any, ...]] | None = None) -> tuple[T, list[str]]:
+def decode(
+    body: bytes,
+    kind: type[T],
+    unsupported: Mapping[str, tuple[Any, ...]] | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> tuple[T, list[str]]:
     """The request, and the paths of the fields that `kind` does not know, in their order.
 
     unsupported: fields that are refused, but for the values that change nothing (null changes nothing either).
+    renamed: what is to be sent instead of some of them.
     Raises ApiError 400 naming the field and what was expected.
     """
     value = _json(body)
@@ -50,7 +56,8 @@ def decode(body: bytes, kind: type[T], unsupported: Mapping[str, tuple[Any, ...]
     for name, neutral in (unsupported or {}).items():
         sent = value.get(name)
         if sent is not None and name not in shape and sent not in neutral:
-            raise ApiError(400, f"{name}: is not supported by this version; leave it out", param=name)
+            instead = f"send {renamed[name]}" if renamed and name in renamed else "leave it out"
+            raise ApiError(400, f"{name}: is not supported by this version; {instead}", param=name)
     return request, unknown
 
 

@@ -17,6 +17,7 @@ from pyengine.gateway.listener import STALL
 from pyengine.gateway.openai import ChatRequest, CompletionRequest
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
+from pyengine.gateway.structured import Form
 from pyengine.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Exchange:
         prompts: list[Prompt],
         tokenizer: Tokenizer,
         terms: Terms,
+        form: Form,
     ) -> None:
         """Checks all before the first starts. Raises ApiError, RequestError.
 
@@ -69,7 +71,7 @@ class Exchange:
         computes what they share once.
         """
         model_room = (model.max_positions, model.room, model.vocab_size)
-        settings = [openai.sampling(request, len(prompt.ids), *model_room) for prompt in prompts]
+        settings = [openai.sampling(request, len(prompt.ids), *model_room, form.grammar) for prompt in prompts]
         self._service.room_for(len(prompts) * request.choices)
         self._each = bool(request.return_token_ids)
         self._answers = request.choices
@@ -78,7 +80,7 @@ class Exchange:
             for answer in range(request.choices):
                 own = openai.nth(sampling, answer)
                 generation = self._service.generate(
-                    model, prompt.ids, own, tokenizer, self._ready.set, terms, counted=not answer
+                    model, prompt.ids, own, tokenizer, self._ready.set, terms, counted=not answer, keep=form.keep
                 )
                 self._open[len(self._generations)] = generation
                 self._generations.append(generation)
@@ -246,9 +248,11 @@ class EventStream(Response):
             if finished:
                 timed = f": server-timing {exchange.timing}\n\n".encode() if self._timed else b""
                 events += timed + answer.closing(exchange.usage)
-            self._waits = loop.time()
-            await send(_part(prefix + events, more=not finished))
-            self._waits = None
+            # What has come may be half a mark, and say nothing yet.
+            if prefix or events or finished:
+                self._waits = loop.time()
+                await send(_part(prefix + events, more=not finished))
+                self._waits = None
             if finished:
                 return
             prefix = b""

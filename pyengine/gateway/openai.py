@@ -16,7 +16,18 @@ from msgspec import Meta
 
 from pyengine.gateway.bodies import decode
 from pyengine.gateway.errors import ApiError
-from pyengine.scheduler.types import MOST_BIASES, MOST_LOGPROBS, SamplingParams
+from pyengine.gateway.structured import (
+    RENAMED,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolCall,
+    ToolChoice,
+    ToolParam,
+    Wanted,
+)
+from pyengine.gateway.tools import knows_tools
+from pyengine.gateway.tools.prompting import in_words
+from pyengine.scheduler.types import MOST_BIASES, MOST_LOGPROBS, Grammar, SamplingParams
 
 #: Tokens a completion gets when the client names no number (the API's own default).
 COMPLETION_TOKENS = 16
@@ -47,14 +58,19 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
+    "structural_tag": (),
     "suffix": ("",),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -107,6 +123,9 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | None = None
     #: Who asked, as the client names them: for the log.
     user: str | None = None
+    response_format: ResponseFormat | None = None
+    #: vLLM's: other forms of the answer.
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -132,6 +151,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
+    #: Of an assistant that has called, and of the tool that answers.
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    #: What the assistant thought; some templates show it.
+    reasoning_content: str | None = None
 
 
 class ChatRequest(_Common, frozen=True, kw_only=True):
@@ -141,6 +165,19 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
     top_logprobs: LogprobCount | None = None
     #: Handed to the model's chat template beside the messages (vLLM's).
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+            tools=self.tools or (),
+            tool_choice=self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )
 
     @property
     def told(self) -> int | None:
@@ -172,16 +209,38 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
         return list(prompt)  # type: ignore[arg-type]
 
     @property
+    def wanted(self) -> Wanted:
+        return Wanted(response_format=self.response_format, structured_outputs=self.structured_outputs)
+
+    @property
     def told(self) -> int | None:
         return self.logprobs
 
 
 def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: role and text, and the name if there is one. Raises ApiError."""
-    return [
-        {"role": message.role, "content": _text(message, at)} | ({"name": message.name} if message.name else {})
-        for at, message in enumerate(messages)
-    ]
+    """Messages as chat templates take them: role and text, and what else there is. Raises ApiError."""
+    return [_plain(message, at) for at, message in enumerate(messages)]
+
+
+def _plain(message: ChatMessage, at: int) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": _text(message, at)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if value := getattr(message, name):
+            plain[name] = value
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        plain["tool_calls"] = [call.plain(f"messages[{at}].tool_calls[{number}]") for number, call in calls]
+    return plain
+
+
+def templated(
+    messages: list[ChatMessage], tools: list[dict[str, Any]], options: dict[str, Any] | None, template: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What a chat template is given: messages, and all else by name. tools: that the model is to be told of."""
+    plain, named = conversation(messages), dict(options or {})
+    if not knows_tools(template):
+        return in_words(plain, tools), named
+    return plain, named | ({"tools": tools} if tools else {})
 
 
 def _text(message: ChatMessage, at: int) -> str:
@@ -198,7 +257,7 @@ def _text(message: ChatMessage, at: int) -> str:
 
 def parse_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
-    request, unknown = decode(body, ChatRequest, _UNSUPPORTED)
+    request, unknown = decode(body, ChatRequest, _UNSUPPORTED, RENAMED)
     _check(request, prompts=1)
     conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
@@ -209,7 +268,7 @@ def parse_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
 
 def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
-    request, unknown = decode(body, CompletionRequest, _UNSUPPORTED)
+    request, unknown = decode(body, CompletionRequest, _UNSUPPORTED, RENAMED)
     _check(request, prompts=len(request.prompts()))
     if request.echo and request.logprobs is not None:
         text = "echo: the prompt's own logprobs are not known here; send echo without logprobs"
@@ -231,6 +290,10 @@ def _check(request: ChatRequest | CompletionRequest, prompts: int) -> None:
         text = "stream_options.continuous_usage_stats: send include_usage true with it"
         raise ApiError(400, text, param="stream_options")
     _biases(request.logit_bias, None)
+    request.wanted.check()
+    if request.ignore_eos and (request.wanted.must_call or request.wanted.grammar() is not None):
+        text = "ignore_eos: an answer that has a form has an end; leave one of them out"
+        raise ApiError(400, text, param="ignore_eos")
 
 
 def _biases(biases: dict[str, float] | None, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
@@ -259,6 +322,7 @@ def sampling(
     max_positions: int,
     room: int,
     vocab_size: int | None = None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Sampling parameters of one prompt's first answer (`nth` makes the others'); the seed is drawn if none was given.
 
@@ -295,6 +359,7 @@ def sampling(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=request.told,
+        grammar=grammar,
     )
 
 

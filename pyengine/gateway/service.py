@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Metrics
 from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
 from pyengine.gateway.threads import Threads
+from pyengine.grammar import Grammars
 from pyengine.scheduler.messages import (
     Abort,
     ClusterState,
@@ -38,8 +39,8 @@ from pyengine.scheduler.messages import (
     WorkerPing,
     WorkerToGateway,
 )
-from pyengine.scheduler.types import Logprobs, SamplingParams, WorkerInfo
-from pyengine.text import Detokenizer, Tokenizer
+from pyengine.scheduler.types import Grammar, Logprobs, SamplingParams, WorkerInfo
+from pyengine.text import NOTHING, Detokenizer, Tokenizer
 
 log = logging.getLogger("pyengine.gateway")
 
@@ -51,6 +52,8 @@ MAX_MODELS = 256
 
 #: Unknown fields of requests that the log has named: each once.
 MAX_FIELDS = 1024
+#: Seconds that a grammar may take to be compiled, with those before it: ten of the worst.
+GRAMMAR_PATIENCE = 5.0
 #: In place of what no worker told (one of an earlier version may not).
 UNTOLD = Logprobs(-math.inf, 0, ())
 
@@ -90,14 +93,15 @@ class Generation:
         stop: tuple[str, ...],
         wake: Callable[[], None],
         counted: bool = True,
+        keep: Mapping[int, str] = NOTHING,
     ) -> None:
-        """counted: its prompt is no other choice's, too."""
+        """counted: its prompt is no other choice's, too. keep: of the Detokenizer."""
         self.request = request
         self.emitted = 0
         self.counted = counted
         self._told = self._shown = 0
         self._service = service
-        self._detokenizer = Detokenizer(tokenizer, stop, request.sampling.min_tokens)
+        self._detokenizer = Detokenizer(tokenizer, stop, request.sampling.min_tokens, keep)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._one_by_one = bool(stop)
         self._wake = wake
@@ -195,6 +199,7 @@ class Service:
         self._incarnations: dict[str, int] = {}
         self._generations: dict[int, Generation] = {}
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
+        self._grammars: dict[str, Grammars] = {}
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._from_worker = Codec(WorkerToGateway)
@@ -226,6 +231,8 @@ class Service:
         for link in [*self._workers.values(), *([self._conductor] if self._conductor else [])]:
             link.close()
         self.threads.close()
+        for grammars in self._grammars.values():
+            grammars.close()
         self._workers.clear()
         self._conductor = None
         self._context.term()
@@ -272,6 +279,24 @@ class Service:
             self._tokenizers.pop(path, None)
             raise
 
+    async def follow(self, model: Model, grammar: Grammar) -> None:
+        """Compiles a grammar as workers will, off the loop, so that one that cannot be is refused before they hear of
+        it. Raises GrammarError; RequestError (busy) if others' take too long.
+        """
+        grammars = self._grammars.get(model.tokenizer)
+        if grammars is None:
+            tokenizer = await self.tokenizer(model.tokenizer)
+            grammars = self._grammars.setdefault(
+                model.tokenizer, Grammars(tokenizer, model.vocab_size, tokenizer.eos_token_ids)
+            )
+        try:
+            future = asyncio.wrap_future(grammars.prepare(grammar))
+            # Who goes away leaves it to be compiled for the others that want it.
+            await asyncio.wait_for(asyncio.shield(future), GRAMMAR_PATIENCE)
+        except (BufferError, TimeoutError) as error:
+            text = str(error) or f"the grammar has not been compiled within {GRAMMAR_PATIENCE:g} s"
+            raise RequestError(ErrorKind.BUSY, text, 1.0) from error
+
     def room_for(self, sequences: int) -> None:
         """Raises RequestError (busy) if so many more would be beyond `max_requests`."""
         if len(self._generations) + sequences > self.config.max_requests:
@@ -295,8 +320,9 @@ class Service:
         terms: Terms,
         *,
         counted: bool = True,
+        keep: Mapping[int, str] = NOTHING,
     ) -> Generation:
-        """Starts one sequence. counted: its prompt is no other choice's, too."""
+        """Starts one sequence. counted: its prompt is no other choice's, too. keep: special tokens seen in its text."""
         now = time.monotonic()
         root = self._keys.root(model.namespace, terms.tenant.encode())
         request = Request(
@@ -312,7 +338,7 @@ class Service:
             longest=self.config.request_timeout,
             terms=terms,
         )
-        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted)
+        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted, keep)
         self._generations[request.id] = generation
         if counted:
             self.metrics.of(model.name).prompt_tokens += len(prompt)

@@ -27,6 +27,7 @@ import numpy as np
 
 from pyengine import _native
 from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Shaping, Slice, WorkerBroken
+from pyengine.grammar import Grammars
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, State, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -162,6 +163,7 @@ class Worker:
         self._sequences: dict[SequenceId, Sequence] = {}
         #: Of sequences whose choices are shaped or told of.
         self._shapers: dict[SequenceId, Shaper] = {}
+        self.grammars = Grammars(backend.tokenizer, backend.vocab_size, backend.eos_token_ids)
         self._stages = Stages()
         self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
@@ -203,8 +205,11 @@ class Worker:
             tenant=work.tenant,
         )
         try:
+            if work.sampling.grammar is not None:
+                # Compiled beside the loop, mostly while the prompt is computed.
+                self.grammars.prepare(work.sampling.grammar)
             self.batcher.add(sequence)
-        except Busy as error:
+        except (Busy, BufferError) as error:
             self._refuse(work, "retry", str(error))
             return
         except TooLarge as error:
@@ -215,7 +220,7 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
-        if (shaper := Shaper.of(sequence, self.backend.vocab_size)) is not None:
+        if (shaper := Shaper.of(sequence, self.backend.vocab_size, self.grammars)) is not None:
             self._shapers[identity] = shaper
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
@@ -408,7 +413,8 @@ class Worker:
         if not flight.loads:  # what copies take is told apart, see `KvMover.loads`
             self.batcher.observe(work, seconds)
         for sequence_id in chosen.stuck:
-            self._fail(sequence_id, "impossible", STUCK)
+            shaper = self._shapers.get(sequence_id)
+            self._fail(sequence_id, "refused", (shaper.flaw if shaper is not None else None) or STUCK)
         logprobs = chosen.logprobs
         for outcome in self.batcher.finish(flight.step, chosen.tokens):
             told = logprobs.get(outcome.id) if logprobs else None
@@ -483,6 +489,8 @@ class Worker:
             tokens += self._sequences[each.id].tokens[each.start : each.start + each.count] or [0]
         ids = np.array(tokens, np.uint32)
         shaped = bool(self._shapers)
+        if shaped:
+            self._mask(planned)
         slices, end = [], 0
         for each in planned:
             begin, end = end, end + each.count
@@ -492,6 +500,13 @@ class Worker:
             shaping = self._shaping(each) if shaped and each.sample else None
             slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after, shaping))
         return slices
+
+    def _mask(self, planned: list[Planned]) -> None:
+        """The masks of all grammars in a step are made together, as several threads can make them."""
+        shapers = [shaper for each in planned if each.sample and (shaper := self._shapers.get(each.id)) is not None]
+        matchers = [matcher for shaper in shapers if (matcher := shaper.matcher()) is not None]
+        if matchers:
+            self.grammars.fill(matchers)
 
     def _shaping(self, planned: Planned) -> Shaping | None:
         shaper = self._shapers.get(planned.id)
@@ -528,6 +543,7 @@ class Worker:
             if flight.pending is not None:
                 with contextlib.suppress(Exception):
                     flight.pending.tokens()
+        self.grammars.close()
         self.mover.close()
 
     def _outcome(self, outcome: Outcome, logprobs: tuple[Logprobs] | None) -> None:

@@ -12,17 +12,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import Shaping
+from pyengine.backend import U32, Shaping
+from pyengine.grammar import Grammars, Matcher
 from pyengine.scheduler.batcher import Sequence
 
 NEVER = -np.inf
 
 
 class Shaper:
-    """Of one sequence, whose `tokens` grow."""
+    """Of one sequence, whose `tokens` grow.
 
-    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+    grammars: of the model; needed only if the sequence has a grammar.
+    """
+
+    def __init__(self, sequence: Sequence, vocab_size: int, grammars: Grammars | None = None) -> None:
         sampling = sequence.sampling
+        self._grammars = grammars
+        self._matcher: Matcher | None = None
+        self._matched = 0
+        assert sampling.grammar is None or grammars is not None, "who takes a grammar has somebody to follow it"
         self._tokens = sequence.tokens
         self._sampling = sampling
         self._stops = {token for token in sequence.stops if 0 <= token < vocab_size} if sampling.min_tokens else set()
@@ -44,11 +52,27 @@ class Shaper:
             self._set(token)
 
     @staticmethod
-    def of(sequence: Sequence, vocab_size: int) -> Shaper | None:
+    def of(sequence: Sequence, vocab_size: int, grammars: Grammars | None = None) -> Shaper | None:
         """None for a sequence whose choices nothing shapes, and of which nothing is told."""
         sampling = sequence.sampling
         shaped = sampling.follows_itself or sampling.logit_bias or sampling.min_tokens or sampling.logprobs is not None
-        return Shaper(sequence, vocab_size) if shaped else None
+        return Shaper(sequence, vocab_size, grammars) if shaped else None
+
+    @property
+    def flaw(self) -> str | None:
+        """Why its grammar leaves no token."""
+        return self._matcher.flaw if self._matcher is not None else None
+
+    def matcher(self) -> Matcher | None:
+        """Of its grammar, up to date; None if it has none."""
+        grammar = self._sampling.grammar
+        if grammar is None or self._grammars is None:
+            return None
+        if self._matcher is None:
+            self._matcher, self._matched = self._grammars.matcher(grammar), self._answer
+        self._matcher.accept(self._tokens[self._matched :])
+        self._matched = len(self._tokens)
+        return self._matcher
 
     def shaping(self, length: int) -> Shaping:
         """For the choice of the token behind `length` ones, of which those that shape it are there."""
@@ -71,8 +95,15 @@ class Shaper:
             add=self._add.values.copy(),
             seen=self._seen.values,
             repetition=self._sampling.repetition_penalty,
+            mask=self._mask(),
             logprobs=self._sampling.logprobs,
         )
+
+    def _mask(self) -> U32 | None:
+        if (matcher := self.matcher()) is None or self._grammars is None:
+            return None
+        self._grammars.fill([matcher])
+        return matcher.mask
 
     def _see(self, tokens: list[int]) -> None:
         for token in tokens:

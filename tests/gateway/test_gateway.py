@@ -448,7 +448,7 @@ async def test_bad_input(folder: Path, http: aiohttp.ClientSession) -> None:
         ("chat", {**CHAT, "priority": 5000}, 400, "priority", "at most 1000"),
         ("chat", {**CHAT, "priority": 0.5}, 400, "priority", "int"),
         ("chat", {**CHAT, "service_tier": "gold"}, 400, "service_tier", "auto, default, batch"),
-        ("chat", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ("chat", {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "function"),
         ("chat", {**CHAT, "messages": [long]}, 400, "messages", "1024"),
         ("completion", {"model": "fake"}, 400, "prompt", "required"),
         ("completion", {"model": "fake", "prompt": []}, 400, "prompt", "empty"),

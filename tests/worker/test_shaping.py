@@ -183,7 +183,7 @@ def test_who_leaves_itself_no_token_falls_alone(overlaps: bool) -> None:
             cluster.until(lambda gone=gone: bool(cluster.workers["both"]._flights) or gone.over)  # type: ignore[misc]
             cluster.abort(gone)
             cluster.run(stuck)
-            assert stuck.failed is not None and stuck.failed.kind == "impossible"
+            assert stuck.failed is not None and stuck.failed.kind == "refused"
             assert "no token is left" in stuck.failed.reason
         for seed in range(5):  # alone, each time
             stuck = cluster.submit(prompt(10, seed), "both", "both", sampling=nothing)
