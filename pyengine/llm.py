@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pyengine import _native, env
-from pyengine.backends import load_backend
+from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, load_backend
 from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams
@@ -76,8 +76,8 @@ class LLM:
         pages: int = 0,
         state_dir: Path | None = None,
         threads: int | None = None,
-        max_tokens_per_step: int = 512,
-        max_sequences: int = 32,
+        max_tokens_per_step: int = MAX_TOKENS,
+        max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         state_dir = state_dir or env.read().state_dir
         self._ssd = str(Path(ssd_dir).absolute() / NODE) if ssd_dir is not None else None

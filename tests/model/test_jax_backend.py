@@ -242,8 +242,8 @@ def test_logits_that_are_not_finite_are_an_error(tiny: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("tp", "changes", "reason"),
     [
-        (4, {}, "4 does not divide the model's 6 attention heads"),
-        (3, {}, "3 and the model's 2 KV heads: one must divide the other"),
+        (4, {}, "4 ranks cannot share 6 attention heads"),
+        (3, {}, "3 ranks cannot share 6 attention heads and 2 KV heads"),
         (2, {}, "needs as many devices, JAX has 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """Every contract for TPUs, in Pallas. Sampling is jax.numpy's: see README.md."""
 
+from pyengine.kernels.jax.jnp.linear import multiply
 from pyengine.kernels.jax.jnp.sampling import sample
 from pyengine.kernels.jax.pallas.attention import decode_attention, prefill_attention
 from pyengine.kernels.jax.pallas.rows import rms_norm, swiglu
@@ -9,6 +10,7 @@ from pyengine.kernels.jax.pallas.write import rope_write
 __all__ = [
     "decode_attention",
     "gather",
+    "multiply",
     "prefill_attention",
     "rms_norm",
     "rope_write",

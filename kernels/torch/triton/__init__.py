@@ -1,6 +1,6 @@
 """Every contract in Triton, written for GPUs of the H100's class. No GPU has run it yet; the tests interpret it."""
 
-from pyengine.kernels.torch.triton.decode import decode_attention
+from pyengine.kernels.torch.triton.decode import decode_attention, decode_tables
 from pyengine.kernels.torch.triton.prefill import prefill_attention
 from pyengine.kernels.torch.triton.rows import rms_norm, rope_write, swiglu
 from pyengine.kernels.torch.triton.sampling import sample
@@ -8,6 +8,7 @@ from pyengine.kernels.torch.triton.strips import gather, scatter
 
 __all__ = [
     "decode_attention",
+    "decode_tables",
     "gather",
     "prefill_attention",
     "rms_norm",
