@@ -17,6 +17,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Receive
 from pyengine.cli import installed_version
 from pyengine.gateway import answers, openai, schema
 from pyengine.gateway.answers import Answer, Endpoint, Told
+from pyengine.gateway.auth import Door, Guard, Visit, visit_of
 from pyengine.gateway.bodies import decode
 from pyengine.gateway.errors import ApiError, api_error
 from pyengine.gateway.exchange import ClientGone, EventStream, Exchange, Prompt
@@ -43,19 +45,36 @@ JSON = "application/json"
 T = TypeVar("T")
 
 
-def create_app(service: Service) -> ASGIApp:
-    """The ASGI application of one gateway. Starting and closing `service` follows the application's life."""
+def create_app(service: Service, door: Door | None = None) -> ASGIApp:
+    """The ASGI application of one gateway. Starting and closing `service` and `door` follows the application's life.
+
+    door: who is let in; without one, whoever is on this machine.
+    """
+    door = door or Door(origins=service.config.cors_origin)
+    service.counters = door.counters
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        await door.start()
         try:
             yield
         finally:
             await service.close()
+            await door.close()
 
     # Its schema is ours (schema.py): bodies are parsed by msgspec, and one made here would know nothing of them.
     app = FastAPI(title="pyengine", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(Guard, door=door)
+    if service.config.cors_origin:
+        # Around the door: browsers ask whether they may ask before they have a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: HttpRequest, error: Exception) -> Response:
@@ -134,9 +153,10 @@ def create_app(service: Service) -> ASGIApp:
         return Response(schema.DOCUMENT, media_type=JSON)
 
     @app.get("/health")
-    async def health() -> Response:
-        workers = {worker.worker: worker.role.value for worker in service.cluster.workers}
-        body = {"status": "ok" if service.healthy else "unavailable", "workers": workers}
+    async def health(http: HttpRequest) -> Response:
+        body: dict[str, Any] = {"status": "ok" if service.healthy else "unavailable"}
+        if visit_of(http).watches:
+            body["workers"] = {worker.worker: worker.role.value for worker in service.cluster.workers}
         return Response(msgspec.json.encode(body), 200 if service.healthy else 503, media_type=JSON)
 
     @app.get("/cluster")
@@ -179,10 +199,15 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
     number = http.state.request_id
     timed = "server-timing" in _preferences(http)
     exchange = Exchange(service, asyncio.ensure_future(_gone(http.receive)), number)
+    visit = visit_of(http)
+    visit.on_revoked = exchange.deny
     try:
-        terms = _terms(service, request, arrived)
+        terms = _terms(service, request, arrived, visit)
         model, tokenizer = await exchange.unless_gone(_tokenizer(service, request.model))
+        visit.model = model.name
         prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model))
+        visit.admit(sum(len(prompt.ids) for prompt in prompts))
+        visit.usage = lambda: exchange.usage
         prompt = prompts[0].ids if endpoint == "chat" else None
         form = form_of(request.wanted, tokenizer, prompt)
         if form.grammar is not None:
@@ -269,7 +294,7 @@ def _preferences(http: HttpRequest) -> set[str]:
     }
 
 
-def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: float) -> Terms:
+def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: float, visit: Visit) -> Terms:
     """What the client was promised, and how urgent it says it is. Raises ApiError 400."""
     slo = service.config.slo(request.service_tier)
     if slo is None:
@@ -279,7 +304,8 @@ def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: 
     if request.timeout is not None:
         slo = msgspec.structs.replace(slo, deadline=min(request.timeout, slo.deadline or request.timeout))
     # To vLLM's clients lower is earlier; among ourselves higher goes first.
-    return Terms(slo=slo, priority=-(request.priority or 0), tenant=request.cache_salt or "", arrived=arrived)
+    priority, salt = visit.priority(request.priority), request.cache_salt or ""
+    return Terms(slo=slo, priority=-priority, tenant=visit.tenant(salt), salt=visit.salt(salt), arrived=arrived)
 
 
 async def _model(service: Service, name: str | None) -> Model:

@@ -54,6 +54,7 @@ _STATUS = {
     ErrorKind.TOO_LARGE: (400, "context_length_exceeded"),
     ErrorKind.TIMEOUT: (504, "timeout"),
     ErrorKind.REFUSED: (400, "invalid_request"),
+    ErrorKind.DENIED: (401, "invalid_api_key"),
     ErrorKind.BUG: (500, "internal_error"),
 }
 

@@ -140,6 +140,11 @@ class Exchange:
         self.close()
         return body
 
+    def deny(self, error: RequestError) -> None:
+        """The client may have no more: what runs fails with `error`."""
+        for generation in self._open.values():
+            self._service.deny(generation, error)
+
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """The result of `work`, or ClientGone, whichever comes first."""
         task = asyncio.ensure_future(work)

@@ -190,6 +190,8 @@ class Service:
         self.models: dict[str, Model] = {}
         self.threads = Threads()
         self._unknown: set[str] = set()
+        #: More samples for /metrics: what the application counts itself.
+        self.counters: Callable[[], dict[str, float]] = dict
         self._session_key = session_key
         self._keys = keys
         self._incarnation = secrets.randbits(63)
@@ -324,7 +326,7 @@ class Service:
     ) -> Generation:
         """Starts one sequence. counted: its prompt is no other choice's, too. keep: special tokens seen in its text."""
         now = time.monotonic()
-        root = self._keys.root(model.namespace, terms.tenant.encode())
+        root = self._keys.root(model.namespace, terms.salt)
         request = Request(
             secrets.randbits(63),
             prompt,
@@ -349,6 +351,10 @@ class Service:
         """A stop string has been found."""
         self._act(generation, generation.request.stop())
 
+    def deny(self, generation: Generation, error: RequestError) -> None:
+        """Its client may have no more of it."""
+        self._act(generation, generation.request.deny(error))
+
     def forget(self, generation: Generation, why: str) -> None:
         request = generation.request
         if self._generations.pop(request.id, None) is None:
@@ -370,7 +376,7 @@ class Service:
         for generation in self._generations.values():
             count = running if generation.request.state is State.RUNNING else waiting
             count[generation.request.model] = count.get(generation.request.model, 0) + 1
-        return self.metrics.render(self.cluster.counters, running, waiting)
+        return self.metrics.render({**self.cluster.counters, **self.counters()}, running, waiting)
 
     # -- messages in -----------------------------------------------------------------------------------------------
 
