@@ -7,7 +7,11 @@ import math
 import signal
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+#: Seconds before each turn: OpenMP's and OpenBLAS's threads look out for work for some milliseconds after theirs.
+PAUSE = 0.05
 
 
 def line(
@@ -58,6 +62,19 @@ def mean(values: Sequence[float]) -> float:
 def median(values: Sequence[float]) -> float:
     """NaN of nothing."""
     return statistics.median(values) if values else math.nan
+
+
+def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each, the median round. All take their turns in every round; in one more before, to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for index in range(rounds + 1):
+        for name, run in runs.items():
+            time.sleep(PAUSE)
+            start = time.perf_counter()
+            run()
+            if index:
+                times[name].append(time.perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
 
 
 def longest_tenth(gaps: Sequence[float]) -> float:

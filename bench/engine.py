@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.common import line, note
+from bench.common import in_turn, line, note
 from pyengine import env
 from pyengine.backend import Slice
 from pyengine.backends import lacking, load_backend
@@ -40,8 +38,6 @@ BATCHES = (1, 4, 16)
 CONTEXT = 256
 SQUARE = 2048
 GREEDY = SamplingParams(temperature=0.0)
-#: Before each turn: OpenMP's and OpenBLAS's threads look out for work for some milliseconds after theirs.
-PAUSE = 0.05
 
 
 def main() -> None:
@@ -112,19 +108,6 @@ def main() -> None:
         report(f"{case} bf16", count / times["bf16"], "fp32", mine / times["bf16"])
         if jax is not None:
             report(f"{case} jax", count / times["jax"], "torch", mine / times["jax"])
-
-
-def in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each, the median round; once before to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for index in range(rounds + 1):
-        for name, run in runs.items():
-            time.sleep(PAUSE)
-            start = time.perf_counter()
-            run()
-            if index:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def report(case: str, speed: float, against: str, ratio: float, **more: float) -> None:

@@ -3,7 +3,8 @@
 Prints one JSON object a line. Limits are measured in the same run: memory bandwidth by a copy within the device, the
 rate of products by one of 8192 x 8192 bf16 matrices. A decode step is bound by its bytes (weights, and the KV that its
 sequences attend to), a prefill by its products (2 per weight and token, and attention's). Triton's attentions stand
-beside `scaled_dot_product_attention` over contiguous keys and values, which pages are not.
+beside `scaled_dot_product_attention` over contiguous keys and values, which pages are not. Decode steps replay CUDA
+graphs; beside them stand the same steps launched kernel by kernel.
 
 --dry-run: the same steps on the CPU with a tiny model, to see that the script runs. It gives no figures: all values are
 null.
@@ -35,6 +36,7 @@ from pyengine.checkpoint.config import parse_config
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch.choice import choose
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
+from tests.model.graph_twin import with_graphs
 
 LARGE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -145,6 +147,10 @@ class Bench:
                 times.append(time.perf_counter() - began)
         return statistics.median(times)
 
+    def free(self) -> int:
+        """Bytes of the device's memory, 0 of a dry run."""
+        return 0 if self.dry else torch.cuda.mem_get_info(self.device)[0]
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -182,12 +188,26 @@ class Bench:
             products += 2 * config.layers * config.heads * config.head_dim * length * length
             used = products / seconds / self.flops_per_second
             self.report(f"prefill {length}", length / seconds, "tokens/s", "limit", used)
+        eager = {}
         for sequences, before in self.sizes.decodes:
+            batch = [slice_of(row, 1, before) for row in range(sequences)]
+            eager[sequences, before] = self.seconds(partial(backend.execute, batch))
+        free = self.free()
+        most = max(sequences for sequences, _ in self.sizes.decodes)
+        began = time.perf_counter()
+        if self.dry:
+            with_graphs(backend, most)
+        else:
+            backend.warm_up(max(self.sizes.prefills), most)
+        self.report("capture of decode graphs", time.perf_counter() - began, "s")
+        self.report("memory of decode graphs", (free - self.free()) / 2**20, "MiB")
+        for (sequences, before), without in eager.items():
             batch = [slice_of(row, 1, before) for row in range(sequences)]
             seconds = self.seconds(partial(backend.execute, batch))
             bound = (2 * weights + sequences * before * kv_per_token) / self.bytes_per_second
             case = f"decode batch {sequences} context {before}"
             self.report(case, sequences / seconds, "tokens/s", "limit", bound / seconds)
+            self.report(case, sequences / seconds, "tokens/s", "without graphs", without / seconds)
 
     def attention(self, config: ModelConfig) -> None:
         """One layer's attention by the chosen kernels, over pages, beside SDPA over contiguous memory."""

@@ -28,7 +28,7 @@ from bench.client import Reply, completion, session, stream
 from bench.common import end_on_sigterm, line, median, note
 from bench.serve import FIRST_ID, LAST_ID
 from bench.server import Server
-from pyengine.backend import Slice, Written
+from pyengine.backend import Readable, Slice, Written
 from pyengine.backends.fake import FakeBackend
 from pyengine.scheduler.messages import Message, Tokens
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
@@ -130,7 +130,7 @@ def beside_device(arrangement: Arrangement, prompt: int, rounds: int) -> None:
         samples: dict[bool, list[Sample]] = {True: [], False: []}
         for number in range(rounds + 1):
             for layerwise, measured in samples.items():
-                prefill.layerwise = layerwise
+                prefill.layerwise = decode.layerwise = layerwise
                 sample = cluster.ask(prompt_of(2 * number + layerwise, prompt), decode)
                 if number:
                     measured.append(sample)
@@ -145,21 +145,27 @@ def beside_device(arrangement: Arrangement, prompt: int, rounds: int) -> None:
 
 
 class Device(FakeBackend):
-    """Computes nothing: its KV is what lies in the pages. seconds: how long the last step took."""
+    """Computes nothing: its KV is what lies in the pages. seconds: how long the last step would take alone."""
 
     def __init__(self) -> None:
         # SmolLM2's KV, in fp32.
         super().__init__(layers=30, kv_heads=3, head_dim=64, seconds_per_token=SECONDS_PER_TOKEN)
         self.seconds = 0.0
 
-    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
-        began = time.perf_counter()
-        seconds, layers = SECONDS_PER_TOKEN * sum(len(slice_.tokens) for slice_ in slices), self.namespace.kv.layers
+    def _compute(
+        self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+    ) -> list[int]:
+        layers = self.namespace.kv.layers
+        self.seconds = SECONDS_PER_TOKEN * sum(len(slice_.tokens) for slice_ in slices)
+        over = time.perf_counter()
         for layer in range(layers):
-            time.sleep(max(began + seconds * (layer + 1) / layers - time.perf_counter(), 0.0))
+            if readable is not None:
+                readable(layer)
+                over = max(over, time.perf_counter())
+            over += self.seconds / layers
+            time.sleep(max(over - time.perf_counter(), 0.0))
             if written is not None:
                 written(layer)
-        self.seconds = time.perf_counter() - began
         return [-1 if slice_.sampling is None else FIRST_ID for slice_ in slices]
 
 

@@ -6,14 +6,13 @@ the same bytes (`memcpy`: gather and scatter). A row or few are in the caches, a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from bench.common import line, median
+from bench.common import in_turn, line
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch import eager, native, pages, threads
 
@@ -21,7 +20,6 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 30, 9, 3, 64, 16
 HIDDEN, MIDDLE = 576, 1536
 #: Sequences, tokens before, new tokens of each.
 ATTENTIONS = ((1, 256, 1), (16, 256, 1), (4, 2048, 1), (1, 0, 128), (1, 0, 2048), (1, 1536, 512))
-PAUSE = 0.05
 
 
 @dataclass(frozen=True)
@@ -50,16 +48,9 @@ def main(count: int, rounds: int) -> None:
             "eager": lambda case=case: case.run(eager),  # type: ignore[misc]
             "copy": lambda source=source, target=target: target.copy_(source),  # type: ignore[misc]
         }
-        times: dict[str, list[float]] = {name: [] for name in runs}
         with torch.inference_mode():
-            for index in range(rounds + 1):
-                for name, run in runs.items():
-                    time.sleep(PAUSE)
-                    start = time.perf_counter()
-                    run()
-                    if index:
-                        times[name].append(time.perf_counter() - start)
-        mine, other, limit = (median(times[name]) for name in ("ours", "eager", "copy"))
+            times = in_turn(runs, rounds)
+        mine, other, limit = times["ours"], times["eager"], times["copy"]
         line("kernels", case.name, mine * 1e3, "ms", against="eager", ratio=other / mine)
         if not case.bound:
             continue

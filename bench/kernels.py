@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import kernel_contracts
-from bench.common import line, median, note
+from bench.common import in_turn, line, note
 from pyengine._native import LINEAR_LEVELS
 from pyengine.kernels.torch import linear
 
@@ -32,8 +31,6 @@ LAYER, LAYERS, HEAD = ((960, 576), (576, 576), (3072, 576), (576, 1536)), 30, (4
 #: Rows, layers; with the head or without.
 STEPS = ((1, LAYERS, True), (4, LAYERS, True), (16, LAYERS, True), (128, 10, False), (512, 4, False), (2048, 2, False))
 SQUARE = 2048
-#: Before each turn: OpenBLAS's and OpenMP's threads look out for work for up to 30 ms after theirs, on others' cores.
-PAUSE = 0.05
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,7 @@ def report(rows: int, numbers: int, runs: dict[str, Callable[[], object]], round
     limits: dict[str, Callable[[], object]] = {"sum": memory.sum, "amax": memory.amax}
     if rows >= 128:
         limits = {"square": lambda: square @ square}
-    times: dict[str, list[float]] = {name: [] for name in (*runs, *limits)}
-    for index in range(rounds + 1):
-        for name, run in (*runs.items(), *limits.items()):
-            time.sleep(PAUSE)
-            start = time.perf_counter()
-            run()
-            if index:
-                times[name].append(time.perf_counter() - start)
-    medians = {name: median(values) for name, values in times.items()}
+    medians = in_turn(runs | limits, rounds)
     mine = medians["ours"]
     case = f"linear {rows} rows"
     if rows >= 128:

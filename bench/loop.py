@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.common import line
 from pyengine import _native
-from pyengine.backend import Deferred, Pending, Slice, Written
+from pyengine.backend import Deferred, Pending, Readable, Slice, Written
 from pyengine.backends.fake import FakeBackend, sleep_until
 from pyengine.scheduler.messages import Tokens, Work
 from pyengine.scheduler.types import Node, SamplingParams
@@ -45,7 +45,7 @@ class Device(Nothing):
         self._seconds = seconds
         self._free = 0.0
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         def tokens() -> list[int]:
             sleep_until(end if self.overlaps else time.perf_counter() + self._seconds)
             return self.execute(slices)

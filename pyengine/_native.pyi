@@ -24,6 +24,7 @@ EVICTION_POLICIES: tuple[str, ...]
 #: Names of the instruction sets by which this processor can multiply matrices, the best last; the first is "scalar",
 #: which is slow.
 LINEAR_LEVELS: tuple[str, ...]
+PANEL: int
 
 class TransferError(Exception):
     """Root of the tree. Its three children say what to do."""
@@ -832,6 +833,24 @@ class LinearWeights:
         caller keeps both, and nobody else uses them meanwhile; they do not overlap. level: one of LINEAR_LEVELS, the
         best by default. Raises BugError.
         """
+
+def pack_linear(
+    parts: Sequence[tuple[_Bytes, int]],
+    inputs: int,
+    dtype: Literal["float32", "bfloat16"],
+    out: _Bytes,
+    threads: LinearThreads,
+) -> None:
+    """Packs a matrix as LinearWeights does, into memory of the caller's: 32-bit numbers [panels, steps, PANEL], with a
+    panel for each PANEL outputs and a step for each input, or for two of bfloat16. Raises BugError if the sizes do not
+    fit.
+    """
+
+def xla_handlers(threads: int) -> dict[str, Any]:
+    """What XLA can call on a CPU (`rust/xla`): capsules for `jax.ffi.register_ffi_target`, by name.
+
+    threads: with which all of them compute; the first call in a process decides, 0: one for each core. Raises OSError.
+    """
 
 @final
 class AttentionPlan:

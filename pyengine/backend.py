@@ -50,6 +50,8 @@ class WorkerBroken(RuntimeError):
 
 #: Told of a layer whose KV of a step can be read, see `Backend.submit`.
 Written = Callable[[int], None]
+#: Asked before a step touches a layer's pages, see `Backend.submit`.
+Readable = Callable[[int], None]
 
 
 class Pending(Protocol):
@@ -83,7 +85,7 @@ class Backend(Protocol):
 
     model: the name that clients ask for. tokenizer: argument of text.Tokenizer.load that fits it.
     overlaps: a submitted step goes on while the host does something else. Where both need the same cores it is False.
-    layerwise: it tells of each layer that it has computed, see `submit`.
+    layerwise: it asks for each layer before it computes it, and tells of it then, see `submit`.
     """
 
     model: str
@@ -116,7 +118,7 @@ class Backend(Protocol):
         """
         ...
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         """Begins a step, or takes it in: it is computed behind those before it, at the latest when it is waited for.
 
         Behind a step that nobody has waited for yet there is one other at most. Raises what it finds wrong at once; the
@@ -124,6 +126,9 @@ class Backend(Protocol):
 
         written: called by a `layerwise` backend with 0, 1, ... when that layer's KV of the step can be read, on any
         thread; it returns at once. Others never call it.
+
+        readable: called by a `layerwise` backend with 0, 1, ... before it reads or writes that layer's pages; it
+        returns when they hold what they should. What it raises, the step raises. Not to be given to others.
         """
         ...
 
@@ -137,10 +142,13 @@ class Backend(Protocol):
         """
         ...
 
-    def write_pages(self, pages: list[int], strips: U8) -> None:
-        """Copies canonical strips into whole pages. strips: uint8 [len(pages), strips, strip_bytes].
+    def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
+        """Copies canonical strips into whole pages, or into these layers of them, which only a `layerwise` backend can.
 
-        No step under way uses them.
+        strips: uint8 [len(pages), strips, strip_bytes], the strips of these layers only.
+
+        No step under way uses them, but for layers that it still has to ask for. With layers it may be called on
+        another thread than the loop's.
         """
         ...
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pyengine.backends import BACKENDS, DTYPES, lacking
+from pyengine.backends import BACKENDS, DTYPES, MAX_SEQUENCES, MAX_TOKENS, lacking
 from pyengine.scheduler.types import Role, Slo
 
 GIB = 1 << 30
@@ -138,8 +138,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft: float = 0.0
     slo_tbt: float = 0.0
     slo_class: tuple[SloClass, ...] = ()
-    max_tokens_per_step: int = 512
-    max_sequences: int = 32
+    max_tokens_per_step: int = MAX_TOKENS
+    max_sequences: int = MAX_SEQUENCES
     max_queue: int = 1024
     threads: int = 0
     state_dir: str = ""
@@ -303,8 +303,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str
     kv_bytes: int = 0
     pages: int = 0
-    max_tokens_per_step: int = 512
-    max_sequences: int = 32
+    max_tokens_per_step: int = MAX_TOKENS
+    max_sequences: int = MAX_SEQUENCES
     max_queue: int = 1024
     pinned: bool = False
     threads: int = 0

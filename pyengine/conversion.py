@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, U32, Backend, Pending, Slice, Written
+from pyengine.backend import U8, U32, Backend, Pending, Readable, Slice, Written
 from pyengine.backends import DTYPES
 from pyengine.ranks import Ranked
 from pyengine.scheduler.types import DTYPE_BYTES, KvSpec, Namespace
@@ -70,8 +70,8 @@ class Converted:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._backend.execute(slices)
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
-        return self._backend.submit(slices, written)
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
+        return self._backend.submit(slices, written, readable)
 
     def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         if self._from == self._to:
@@ -81,12 +81,12 @@ class Converted:
         self._backend.read_pages(pages, strips, layers)
         convert(strips, self._from, out, self._to)
 
-    def write_pages(self, pages: list[int], strips: U8) -> None:
+    def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
         if self._from != self._to:
-            own = np.empty((len(pages), self._own.strips, self._own.strip_bytes), np.uint8)
+            own = np.empty((len(pages), strips.shape[1], self._own.strip_bytes), np.uint8)
             convert(strips, self._to, own, self._from)
             strips = own
-        self._backend.write_pages(pages, strips)
+        self._backend.write_pages(pages, strips, layers)
 
     def close(self) -> None:
         self._backend.close()

@@ -46,7 +46,7 @@ class Pages(Protocol):
     """The part of a backend that a copier uses: of the heads that it has, if they are not all."""
 
     def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None: ...
-    def write_pages(self, pages: list[int], strips: U8) -> None: ...
+    def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None: ...
 
 
 class Slots(Protocol):
@@ -58,6 +58,12 @@ class Slots(Protocol):
     def load(
         self, slot: int, generation: int, into: U8, first_strip: int = 0, run: int = 1, stride: int = 1
     ) -> bool: ...
+
+
+def layers_at_once(spec: KvSpec, blocks: int, part_bytes: int) -> int:
+    """How many layers of so many blocks are a part of so many bytes at least."""
+    layer_bytes = blocks * spec.block_bytes // spec.layers
+    return min(max(-(-part_bytes // max(layer_bytes, 1)), 1), spec.layers)
 
 
 class Copied(NamedTuple):
@@ -121,23 +127,26 @@ class Copier:
         for row, slot in zip(rows, slots, strict=True):
             self._store(slot, strips[row])
 
-    def load(self, slots: Run[Slot], pages: Run[int]) -> int:
-        """Copies blocks from slots into pages; returns how many leading ones are there, intact. The pages of the others
-        hold anything.
+    def load(self, slots: Run[Slot], pages: Run[int], layers: range | None = None) -> int:
+        """Copies blocks, or these layers of them, from slots into pages; returns how many leading ones are there,
+        intact. The pages of the others hold anything.
+
+        With layers it may be called on another thread, as `store`.
         """
         assert self._slots is not None, "callers have a pool"
-        at_once = self._at_once()
+        at_once = self._at_once(layers)
+        # One for all parts: each of its own would be fresh memory, and the kernel's handing it out costs like the copy.
+        strips = self._scratch(min(at_once, len(slots)), layers)
         for begin in range(0, len(slots), at_once):
             part = slots[begin : begin + at_once]
-            strips = self._scratch(len(part))
             verified = 0
             while verified < len(part):
                 slot = part[verified]
-                if not self._slots.load(slot.slot, slot.generation, strips[verified], *self._runs):
+                if not self._slots.load(slot.slot, slot.generation, strips[verified], *self._runs_of(layers)):
                     break
                 verified += 1
             if verified:
-                self._pages.write_pages(list(pages[begin : begin + verified]), strips[:verified])
+                self._pages.write_pages(list(pages[begin : begin + verified]), strips[:verified], layers)
             if verified < len(part):
                 return begin + verified
         return len(slots)
@@ -148,10 +157,12 @@ class Copier:
 
     def _store(self, slot: Slot, strips: U8, layers: range | None = None) -> None:
         assert self._slots is not None, "callers have a pool"
+        self._slots.store(slot.slot, slot.generation, strips, *self._runs_of(layers))
+
+    def _runs_of(self, layers: range | None) -> tuple[int, int, int]:
+        """Which strips of a block's layers are this process's: first, run and stride."""
         first, run, stride = self._runs
-        if layers is not None:
-            first += self.spec.strips_of(layers).start
-        self._slots.store(slot.slot, slot.generation, strips, first, run, stride)
+        return first if layers is None else first + self.spec.strips_of(layers).start, run, stride
 
     def _read(self, pages: Run[int], tokens: Run[int], layers: range | None = None) -> U8:
         """Canonical strips of the blocks in these pages."""

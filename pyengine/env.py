@@ -44,3 +44,9 @@ def limit_xla_threads(threads: int) -> None:
     XLA has no other way: its own choice is one for each core that the process may run on.
     """
     os.environ["NPROC"] = str(threads)
+
+
+def xla_threads() -> int:
+    """With how many threads XLA computes on a CPU."""
+    limit = os.environ.get("NPROC", "")
+    return int(limit) if limit.isdecimal() and int(limit) else len(os.sched_getaffinity(0))

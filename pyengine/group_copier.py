@@ -75,7 +75,8 @@ class GroupCopier(Copier):
         with self._beside(StoreCopied(copied.number, list(rows), _names(slots))):
             super().store_copied(copied, rows, slots)
 
-    def load(self, slots: Run[Slot], pages: Run[int]) -> int:
+    def load(self, slots: Run[Slot], pages: Run[int], layers: range | None = None) -> int:
+        assert layers is None, "its backend asks for no layers"
         with self._beside(Load(_names(slots), list(pages))) as others:
             own = super().load(slots, pages)
         return min(own, *others)

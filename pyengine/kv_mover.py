@@ -14,7 +14,8 @@ hold slots before decode's grant stands; it has what it will want brought into D
 holds nothing. Slots that no source filled are let go before anything is computed.
 
 A chunk that is large enough leaves while it is computed (`stream`): strips of its blocks are stored, and between nodes
-pushed, layer by layer; the blocks are committed when the step has succeeded.
+pushed, layer by layer; the blocks are committed when the step has succeeded. A prefix that is large enough is loaded
+beside the step that goes on from it (`readable`); prefill's is loaded before, as it is handed on as well.
 
 On one node prefill writes into the slots of the decode worker's grant, and a push commits them. Between nodes each
 block is *staged*: granted one slot of the own pool, stored, published (so it stays cached) and pushed; the slot is let
@@ -38,9 +39,10 @@ import msgspec
 
 from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
-from pyengine.backend import U8, Backend, Written
+from pyengine.backend import U8, Backend, Readable, Written
 from pyengine.copier import Copied, Copier
 from pyengine.group_copier import GroupCopier
+from pyengine.loading import Loader, Loading
 from pyengine.ranks import Ranked
 from pyengine.scheduler.batcher import Batcher, Filled, Load, Planned, Sequence, SequenceId, State
 from pyengine.scheduler.messages import LoadSample, Note, Work
@@ -60,6 +62,9 @@ LONGEST_WAIT = 86400.0
 #: Seconds for which a question is waited for that the daemon answers at once. It takes 0.1 to 0.2 ms; an answer that
 #: came a moment after a step was planned would be seen when that step is over, 10 to 200 ms later.
 ANSWER = 1e-3
+
+#: Bytes a second at which blocks are copied out of pages into the arena, at most: 24 MB of SmolLM2 took 18 ms.
+COPY_RATE = 2e9
 
 #: Measured loads kept for the next heartbeat.
 LOADS = 256
@@ -199,6 +204,9 @@ class Job:
     staged: dict[int, Tag] = dataclasses.field(default_factory=dict)
     #: Prefill: blocks that leave while the step computes them.
     stream: Stream | None = None
+    #: Blocks that are copied into their pages, beside steps or before the first; and what the batcher believes of them.
+    loading: Loading | None = None
+    load: Load | None = None
     #: Prefill: encoded, once the prompt is computed.
     note: bytes | None = None
     opened: bool = False
@@ -256,6 +264,7 @@ class KvMover:
             else Copier(backend, spec)
         )
         self.streamer = Streamer(self.copier, spec, self._send_strips)
+        self.loader = Loader(self.copier, spec)
         self.pool: Pool | None = None
         self.lost: str | None = None
         self.jobs: dict[SequenceId, Job] = {}
@@ -264,9 +273,14 @@ class KvMover:
         self.handed_off: deque[SequenceId] = deque()
         #: Prefill parts that are computed and copied out of their pages: the batcher may forget them.
         self.copied_out: deque[SequenceId] = deque()
+        #: Who had pages and has them no more, as what was to be loaded into them is not intact, or not there any more.
+        self.restarted: deque[SequenceId] = deque()
         self.counters = {"checksum_failures": 0, "stored_blocks": 0, "loaded_blocks": 0, "uncached_blocks": 0}
         self.loads: list[LoadSample] = []
         self._by_tag: dict[Tag, Job] = {}
+        #: Whose blocks are copied into pages, and who is HELD since they were found not to be intact.
+        self._loading: dict[SequenceId, Job] = {}
+        self._again: list[Job] = []
         #: Blocks copied out of their pages that wait for the answer to their grant, by its tag.
         self._write_through: dict[Tag, Copied] = {}
         self._requests: list[Callable[[], None]] = []
@@ -319,6 +333,7 @@ class KvMover:
     def _disconnected(self, reason: str) -> None:
         """The daemon died. What decodes goes on from its pages; what needed the pool is failed or goes on without."""
         self.close()
+        self._again.clear()
         self._requests.clear()
         self._asked.clear()
         self._write_through.clear()
@@ -326,6 +341,9 @@ class KvMover:
         self._later.clear()
         for job in list(self.jobs.values()):
             needs_pool = job.work.part == "prefill" or (job.work.part == "decode" and not job.adopted)
+            if job.id in self._loading:
+                self._stop_loading(job)
+                self._unreadable(job)
             waiting = self._held(job)
             job.local = job.handoff = None
             job.fetching.clear()
@@ -340,6 +358,10 @@ class KvMover:
 
     def close(self) -> None:
         if self.pool is not None:
+            for job in self._loading.values():
+                if job.loading is not None:
+                    job.loading.cancel()
+            self.loader.close()
             self.streamer.close()
             self.copier.disconnect()
             self.pool.close()
@@ -376,6 +398,7 @@ class KvMover:
         job = self.jobs.pop(sequence_id, None)
         self._later.pop(sequence_id, None)
         if job is not None:
+            self._stop_loading(job)
             for holding in job.holdings():
                 self._release(holding.tag)
             for tag in (*job.staging, *job.staged.values()):
@@ -384,6 +407,7 @@ class KvMover:
     def resume(self, sequence_id: SequenceId) -> None:
         """The sequence was preempted (HELD): looks again for what the pool still has of it."""
         job = self.jobs[sequence_id]
+        self._stop_loading(job)
         # The pages of blocks not copied out yet are gone: they are delivered when computed again.
         job.delivered.difference_update(job.unstaged, job.staging.values())
         for tag in job.staging:
@@ -498,6 +522,12 @@ class KvMover:
         answer within ANSWER is heard in a later one, and not waited for again.
         """
         self._take_events()
+        for job in [job for job in self._loading.values() if job.loading is not None and job.loading.over]:
+            self._end_load(job)
+        again, self._again = self._again, []
+        for job in again:
+            if self.jobs.get(job.id) is job:
+                self._ready(job)
         self.flush()
         until = time.monotonic() + ANSWER
         while self._asked and self.lost is None and (left := until - time.monotonic()) > 0.0:
@@ -707,36 +737,103 @@ class KvMover:
     # -- between pages and slots ----------------------------------------------------------------------------------
 
     def load(self, load: Load) -> None:
-        """Copies pooled blocks into the sequence's pages and tells the batcher how far they are good."""
+        """Copies pooled blocks into the sequence's pages and tells the batcher how far they are good; or begins to, and
+        tells it that they are believed to be.
+        """
         job = self.jobs[load.id]
         began = time.monotonic()
-        good = self._load_blocks(job, load)
+        slots: list[Slot] = []
+        while len(slots) < len(load.pages) and (found := job.find(load.first_block + len(slots))) is not None:
+            slots.append(found[1])
+        if self.pool is None:
+            slots.clear()
+        pages = load.pages[: len(slots)]
+        # Where steps overlap a load is beside one in any case.
+        beside = self.backend.layerwise and not self.backend.overlaps and job.work.part != "prefill"
+        if beside and self.loader.gains(len(slots)):
+            job.loading, job.load = self.loader.begin(slots, pages), load
+            self._loading[job.id] = job
+            self.batcher.loaded(job.id, self._tokens_in(job, load.first_block + len(slots)), verified=False)
+            return
+        good = self.copier.load(slots, pages) if slots else 0
+        if good < len(slots):
+            self._rotten(job, load.first_block + good)
+        self._loaded(job, load, good, time.monotonic() - began, first=not job.sequence.started)
+        self.batcher.loaded(job.id, self._tokens_in(job, load.first_block + good))
+        self._in_pages(job)
+
+    def readable(self, planned: Run[Planned]) -> Readable | None:
+        """What `Backend.submit` is to call for a step that goes on from KV which is still loaded; None: it does not."""
+        loadings = [job.loading for each in planned if (job := self._loading.get(each.id)) and job.loading is not None]
+        if not loadings:
+            return None
+
+        def wait(layer: int) -> None:
+            for loading in loadings:
+                loading.wait(layer)
+
+        return wait
+
+    def end_loads(self, planned: Run[Planned]) -> None:
+        """The step is over, well or not: what it has gone on from is in the pages, or its sequence is HELD again."""
+        for each in planned:
+            if (job := self._loading.get(each.id)) is not None:
+                self._end_load(job)
+
+    def _end_load(self, job: Job) -> None:
+        """Waits for what is copied into pages of the job."""
+        loading, load = job.loading, job.load
+        assert loading is not None and load is not None, "callers check"
+        loading.join()
+        self._stop_loading(job)
+        if loading.whole:
+            believed = job.sequence.believed
+            self._loaded(job, load, loading.good, loading.seconds, first=believed is not None and not believed[0])
+            self.batcher.verified(job.id)
+            self._in_pages(job)
+            return
+        block = load.first_block + loading.good
+        self._rotten(job, block)
+        if (found := job.find(block)) is not None:
+            found[0].committed[block] = False
+        self._unreadable(job)
+        # Not before the step is over for the batcher as well.
+        self._again.append(job)
+
+    def _unreadable(self, job: Job) -> None:
+        self.batcher.unreadable(job.id)
+        self.restarted.append(job.id)
+
+    def _stop_loading(self, job: Job) -> None:
+        """Returns when nothing is copied into pages of the job any more."""
+        if (loading := job.loading) is not None:
+            loading.cancel()
+            job.loading = job.load = None
+            del self._loading[job.id]
+
+    def _loaded(self, job: Job, load: Load, good: int, seconds: float, *, first: bool) -> None:
+        """So many blocks are in their pages. first: the sequence starts with them."""
         self.counters["loaded_blocks"] += good
         if good and self.pool is not None and len(self.loads) < LOADS:
-            size, seconds = good * self.spec.block_bytes, time.monotonic() - began
-            self.loads.append(LoadSample(self.pool.node.node, size, seconds, device=True))
-        if not job.sequence.started:
+            self.loads.append(LoadSample(self.pool.node.node, good * self.spec.block_bytes, seconds, device=True))
+        if first:
             for block in range(load.first_block, load.first_block + good):
                 if (found := job.find(block)) is not None:
                     job.reused[found[0].tiers[block]] += 1
-        tokens = (load.first_block + good) * self.spec.block_tokens
+
+    def _rotten(self, job: Job, block: int) -> None:
+        """A block that the pool holds for the job is not intact."""
+        assert self.pool is not None, "callers have one"
+        self.counters["checksum_failures"] += 1
+        if (found := job.find(block)) is not None:
+            self._ask(self.pool.corrupt, found[0].tag, block)
+
+    def _tokens_in(self, job: Job, blocks: int) -> int:
+        """How many tokens the job's leading blocks hold."""
+        tokens = blocks * self.spec.block_tokens
         if job.work.part == "decode" and not job.adopted:
             tokens = min(tokens, job.sequence.prompt_tokens)  # the last block may be the partial one
-        self.batcher.loaded(job.id, tokens)
-        self._in_pages(job)
-
-    def _load_blocks(self, job: Job, load: Load) -> int:
-        """Fills leading pages from the pool; returns how many hold verified blocks."""
-        if self.pool is None:
-            return 0
-        readable: list[tuple[Holding, Slot]] = []
-        while len(readable) < len(load.pages) and (found := job.find(load.first_block + len(readable))) is not None:
-            readable.append(found)
-        good = self.copier.load([slot for _, slot in readable], load.pages[: len(readable)])
-        if good < len(readable):
-            self.counters["checksum_failures"] += 1
-            self._ask(self.pool.corrupt, readable[good][0].tag, load.first_block + good)
-        return good
+        return tokens
 
     def cached_by_tier(self, sequence: Sequence) -> dict[str, int]:
         """Where the tokens were found that the sequence reused when it first started; in all, `sequence.cached`."""
@@ -780,9 +877,11 @@ class KvMover:
             # Behind a step that is under way another may be submitted: nobody keeps their streams apart yet.
             return None
         jobs = [job for each in planned if (job := self._streams(each)) is not None]
-        # The own daemon answers at once if it has room; blocks whose slots come later leave after the step.
+        # The own daemon answers at once if it has room and is not sending what left before; blocks whose slots come
+        # later leave after the step. To wait for longer than their copying takes would gain nothing.
         self.flush()
-        until = time.monotonic() + ANSWER
+        waiting = sum(len(job.staging) for job in jobs) * self.spec.block_bytes
+        until = time.monotonic() + max(ANSWER, waiting / COPY_RATE)
         while any(job.staging for job in jobs) and self.pool is not None and (left := until - time.monotonic()) > 0.0:
             self._answers.poll(left * 1000)
             self._take_events()

@@ -58,7 +58,14 @@ MAX_RUN_DIRECTORY = 107 - 14
 
 
 class StartError(Exception):
-    """The cluster cannot be started; what is wrong has been printed by the part."""
+    """The cluster cannot be started; what is wrong has been printed by the part.
+
+    status: that of the launcher then: IMPOSSIBLE where the part said that a restart would not help.
+    """
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,7 +154,7 @@ class Supervisor:
             if not self._ready[part.name].is_set():
                 crashes += 1
                 if status == IMPOSSIBLE or crashes >= START_ATTEMPTS:
-                    self._fail(part.name)
+                    self._fail(part.name, IMPOSSIBLE if status == IMPOSSIBLE else 1)
                     return
             if time.monotonic() - born >= STEADY:
                 pause = FIRST_PAUSE
@@ -155,9 +162,9 @@ class Supervisor:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
-    def _fail(self, name: str) -> None:
+    def _fail(self, name: str, status: int) -> None:
         if not self._failure.done():
-            self._failure.set_exception(StartError(f"{name} cannot start"))
+            self._failure.set_exception(StartError(f"{name} cannot start", status))
 
     async def _live(self, part: Part) -> int:
         """One life: spawned, ready, dead. Returns the exit status (negative: signal)."""
@@ -392,7 +399,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             starting.cancel()
         except StartError as error:
             print(f"pyengine serve: error: {error}; what is wrong is said above", file=sys.stderr)
-            return 1
+            return error.status
         finally:
             await supervisor.stop()
     print("  all parts have ended", flush=True)

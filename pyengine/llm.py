@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from pyengine import _native, env
-from pyengine.backends import load_backend
+from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, load_backend
 from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Logprobs, Node, Role, SamplingParams
@@ -78,8 +78,8 @@ class LLM:
         pages: int = 0,
         state_dir: Path | None = None,
         threads: int | None = None,
-        max_tokens_per_step: int = 512,
-        max_sequences: int = 32,
+        max_tokens_per_step: int = MAX_TOKENS,
+        max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         state_dir = state_dir or env.read().state_dir
         self._ssd = str(Path(ssd_dir).absolute() / NODE) if ssd_dir is not None else None
@@ -255,7 +255,8 @@ class LLM:
             deadline=NEVER,
         )
         self._worker.accept(work)
-        return _Request(self._requests, len(ids), sampling, Detokenizer(self._tokenizer, sampling.stop))
+        text = Detokenizer(self._tokenizer, sampling.stop, sampling.min_tokens)
+        return _Request(self._requests, len(ids), sampling, text)
 
     def _run(self, running: dict[int, _Request]) -> Exception | None:
         """Steps until all have finished, or one has failed: then why."""
@@ -267,7 +268,7 @@ class LLM:
                             self._worker.abort(Abort(request=message.request, attempt=1))
                     case PrefillReport() if message.request in running:
                         running[message.request].report = message
-                    case Failed() if message.kind == "too_large":
+                    case Failed() if message.kind in ("too_large", "impossible"):
                         return ValueError(message.reason)
                     case Failed():
                         return RuntimeError(f"a request failed: {message.reason}")

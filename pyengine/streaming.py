@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pyengine._native import Slot, Tag
 from pyengine.backend import Written
-from pyengine.copier import Copier
+from pyengine.copier import Copier, layers_at_once
 from pyengine.scheduler.types import KvSpec
 
 #: Bytes that are copied and sent at once, at least: at 2 GB/s they take 0.5 ms, several times what it costs to hand
@@ -98,8 +98,7 @@ class Streamer:
 
     def _layers(self, blocks: int) -> int:
         """How many layers of so many blocks are a part."""
-        layer_bytes = blocks * self._spec.block_bytes // self._spec.layers
-        return min(max(-(-PART_BYTES // max(layer_bytes, 1)), 1), self._spec.layers)
+        return layers_at_once(self._spec, blocks, PART_BYTES)
 
     def _written(self, layer: int) -> None:
         """On the backend's thread. The last layers are left to `finish`: they would be waited for at once."""

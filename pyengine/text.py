@@ -263,16 +263,27 @@ class Detokenizer:
     with the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()) -> None:
-        """stop: strings that end the answer; empty ones are ignored."""
+    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+        """stop: strings that end the answer; empty ones are ignored. min_tokens: none is sought in the text of so many
+        first tokens.
+        """
         self._stop = tuple(filter(None, stop))
+        self._exempt = min_tokens if self._stop else 0
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
         self._held = ""
         self.stopped = False
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes the next ids; returns the text that is certain now. After `stopped` always ""."""
-        return "" if self.stopped else self._release(self._decode.push(ids))
+        if self.stopped:
+            return ""
+        if not self._exempt:
+            return self._release(self._decode.push(ids))
+        ids = list(ids)
+        exempt, rest = ids[: self._exempt], ids[self._exempt :]
+        self._exempt -= len(exempt)
+        text = self._decode.push(exempt)
+        return text + self._release(self._decode.push(rest)) if rest else text
 
     def finish(self) -> str:
         """Takes the end of the answer; returns what was held back. Call once."""

@@ -245,16 +245,39 @@ class Batcher:
         self._move(sequence, State.WAITING)
         self._queue.join(sequence)
 
-    def loaded(self, id: SequenceId, good: int) -> None:
-        """LOADING -> RUNNING: KV of the first `good` tokens is in the pages now, the rest is computed."""
+    def loaded(self, id: SequenceId, good: int, *, verified: bool = True) -> None:
+        """LOADING -> RUNNING: KV of the first `good` tokens is in the pages now, the rest is computed.
+
+        verified: False: it is on its way there and believed to be good. Before its first step is over `verified` or
+        `unreadable` must be told.
+        """
         sequence = self._expect(id, State.LOADING)
+        if not verified:
+            sequence.believed = (sequence.started, sequence.cached, sequence.high_water)
         self._start(sequence, max(sequence.computed, min(good, sequence.available)))
-        # Blocks the pool supplied are full like computed ones: later prompts may reuse their pages.
+        if verified:
+            self._publish(sequence)
+        self._queue.short = False
+
+    def verified(self, id: SequenceId) -> None:
+        """What was believed to be in the pages is there."""
+        sequence = self._expect(id, State.RUNNING)
+        assert sequence.believed is not None, "somebody loads into its pages"
+        sequence.believed = None
+        self._publish(sequence)
+
+    def unreadable(self, id: SequenceId) -> None:
+        """RUNNING -> HELD: what was believed to be in the pages is not. It is as if it had never been admitted."""
+        sequence = self._expect(id, State.RUNNING)
+        assert sequence.believed is not None, "somebody loads into its pages"
+        self._hold(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Blocks the pool supplied are full like computed ones: later prompts may reuse their pages."""
         parent = sequence.root
         for index in range(min(sequence.computed // self.pool.block_tokens, len(sequence.keys))):
             self.pool.publish(sequence.pages[index], sequence.keys[index], parent, index)
             parent = sequence.keys[index]
-        self._queue.short = False
 
     def remove(self, id: SequenceId) -> None:
         """Ends a sequence in any state and releases its pages. Idempotent."""
@@ -486,10 +509,15 @@ class Batcher:
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
         # Progress: victims are the youngest, so the oldest keeps its pages to its end, and another becomes the oldest.
+        self._hold(sequence)
+        step.preempted.append(sequence.id)
+
+    def _hold(self, sequence: Sequence) -> None:
         self._move(sequence, State.HELD)
+        if sequence.believed is not None:
+            (sequence.started, sequence.cached, sequence.high_water), sequence.believed = sequence.believed, None
         self._release(sequence)
         sequence.preempted = True
-        step.preempted.append(sequence.id)
 
     def _admit(self, sequence: Sequence, step: Step) -> bool:
         """Gives the head of the line its pages, or leaves it there."""
@@ -530,6 +558,7 @@ class Batcher:
         step.slices.append(Planned(sequence.id, start, count, pages, end == len(sequence.tokens), decodes))
 
     def _computed(self, sequence: Sequence, planned: Planned, token: int) -> Outcome:
+        assert sequence.believed is None, "its first step is over before its KV is known to be good"
         block_tokens = self.pool.block_tokens
         start, count = planned.start, planned.count
         end = start + count

@@ -82,6 +82,8 @@ class Sequence:
     lent_priority: int | None = None
     lent_latest: float = math.inf
     lent_seconds: float = math.inf
+    #: `started`, `cached` and `high_water` as they were before KV was believed to be in its pages.
+    believed: tuple[bool, int, int] | None = None
 
     @property
     def planned(self) -> int:

@@ -37,6 +37,15 @@ class Kernels(Protocol):
     a plan of attention is for, the window, the ranges of layers and heads.
     """
 
+    def multiply(
+        self, x: jax.Array, weights: jax.Array, layer: jax.Array | int, outputs: int, wide: bool = False
+    ) -> jax.Array:
+        """x @ W.T for one of several constant matrices W [outputs, inputs], in x's type or, if wide, in float32.
+
+        x: [T, inputs]; weights: that one's, [inputs, outputs], or all of them as an implementation packs them (`ffi`).
+        """
+        ...
+
     def rms_norm(
         self, x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from pyengine.kernels.memory import too_many_pages
 
 Strips = npt.NDArray[np.uint8]
 
@@ -37,9 +38,7 @@ def allocate(
     try:
         return jnp.zeros(shape, page_dtype(dtype, platform), device=device).block_until_ready()
     except (RuntimeError, MemoryError, OverflowError, ValueError) as error:
-        raise MemoryError(
-            f"{pages} KV pages need {needed} bytes ({needed / 2**30:.1f} GiB) on {platform}; ask for fewer pages"
-        ) from error
+        raise too_many_pages(pages, needed, platform) from error
 
 
 def page_dtype(dtype: DTypeLike, platform: str) -> np.dtype[np.generic]:

@@ -7,6 +7,7 @@ float32 at least.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,12 +16,32 @@ from pyengine.kernels.inputs import Draws, Sequences, Shapes
 ALL = slice(None)
 
 
+@dataclass(frozen=True)
+class Tables:
+    """`Sequences` on a device: rows int32 [S + 1], lengths int32 [S], tables int32 [S, N], as there."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+
+
 class Attend(Protocol):
     """Attention of one step, planned; the same for each of its layers."""
 
     def __call__(self, query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """query: [T, H, D]; kv: [2, K, P, B, D] -> [T, H, D]."""
         ...
+
+
+class DecodeTables(Protocol):
+    """`decode_tables`: what kernels have beside the contracts whose launches a graph can repeat.
+
+    It plans decode attention of sequences that have one row each, one behind the other. The host knows nothing else of
+    them: `tables` is read when attention is computed, so it may hold something else each time. What it computes is
+    what `decode_attention` does for `Sequences` with these numbers. Nobody has checked the pages.
+    """
+
+    def __call__(self, tables: Tables, kv: torch.Tensor, window: int | None = None) -> Attend: ...
 
 
 class Kernels(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import torch
+from pyengine.kernels.memory import too_many_pages
 
 Strips = npt.NDArray[np.uint8]
 
@@ -30,9 +31,7 @@ def allocate(
             return torch.from_numpy(_zeroed(needed)).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
-        raise MemoryError(
-            f"{pages} KV pages need {needed} bytes ({needed / 2**30:.1f} GiB) on {device}; ask for fewer pages"
-        ) from error
+        raise too_many_pages(pages, needed, str(device)) from error
 
 
 def _zeroed(size: int) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 BACKENDS = {"torch": ("torch",), "jax": ("jax", "flax"), "fake": ()}
 #: In which a model can be computed, beside "auto".
 DTYPES = ("float32", "bfloat16")
+#: Of a worker that is told nothing else: tokens one step computes, sequences that run at once (see WorkerConfig).
+MAX_TOKENS, MAX_SEQUENCES = 512, 32
 
 
 def lacking(name: str) -> str | None:
@@ -23,6 +25,12 @@ def lacking(name: str) -> str | None:
     others = [other for other, needs in BACKENDS.items() if needs and all(map(_installed, needs))]
     instead = f", or choose the backend {others[0]}" if others else ""
     return f"backend {name} needs {' and '.join(missing)}: install the extra {name!r} (see README){instead}"
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError unless a model can be computed in it, or it is "auto"."""
+    if dtype not in ("auto", *DTYPES):
+        raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
 
 
 def _installed(package: str) -> bool:
@@ -44,8 +52,7 @@ def load_backend(
     """
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(BACKENDS)}")
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if reason := lacking(name):
         raise ValueError(reason)
     if name == "torch":

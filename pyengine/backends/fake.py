@@ -24,9 +24,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Shaping, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Shaping, Slice, Written
 from pyengine.kernels import reference
 from pyengine.kernels.inputs import Shapes
+from pyengine.kernels.memory import too_many_pages
 from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Logprobs, Namespace, SamplingParams
 
 if TYPE_CHECKING:
@@ -131,23 +132,28 @@ class FakeBackend:
         try:
             self._cache = np.zeros(shape, dtype=np.uint64)
         except MemoryError as error:
-            needed = pages * self.namespace.kv.block_bytes
-            raise MemoryError(f"{pages} KV pages need {needed} bytes; ask for fewer pages") from error
+            raise too_many_pages(pages, pages * self.namespace.kv.block_bytes, "the fake device") from error
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
         """Nothing is compiled."""
 
     def execute(self, slices: list[Slice]) -> list[int]:
-        return self._compute(slices, None)
+        return self._compute(slices)
 
-    def _compute(self, slices: list[Slice], written: Written | None) -> list[int]:
+    def _compute(
+        self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+    ) -> list[int]:
         began = time.perf_counter()
         seconds = self._seconds_per_step + self._seconds_per_token * sum(len(slice_.tokens) for slice_ in slices)
         while self._hold is not None and self._hold.exists():
             time.sleep(0.01)
         slices = [self._known(slice_) for slice_ in slices]
-        rows = [self._rows(slice_) for slice_ in slices]
+        rows: list[U64] = []
         for layer in range(self._layers):
+            if readable is not None:
+                readable(layer)
+            if not layer:
+                rows = [self._rows(slice_) for slice_ in slices]
             if seconds:
                 time.sleep(max(began + seconds * (layer + 1) / self._layers - time.perf_counter(), 0.0))
             for slice_, kv in zip(slices, rows, strict=True):
@@ -164,11 +170,12 @@ class FakeBackend:
         self._chosen = tokens
         return tokens
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         told: list[Logprobs | None] = []
 
         def compute() -> list[int]:
-            tokens = self.execute(slices) if written is None else self._compute(slices, written)
+            plain = written is None and readable is None
+            tokens = self.execute(slices) if plain else self._compute(slices, written, readable)
             told.extend(self._told)
             return tokens
 
@@ -184,9 +191,10 @@ class FakeBackend:
         strips = self.namespace.kv.strips_of(range(self._layers) if layers is None else layers)
         out[:] = self._pages[pages, strips.start : strips.stop].view(np.uint8).reshape(len(pages), len(strips), -1)
 
-    def write_pages(self, pages: list[int], strips: U8) -> None:
-        shape = (len(pages), *self._pages.shape[1:])
-        self._pages[pages] = np.ascontiguousarray(strips).view(np.uint64).reshape(shape)
+    def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
+        part = self.namespace.kv.strips_of(range(self._layers) if layers is None else layers)
+        shape = (len(pages), len(part), *self._pages.shape[2:])
+        self._pages[pages, part.start : part.stop] = np.ascontiguousarray(strips).view(np.uint64).reshape(shape)
 
     def close(self) -> None:
         if self._device is not None:

@@ -49,6 +49,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.head_dim % 2:
             raise ModelError(f"config: rotary embedding needs an even head_dim, not {self.head_dim}")
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ModelError unless each of so many can be given whole heads, and the KV heads that these read."""
+        if self.heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise ModelError(
+                f"{ranks} ranks cannot share {self.heads} attention heads and {self.kv_heads} KV heads evenly: choose a"
+                f" --tp that divides {self.heads}, and that divides {self.kv_heads} or is a multiple of it"
+            )
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the model needs by its Hugging Face name, with its shape [out, in]."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

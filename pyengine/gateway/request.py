@@ -64,6 +64,7 @@ class ErrorKind(enum.Enum):
     BUSY = "busy"
     UNAVAILABLE = "unavailable"
     TOO_LARGE = "too_large"
+    IMPOSSIBLE = "impossible"
     TIMEOUT = "timeout"
     BUG = "bug"
 
@@ -408,6 +409,8 @@ class Request:
             return []
         if message.kind == "too_large":
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
+        if message.kind == "impossible":
+            return self._give_up(RequestError(ErrorKind.IMPOSSIBLE, message.reason), gone=message.worker)
         if message.kind == "bug":
             return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
         if message.kind == "late":

@@ -98,7 +98,7 @@ class Generation:
         self._told = self._shown = 0
         self._service = service
         self._metrics = service.metrics.of(request.model)
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._detokenizer = Detokenizer(tokenizer, stop, request.sampling.min_tokens)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._one_by_one = bool(stop)
         self._wake = wake

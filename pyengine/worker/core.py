@@ -28,7 +28,7 @@ import numpy as np
 from pyengine import _native
 from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Shaping, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
-from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, Step, TooLarge
+from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, State, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
 from pyengine.scheduler.messages import (
     HEARTBEAT_EVERY,
@@ -77,13 +77,14 @@ class Load(NamedTuple):
 @dataclasses.dataclass(slots=True)
 class Flight:
     """A step under way. pending: None if it could not be submitted, or the step before it has failed. rows: of its
-    sequences. began: when it was submitted (time.perf_counter).
+    sequences. began: when it was submitted (time.perf_counter). loads: it may wait for KV that is still on its way.
     """
 
     step: Step
     pending: Pending | None
     rows: dict[SequenceId, int]
     began: float
+    loads: bool = False
 
 
 class Chosen(msgspec.Struct, gc=False):
@@ -294,6 +295,8 @@ class Worker:
         self.progress += 1
         self.mover.pump()
         self._forget_copied_out()
+        while self.mover.restarted:
+            self._tables.pop(self.mover.restarted.popleft(), None)
         while self.mover.handed_off:
             self._end(self.mover.handed_off.popleft())
         self._report_failures()
@@ -369,14 +372,15 @@ class Worker:
     def _begin(self, step: Step) -> None:
         pending = None
         written = self.mover.stream(step.slices)
+        readable = self.mover.readable(step.slices)
         try:
-            pending = self.backend.submit(self._slices(step.slices), written)
+            pending = self.backend.submit(self._slices(step.slices), written, readable)
         except WorkerBroken:
             raise
         except Exception:
             logger.exception("a step of %d sequences could not be submitted", len(step.slices))
         rows = {planned.id: row for row, planned in enumerate(step.slices)}
-        self._flights.append(Flight(step, pending, rows, time.perf_counter()))
+        self._flights.append(Flight(step, pending, rows, time.perf_counter(), readable is not None))
         self.batcher.begin(step)
 
     def _end_steps(self, left: int) -> None:
@@ -401,9 +405,10 @@ class Worker:
         self.counters["prefill"] += work.prefill_tokens
         self.counters["decode"] += work.decode_sequences
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
-        self.batcher.observe(work, seconds)
+        if not flight.loads:  # what copies take is told apart, see `KvMover.loads`
+            self.batcher.observe(work, seconds)
         for sequence_id in chosen.stuck:
-            self._fail(sequence_id, "bug", STUCK)
+            self._fail(sequence_id, "impossible", STUCK)
         logprobs = chosen.logprobs
         for outcome in self.batcher.finish(flight.step, chosen.tokens):
             told = logprobs.get(outcome.id) if logprobs else None
@@ -427,6 +432,9 @@ class Worker:
                 return chosen
             finally:
                 self.mover.streamed()
+                self.mover.end_loads(planned)
+        else:
+            self.mover.end_loads(planned)
         return self._each_alone(planned)
 
     def _void_later(self, failed: Flight) -> None:
@@ -438,9 +446,15 @@ class Worker:
                 flight.pending = None
 
     def _each_alone(self, planned: list[Planned]) -> Chosen:
-        """Who fails is ended, who has ended since the step was planned is left out. KV is written twice: harmless."""
+        """Who fails is ended, who has ended or lost its pages since the step was planned is left out. KV is written
+        twice: harmless.
+        """
         chosen = Chosen([-1] * len(planned), {}, [])
-        here = [(row, each) for row, each in enumerate(planned) if each.id in self.work]
+        here = [
+            (row, each)
+            for row, each in enumerate(planned)
+            if each.id in self.work and self._sequences[each.id].state is State.RUNNING
+        ]
         failed: dict[SequenceId, Exception] = {}
         for row, each in here:
             try:

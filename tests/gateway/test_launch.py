@@ -108,8 +108,9 @@ async def test_pauses_double_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_impossible_part_ends_the_start() -> None:
     report = Report()
     supervisor = Supervisor([part("a"), part("b", "impossible")], report)
-    with pytest.raises(StartError, match="b cannot start"):
+    with pytest.raises(StartError, match="b cannot start") as ended:
         await supervisor.start()
+    assert ended.value.status == 2, "that a restart would not help is true of the launcher too"
     await supervisor.stop()
     assert supervisor.pids == {}
     assert not any("restarting" in line for line in report.lines)
@@ -119,8 +120,9 @@ async def test_part_that_always_crashes_ends_the_start(monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "FIRST_PAUSE", 0.01)
     report = Report()
     supervisor = Supervisor([part("a", "crash")], report)
-    with pytest.raises(StartError):
+    with pytest.raises(StartError) as ended:
         await supervisor.start()
+    assert ended.value.status == 1
     await supervisor.stop()
     assert sum("restarting" in line for line in report.lines) == launch.START_ATTEMPTS - 1
 

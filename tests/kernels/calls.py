@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Modules under pyengine.kernels.torch and pyengine.kernels.jax that have every contract.
 TORCH = ("eager", "native", "triton")
-JAX = ("jnp", "pallas")
+JAX = ("jnp", "pallas", "ffi")
 IMPLEMENTATIONS = TORCH + JAX
 WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache", "shape_logits": "logits"}
 #: What a contract returns several of.
@@ -37,7 +37,8 @@ Answer = dict[str, np.ndarray[Any, Any]]
 
 def computes(implementation: str, contract: str, dtype: str) -> bool:
     """No model on a CPU is computed in float16, so ours for CPUs refuse it, but where bits are only moved."""
-    return implementation != "native" or dtype != "float16" or contract in ("gather", "scatter", *OF_LOGITS)
+    refuses = implementation in ("native", "ffi") and dtype == "float16"
+    return not refuses or contract in ("gather", "scatter", *OF_LOGITS)
 
 
 @dataclass(frozen=True)

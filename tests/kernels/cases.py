@@ -202,8 +202,8 @@ def logprobs_call(contract: str, case: dict[str, Any]) -> Call:
     random, (rows, vocab) = random_of(case), (case["rows"], case["vocab"])
     logits = normal(random, (rows, vocab), "float32") * 4
     if case["kind"] == "ties":
-        logits = np.round(logits)
-        logits[logits == 0.0] *= random.choice([1.0, -1.0], int((logits == 0.0).sum()))
+        logits = np.minimum(np.round(logits / 4), 0.0)
+        logits[logits == 0.0] *= random.choice([1.0, -1.0], int((logits == 0.0).sum()))  # -0 is 0
     elif case["kind"] == "forbidden":
         logits[random.random(logits.shape) < 0.9] = -np.inf
         logits[:, random.integers(vocab)] = 1.0

@@ -98,7 +98,10 @@ class Device:
 @pytest.mark.parametrize(
     ("platform", "dtype", "head_dim", "chosen", "level", "said"),
     [
-        ("cpu", "float32", 64, "jnp", "INFO", "Pallas' are for TPUs"),
+        ("cpu", "float32", 64, "ffi", "INFO", "ours by XLA's FFI, float32"),
+        ("cpu", "bfloat16", 128, "ffi", "INFO", "ours by XLA's FFI, bfloat16"),
+        ("cpu", "float16", 64, "jnp", "WARNING", "float16"),
+        ("cpu", "float32", 320, "jnp", "WARNING", "head_dim 320"),
         ("gpu", "bfloat16", 128, "jnp", "INFO", "Pallas' are for TPUs"),
         ("tpu", "bfloat16", 128, "pallas", "INFO", "Pallas, sampling in jax.numpy"),
         ("tpu", "float16", 128, "jnp", "WARNING", "float16"),

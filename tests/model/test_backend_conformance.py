@@ -1,9 +1,10 @@
 """Goal: every Backend keeps the contract of pyengine/backend.py, so that worker and cluster need not know which it is.
 
-Method: a list of implementations (torch and JAX on a tiny random Llama, fake, and each as if beside the host) times a
-list of expectations. Expectations compare the greedy continuation of a prompt computed in one way with the same
-computed in another: chunked, batched, with KV that went out through `read_pages` and came back elsewhere through
-`write_pages`, with steps that are submitted before the tokens they continue are known.
+Method: a list of implementations (torch and JAX on a tiny random Llama, fake, each as if beside the host, torch behind
+a conversion, and torch as if with CUDA graphs) times a list of expectations. Expectations compare the greedy
+continuation of a prompt computed in one way with the same computed in another: chunked, batched, with KV that went out
+through `read_pages` and came back elsewhere through `write_pages`, with steps that are submitted before the tokens they
+continue are known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 from pyengine.backend import Backend, Pending, Slice
 from pyengine.backends import lacking, load_backend
+from pyengine.conversion import Converted
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model.checkpoints import write_tiny
 
@@ -29,7 +31,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(params=["torch", "torch:overlaps", "jax", "jax:overlaps", "fake", "fake:overlaps=1"])
+IMPLEMENTATIONS = [
+    "torch",
+    "torch:overlaps",
+    "torch:converted",
+    "torch:graphs",
+    "jax",
+    "jax:overlaps",
+    "fake",
+    "fake:overlaps=1",
+]
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
 def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Callable[[], Backend]]:
     """Makes instances of the implementation, with pages."""
     name, _, way = request.param.partition(":")
@@ -38,10 +52,18 @@ def make(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator
     made: list[Backend] = []
 
     def make_one() -> Backend:
-        backend = load_backend(name, request.param if name == "fake" else str(tiny), cache=tmp_path, threads=1)
-        if way == "overlaps":
+        model = request.param if name == "fake" else str(tiny)
+        backend = load_backend(name, model, cache=tmp_path, threads=1)
+        if way == "converted":
+            # As at a decode worker, where what was converted comes as its own; what rounds: worker/test_conversion.py.
+            backend = Converted(backend, "bfloat16", "float32")
+        if way in ("overlaps", "graphs"):
             backend.overlaps = True  # as it does on accelerators: a step is begun when it is submitted
         backend.allocate(PAGES)
+        if way == "graphs":
+            from tests.model.graph_twin import with_graphs  # needs torch
+
+            with_graphs(backend, 4)
         made.append(backend)
         return backend
 
@@ -363,3 +385,38 @@ def test_a_layer_is_told_of_when_it_can_be_read(make: Callable[[], Backend]) -> 
         out = np.full((len(pages), len(part), spec.strip_bytes), 0xAB, dtype=np.uint8)
         backend.read_pages(pages, out, layers)
         np.testing.assert_array_equal(out, whole[:, part.start : part.stop])
+
+
+def test_layers_are_asked_for_before_they_are_computed(make: Callable[[], Backend]) -> None:
+    """A layerwise backend goes on from pages that get what they should hold as it asks for each layer; what is raised
+    there, the step raises.
+    """
+    backend = make()
+    if not backend.layerwise:
+        pytest.skip("it asks for no layers")
+    spec = backend.namespace.kv
+    tokens, pages = prompt(48 + 9), pages_for(48 + 9)
+    expected = baseline(backend, tokens, 1)
+    prefill(backend, tokens[:48], pages, 48)
+    used = pages[:3]
+    before = strips(backend, used)
+    backend.write_pages(used, np.full_like(before, 0xFF))
+    asked: list[int] = []
+
+    def readable(layer: int) -> None:
+        if asked != list(range(layer)):
+            raise ValueError(f"{layer} is asked for behind {asked}")
+        layers = range(layer, layer + 1)
+        part = spec.strips_of(layers)
+        written = before[:, part.start : part.stop]
+        backend.write_pages(used, np.ascontiguousarray(written), layers)
+        asked.append(layer)
+
+    assert backend.submit([slice_of(tokens[48:], 48, pages)], None, readable).tokens() == expected
+    assert asked == list(range(spec.layers))
+    assert np.array_equal(strips(backend, used), before)
+
+    # What is asked for by a step that has failed is nobody's any more.
+    with pytest.raises(ValueError, match="0 is asked for behind"):
+        backend.submit([slice_of(tokens[48:], 48, pages)], None, readable).tokens()
+    assert backend.execute([slice_of(tokens[48:], 48, pages)]) == expected

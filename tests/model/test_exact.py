@@ -66,12 +66,11 @@ def piece(tokens: list[int], first: int, last: int, page: int) -> Slice:
     return Slice(np.array(tokens[first:last], np.uint32), first, pages, GREEDY)
 
 
-def logits(backend: TorchBackend, *pieces: Slice) -> Array:
-    values: Array = backend.logits(list(pieces)).numpy()
-    return values
+def logits(backend: Any, *pieces: Slice) -> Array:
+    return np.asarray(backend.logits(list(pieces)))
 
 
-def kv(backend: TorchBackend, page: int) -> Array:
+def kv(backend: Any, page: int) -> Array:
     """The bits of a sequence's whole pages."""
     spec = backend.namespace.kv
     out = np.empty((LENGTH // PAGE, spec.strips, spec.block_bytes // spec.strips), np.uint8)
@@ -145,3 +144,29 @@ def test_products_share_two_pieces_of_memory() -> None:
     for rows in range(1, 3 * Scratch.VIEWS):
         scratch.take(rows, 1)
     assert len(scratch._views) <= Scratch.VIEWS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_jax_keeps_the_promise_and_in_float32_has_the_bits_of_pytorch(
+    dtype: str, window: int | None, load: Load, tmp_path: Path
+) -> None:
+    jax = pytest.importorskip("pyengine.backends.jax", reason="needs the jax extra")
+    changes = {"sliding_window": window, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    other = load(dtype, **(changes if window else {}))
+    backend = jax.JaxBackend(resolve(str(tmp_path / "model"), tmp_path), compiled=tmp_path / "xla", dtype=dtype)
+    backend.allocate(100)
+    tokens, beside = tokens_of(1), tokens_of(2)
+    expected, pages = logits(backend, piece(tokens, 0, LENGTH, 0)), kv(backend, 0)
+    for chunks in ([0, 100, 101, 300, LENGTH], [0, 16, LENGTH - 1, LENGTH]):
+        for first, last in itertools.pairwise(chunks):
+            found = logits(backend, piece(tokens, first, last, 30))
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(kv(backend, 30), pages)
+    together = logits(backend, piece(beside, 0, 50, 60), piece(tokens, 0, LENGTH, 30))
+    np.testing.assert_array_equal(together[1:], expected)
+    decoded = logits(backend, piece(beside, 50, 51, 60), piece(tokens, LENGTH - 1, LENGTH, 30))
+    np.testing.assert_array_equal(decoded[1:], expected)
+    if dtype == "float32":
+        np.testing.assert_array_equal(logits(other, piece(tokens, 0, LENGTH, 0)), expected)
+        np.testing.assert_array_equal(kv(other, 0), pages)

@@ -5,11 +5,13 @@ Method: a made-up /proc and /sys; a backend on a machine that says it has little
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 
 import pytest
 
+from pyengine.backends import lacking, load_backend
 from pyengine.checkpoint import ModelError, resolve
 from pyengine.checkpoint.room import GIB, check_room, free_memory
 from tests.model.checkpoints import tiny_config, write_tiny
@@ -101,3 +103,21 @@ def test_matrices_that_stay_in_bfloat16_need_half(tmp_path: Path, monkeypatch: p
     else:
         with pytest.raises(ModelError, match="float32 need"):
             TorchBackend(checkpoint, threads=1)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_pages_that_do_not_fit_are_refused_before_they_are_used(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the system would grant them, and end the process when they fill."""
+    if reason := lacking(framework):
+        pytest.skip(reason)
+    module = importlib.import_module(f"pyengine.backends.{framework}.backend")
+    backend = load_backend(framework, str(write_tiny(tmp_path / "tiny")), cache=tmp_path, threads=1)
+    block = backend.namespace.kv.block_bytes
+    monkeypatch.setattr(module, "free_memory", lambda: 4 * block)
+    told = rf"5 KV pages need {5 * block} bytes \(.* GiB\) on cpu, and 0\.0 GiB are free; ask for fewer"
+    with pytest.raises(MemoryError, match=told):
+        backend.allocate(5)
+    backend.allocate(4)
+    backend.close()

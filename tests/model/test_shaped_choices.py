@@ -17,6 +17,7 @@ import pytest
 
 from pyengine.backend import NOTHING_LEFT, Backend, Shaping, Slice
 from pyengine.backends.fake import FakeBackend, chain, hashed, kv_rows, logits_of
+from pyengine.conversion import Converted
 from pyengine.kernels.inputs import words
 from pyengine.sampling import draws
 from pyengine.scheduler.types import MOST_LOGPROBS, Logprobs, SamplingParams
@@ -26,6 +27,11 @@ from tests.model.test_backend_conformance import GREEDY, make, pages_for, prompt
 __all__ = ["make", "tiny"]
 
 LENGTHS = (1, 17, 40, 5)
+DRAWS = [
+    GREEDY,
+    SamplingParams(temperature=2.0, min_p=0.3, seed=4),
+    SamplingParams(temperature=0.9, min_p=0.02, top_k=50, top_p=0.95, seed=3),
+]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -35,18 +41,20 @@ def own_logits(backend: Any, slice_: Slice) -> Array:
         spec = backend.namespace.kv
         kv = kv_rows(chain(0, slice_.tokens.tolist()), spec.strips, spec.groups[0].head_dim // 2)
         return logits_of(hashed(kv, slice_.sampling or GREEDY, len(kv)), backend.vocab_size)
+    if isinstance(backend, Converted):
+        backend = backend._backend
     return np.asarray(backend.logits([slice_])[0])
 
 
 def naive(logits: Array, shaping: Shaping) -> Array:
     """The rule, id by id, in the order of the promise."""
     out = []
+    seen, factor = set(shaping.seen.tolist()), np.float32(shaping.repetition)
+    added = dict(zip(shaping.ids.tolist(), shaping.add, strict=True))
     for token, logit in enumerate(logits):
-        if token in shaping.seen:
-            logit = np.float32(logit / np.float32(shaping.repetition)) if logit > 0 else logit * shaping.repetition
-        for given, add in zip(shaping.ids, shaping.add, strict=True):
-            if token == given:
-                logit = logit + add
+        if token in seen:
+            logit = logit / factor if logit > 0 else logit * factor
+        logit = logit + added.get(token, np.float32(0))
         if shaping.mask is not None and not int(shaping.mask[token // 32]) >> token % 32 & 1:
             logit = -np.inf
         out.append(logit)
@@ -92,9 +100,7 @@ def same(told: Logprobs | None, expected: Logprobs) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, SamplingParams(temperature=0.9, min_p=0.02, top_k=50, top_p=0.95, seed=3)]
-)
+@pytest.mark.parametrize("sampling", DRAWS)
 def test_rows_are_shaped_as_they_say(make: Callable[[], Backend], sampling: SamplingParams) -> None:
     backend = make()
     if isinstance(backend, FakeBackend) and sampling is not GREEDY:

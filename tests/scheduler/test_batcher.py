@@ -13,7 +13,7 @@ import enum
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,10 @@ class Device:
         self.batcher = batcher
         self.cells: dict[tuple[int, int], bytes] = {}
         self.under_way: list[Step] = []
+        #: Whose blocks are still on their way, and whether all of them will be good.
+        self.believed: dict[tuple[int, int], bool] = {}
 
-    def load(self, loads: list[Load], lost: dict[tuple[int, int], int] | None = None) -> None:
+    def load(self, loads: list[Load], lost: dict[tuple[int, int], int] | None = None, believe: bool = False) -> None:
         for load in loads:
             sequence = self.batcher.sequences[load.id]
             good = min((load.first_block + load.blocks) * BLOCK, sequence.available)
@@ -73,7 +75,20 @@ class Device:
                     position = (load.first_block + i) * BLOCK + offset
                     right = position < good
                     self.cells[page, offset] = digest(sequence.tokens, position) if right else b"garbage"
-            self.batcher.loaded(load.id, good)
+            if believe:
+                self.believed[load.id] = not lost or not lost.get(load.id)
+                self.batcher.loaded(load.id, sequence.available, verified=False)
+            else:
+                self.batcher.loaded(load.id, good)
+
+    def settle(self, ids: Iterable[tuple[int, int]]) -> None:
+        """What was on its way for these is there, or is known not to be."""
+        for id in ids:
+            sequence = self.batcher.sequences.get(id)
+            if (good := self.believed.pop(id, None)) is None or sequence is None or sequence.believed is None:
+                continue  # it was removed or preempted meanwhile
+            (self.batcher.verified if good else self.batcher.unreadable)(id)
+            assert (sequence.state is State.RUNNING) == good
 
     def execute(self, step: Step) -> list[int]:
         written: set[int] = set()
@@ -81,7 +96,7 @@ class Device:
         sampled = []
         for planned in step.slices:
             mine = self.batcher.sequences.get(planned.id)
-            if mine is None or mine.state is State.FINISHED:
+            if mine is None or mine.state is not State.RUNNING:
                 for position in range(planned.start, planned.start + planned.count):
                     self.cells[planned.pages[position // BLOCK], position % BLOCK] = b"late"
                 sampled.append(0 if planned.sample else -1)
@@ -234,18 +249,21 @@ class BatcherMachine(RuleBasedStateMachine):
             blocks = data.draw(st.integers(0, len(chosen.tokens) // BLOCK))
             self.batcher.ready(chosen.id, blocks * BLOCK)
 
-    @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans())
-    def step(self, lost: int, abort: bool, late: bool) -> None:
+    @rule(lost=st.integers(0, 2), abort=st.booleans(), late=st.booleans(), believe=st.booleans())
+    def step(self, lost: int, abort: bool, late: bool, believe: bool = False) -> None:
+        """believe: what is to be copied into pages is on its way when the next step is planned."""
         while self.device.under_way:
             self.end()
         step = self.plan()
         if not late:
-            self.load(lost)
+            self.load(lost, believe)
+        self.device.settle([planned.id for planned in step.slices])
         self.finish(step, abort)
 
     @rule(lost=st.integers(0, 2), late=st.booleans())
     def overlap(self, lost: int, late: bool) -> None:
         """The next step is planned while one is under way, and begins before that ends."""
+        self.device.settle([*self.device.believed])
         step = self.plan()
         assert not (self.device.under_way and step.preempted)
         if step.slices:
@@ -307,10 +325,10 @@ class BatcherMachine(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(lost=st.integers(0, 2))
-    def load(self, lost: int) -> None:
+    def load(self, lost: int, believe: bool = False) -> None:
         """What was to be copied into pages is there, but for the last `lost` blocks of each."""
         loads = [load for load in self.loading if load.id in self.batcher.sequences]
-        self.device.load(loads, {load.id: lost for load in loads})
+        self.device.load(loads, {load.id: lost for load in loads}, believe)
         self.loading = []
 
     def _outcomes(self, step: Step, tokens: list[int]) -> Iterator[tuple[Outcome, Planned, int]]:
@@ -507,6 +525,40 @@ def test_lost_blocks_of_a_hand_off_are_recomputed_and_counted() -> None:
     device.load(step.loads, {(1, 0): 1})
     run(b, device)
     assert b.sequences[1, 0].recomputed == 4
+
+
+def test_blocks_on_their_way_are_nobody_elses_before_they_are_verified() -> None:
+    """And if they are not intact, it is as if the sequence had never been admitted."""
+    tokens = [1] * (3 * BLOCK + 1)
+    for good in (True, False):
+        b = batcher(pages=16, max_tokens=16)
+        for number in range(2):
+            b.add(sequence(number, tokens))
+        b.ready((0, 0), 3 * BLOCK)
+        (load,) = b.plan(0.0).loads
+        b.loaded((0, 0), 3 * BLOCK, verified=False)
+        first = b.sequences[0, 0]
+        step = b.plan(0.0)
+        assert [(planned.start, planned.count) for planned in step.slices] == [(3 * BLOCK, 1)]
+        assert b.pool.count(first.keys) == 0
+        b.check()
+        if good:
+            b.verified((0, 0))
+            assert b.pool.count(first.keys) == 3
+            b.ready((1, 0), 0)
+            assert b.plan(0.0).slices[-1].pages[:3] == load.pages
+            (outcome, *_) = b.finish(step, [0])
+            assert outcome.recomputed == 0 and first.cached == 3 * BLOCK
+            continue
+        b.unreadable((0, 0))
+        assert first.state is State.HELD and not first.pages and not first.started and b.pool.referenced == 0
+        assert not b.finish(step, [0])
+        b.ready((0, 0), BLOCK)
+        b.loaded((0, 0), b.plan(0.0).loads[0].blocks * BLOCK)
+        step = b.plan(0.0)
+        (outcome,) = b.finish(step, [0])
+        assert first.cached == BLOCK and outcome.recomputed == 0
+        b.check()
 
 
 def test_the_youngest_is_preempted_and_its_answer_does_not_change() -> None:

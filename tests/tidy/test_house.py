@@ -35,6 +35,7 @@ FLOORS = {
     "pyengine.conversion": 2,
     "pyengine.copier": 2,
     "pyengine.streaming": 2,
+    "pyengine.loading": 2,
     "pyengine.group_copier": 2,
     "pyengine.ranks": 2,
     "pyengine.checkpoint": 2,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pyengine.backend import Deferred, Pending, Slice, Written
+from pyengine.backend import Deferred, Pending, Readable, Slice, Written
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.scheduler.types import FinishReason, SamplingParams
 from tests.worker import test_faults, test_llm, test_worker
@@ -75,11 +75,11 @@ class Recorded(FakeBackend):
         self.calls: list[tuple[str, int]] = []
         self.sizes: list[int] = []
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         number = len(self.sizes)
         self.sizes.append(len(slices))
         self.calls.append(("submit", number))
-        pending = super().submit(slices, written)
+        pending = super().submit(slices, written, readable)
 
         def tokens() -> list[int]:
             self.calls.append(("tokens", number))
@@ -162,11 +162,11 @@ class Refuses(FakeBackend):
         super().__init__(overlaps=1)
         self.left = at
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         self.left -= 1
         if not self.left:
             raise MemoryError("no room for the step's inputs")
-        return super().submit(slices, written)
+        return super().submit(slices, written, readable)
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])

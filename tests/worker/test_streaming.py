@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pyengine import _native, kv_mover, streaming
-from pyengine.backend import Pending, Slice, Written
+from pyengine.backend import Pending, Readable, Slice, Written
 from pyengine.backends import load_backend
 from pyengine.backends.fake import FakeBackend, fake_tokens
 from pyengine.kv_mover import Pool
@@ -67,7 +67,7 @@ class Model(FakeBackend):
         self.at = at
         self.told = 0
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         def tell(layer: int) -> None:
             assert written is not None
             written(layer)
@@ -75,7 +75,7 @@ class Model(FakeBackend):
             if self.at is not None:
                 self.at(layer)
 
-        return super().submit(slices, None if written is None else tell)
+        return super().submit(slices, None if written is None else tell, readable)
 
 
 def cluster_of(way: str, prefill: Model, wrap: Callable[[_native.PoolClient], Pool] | None = None) -> Cluster:
@@ -96,8 +96,9 @@ def ask(cluster: Cluster, tokens: list[int], count: int = 4) -> Request:
 @pytest.mark.parametrize("way", TWO_WAYS)
 def test_layers_leave_while_the_step_computes(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of each block's strips do, in order; chunks too small for that, and what else there is, leave whole."""
-    # However busy the machine is.
-    monkeypatch.setattr(kv_mover, "ANSWER", PATIENCE)
+    # However busy the machine is: slots for so much are waited for longer than for an answer about little.
+    monkeypatch.setattr(kv_mover, "ANSWER", 0.0)
+    monkeypatch.setattr(kv_mover, "COPY_RATE", 1.0)
     pools: list[Recorded] = []
 
     def wrap(pool: _native.PoolClient) -> Recorded:

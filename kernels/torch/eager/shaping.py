@@ -50,7 +50,8 @@ def logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens = tokens.clamp(min=0).unsqueeze(-1)
-    blocks = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=float("-inf")).unflatten(-1, (-1, BLOCK))
+    padded = F.pad(logits, (0, -logits.shape[-1] % BLOCK), value=float("-inf"))
+    blocks = padded.reshape(len(padded), padded.shape[-1] // BLOCK, BLOCK)
     tops = blocks.amax(-1)
     largest = tops.amax(-1, keepdim=True)
     # Blocks, then over them in float64: in one order, which a whole row's would be only for some sizes of the batch.

@@ -4,7 +4,7 @@ Shaping is PyTorch's: some entries of each row, for which a kernel has nothing t
 """
 
 from pyengine.kernels.torch.eager.shaping import logprobs, shape_logits
-from pyengine.kernels.torch.triton.decode import decode_attention
+from pyengine.kernels.torch.triton.decode import decode_attention, decode_tables
 from pyengine.kernels.torch.triton.prefill import prefill_attention
 from pyengine.kernels.torch.triton.rows import rms_norm, rope_write, swiglu
 from pyengine.kernels.torch.triton.sampling import sample
@@ -12,6 +12,7 @@ from pyengine.kernels.torch.triton.strips import gather, scatter
 
 __all__ = [
     "decode_attention",
+    "decode_tables",
     "gather",
     "logprobs",
     "prefill_attention",

@@ -13,7 +13,7 @@ import triton.language as tl
 
 import torch
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.torch.contract import Attend
+from pyengine.kernels.torch.contract import Attend, Tables
 from pyengine.kernels.torch.triton.flash import LOG2_E, attend_keys
 from pyengine.kernels.torch.triton.launch import dense, fitting, multiprocessors, on_device, precision
 
@@ -32,9 +32,18 @@ LEAST_ROWS = 16
 def decode_attention(sequences: Sequences, kv: torch.Tensor, window: int | None = None) -> Attend:
     sequences.check_pages(*kv.shape[2:4])
     assert (sequences.counts <= 1).all(), "decode is one new token at most for each sequence"
-    rows, lengths, tables = on_device(sequences, kv.device)
-    owned = int(sequences.rows[-1])
-    splits = _splits(sequences, kv, window)
+    return _attend(on_device(sequences, kv.device), int(sequences.rows[-1]), kv, window)
+
+
+def decode_tables(tables: Tables, kv: torch.Tensor, window: int | None = None) -> Attend:
+    """See `contract.DecodeTables`."""
+    return _attend(tables, len(tables.lengths), kv, window)
+
+
+def _attend(told: Tables, owned: int, kv: torch.Tensor, window: int | None) -> Attend:
+    """owned: rows of the query that belong to a sequence."""
+    sequences, width = told.tables.shape
+    splits = _splits(sequences, width, kv, window)
 
     def attend(query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         dense(query=query, kv=kv)
@@ -50,22 +59,22 @@ def decode_attention(sequences: Sequences, kv: torch.Tensor, window: int | None 
         if splits > 1:
             parts = torch.empty((owned, heads, splits, head_dim), dtype=torch.float32, device=query.device)
             weights = torch.empty((owned, heads, splits, 2), dtype=torch.float32, device=query.device)
-        _decode[(len(sequences), kv_heads, splits)](
+        _decode[(sequences, kv_heads, splits)](
             query,
             kv[0],
             kv[1],
             out,
             parts,
             weights,
-            rows,
-            lengths,
-            tables,
+            told.rows,
+            told.lengths,
+            told.tables,
             query.stride(0),
             query.stride(1),
             kv.stride(1),
             kv.stride(2),
             kv.stride(3),
-            tables.stride(0),
+            told.tables.stride(0),
             LOG2_E / head_dim**0.5,
             window or 0,
             SPLITS=splits,
@@ -92,12 +101,12 @@ def decode_attention(sequences: Sequences, kv: torch.Tensor, window: int | None 
     return attend
 
 
-def _splits(sequences: Sequences, kv: torch.Tensor, window: int | None) -> int:
+def _splits(sequences: int, width: int, kv: torch.Tensor, window: int | None) -> int:
     """Parts of each sequence: two programs for each multiprocessor, if the sequences may be long enough for that."""
-    keys = int(sequences.tables.shape[1]) * kv.shape[3]
+    keys = width * kv.shape[3]
     if window is not None:
         keys = min(keys, window)
-    programs = max(1, len(sequences) * kv.shape[1])
+    programs = max(1, sequences * kv.shape[1])
     wanted = 2 * multiprocessors(kv.device) // programs
     return max(1, min(wanted, keys // LEAST_KEYS, 128))
 

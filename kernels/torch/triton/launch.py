@@ -12,6 +12,8 @@ import triton
 
 import torch
 from pyengine.kernels.inputs import Sequences
+from pyengine.kernels.torch.contract import Tables
+from pyengine.kernels.torch.upload import upload
 
 #: In the interpreter one program runs after the other: what is asked for there is that every path is taken.
 INTERPRETED_PROGRAMS = 16
@@ -43,13 +45,13 @@ def dense(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name} must be dense in its last axis, strides are {tensor.stride()}")
 
 
-def on_device(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rows, lengths, tables: int32, by one transfer."""
+def on_device(sequences: Sequences, device: torch.device) -> Tables:
+    """By one transfer."""
     count = len(sequences)
     whole = np.concatenate([sequences.rows, sequences.lengths, sequences.tables.reshape(-1)])
-    together = torch.from_numpy(whole).to(device, non_blocking=True)
+    together = upload(whole, device)
     rows, lengths, tables = torch.split(together, [count + 1, count, sequences.tables.size])
-    return rows, lengths, tables.view(sequences.tables.shape)
+    return Tables(rows, lengths, tables.view(sequences.tables.shape))
 
 
 def precision(dtype: torch.dtype) -> str:

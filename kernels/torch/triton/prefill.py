@@ -25,7 +25,7 @@ CONFIGS = [
 
 def prefill_attention(sequences: Sequences, kv: torch.Tensor, window: int | None = None) -> Attend:
     sequences.check_pages(*kv.shape[2:4])
-    rows, lengths, tables = on_device(sequences, kv.device)
+    told = on_device(sequences, kv.device)
     longest = int(sequences.counts.max(initial=0))
     owned = int(sequences.rows[-1])
 
@@ -47,9 +47,9 @@ def prefill_attention(sequences: Sequences, kv: torch.Tensor, window: int | None
             kv[0],
             kv[1],
             out,
-            rows,
-            lengths,
-            tables,
+            told.rows,
+            told.lengths,
+            told.tables,
             query.stride(0),
             query.stride(1),
             out.stride(0),
@@ -57,7 +57,7 @@ def prefill_attention(sequences: Sequences, kv: torch.Tensor, window: int | None
             kv.stride(1),
             kv.stride(2),
             kv.stride(3),
-            tables.stride(0),
+            told.tables.stride(0),
             LOG2_E / head_dim**0.5,
             window or 0,
             GROUP=group,

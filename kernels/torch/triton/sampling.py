@@ -16,6 +16,7 @@ import triton.language as tl
 import torch
 from pyengine.kernels.inputs import Draws
 from pyengine.kernels.torch.triton.launch import dense
+from pyengine.kernels.torch.upload import upload
 
 BLOCK = 4096
 LOWEST = tl.constexpr(-(2**31))  # below the order of every float
@@ -27,7 +28,7 @@ def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         columns = [draws.temperature, draws.min_p, draws.top_k.astype(np.float64), draws.top_p, draws.uniform]
-        settings = torch.from_numpy(np.stack(columns, axis=1)).to(logits.device, non_blocking=True)
+        settings = upload(np.stack(columns, axis=1), logits.device)
         block = min(BLOCK, triton.next_power_of_2(vocab))
         _sample[(rows,)](logits, settings, tokens, logits.stride(0), vocab, BLOCK=block, num_warps=8)
     return tokens

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import env
-from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, check_dtype
 from pyengine.backends.jax.buckets import Buckets, Call
-from pyengine.backends.jax.mesh import cut, make_mesh
+from pyengine.backends.jax.mesh import COPY, cut, make_mesh
 from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
 from pyengine.backends.jax.programs import CACHE, COPIES, Programs
@@ -32,13 +33,11 @@ from pyengine.checkpoint.files import locked
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
+from pyengine.kernels.memory import too_many_pages
 from pyengine.ranks import uninterrupted
 from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
 
 logger = logging.getLogger(__name__)
-
-#: What a step may compute until `warm_up` says it: the defaults of a worker. More is cut into several calls.
-MAX_TOKENS, MAX_SEQUENCES = 512, 32
 
 
 class JaxBackend:
@@ -56,6 +55,7 @@ class JaxBackend:
         """Loads the weights. compiled: folder where programs are kept; tp: devices that share the model; dtype: as
         `load_backend` has it. Raises ModelError.
         """
+        check_dtype(dtype)
         config = checkpoint.config
         if config.architecture not in MODELS:
             raise ModelError(
@@ -74,8 +74,9 @@ class JaxBackend:
         free = (device.memory_stats() or {}).get("bytes_limit") if self.overlaps else free_memory()
         if free is not None:
             check_room(checkpoint.name, config, dtype, int(free) * (tp if self.overlaps else 1))
-        kernels = choose(device, dtype, config.head_dim)
-        model = MODELS[config.architecture](Shards(Weights(checkpoint), config, self._mesh, dtype), kernels)
+        kernels = choose(device, dtype, config.head_dim, self._mesh.size, env.xla_threads())
+        shards = Shards(Weights(checkpoint), config, self._mesh, dtype, kernels)
+        model = MODELS[config.architecture](shards, kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
         self._cache: jax.Array | None = None
         # int32, by number of the slice: what the step launched last chooses, from which the next may compute.
@@ -123,10 +124,16 @@ class JaxBackend:
             raise RuntimeError("pages are allocated once")
         spec = self.namespace.kv
         group = spec.groups[0]
+        if not self.overlaps:
+            copies = self._mesh.shape[COPY]  # of every head
+            needed = pages * spec.block_bytes * copies
+            if needed > (free := free_memory()):
+                raise too_many_pages(pages, needed, "cpu", free)
         sharding = jax.sharding.NamedSharding(self._mesh, CACHE)
         self._cache = page_tensor.allocate(
             group.layers, group.kv_heads, pages, spec.block_tokens, group.head_dim, group.dtype, sharding
         )
+        # Until `warm_up` says what a step may compute; more is cut into several calls.
         self._set_buckets(MAX_TOKENS, MAX_SEQUENCES)
 
     def warm_up(self, max_tokens: int, max_sequences: int) -> None:
@@ -149,7 +156,7 @@ class JaxBackend:
     def execute(self, slices: list[Slice]) -> list[int]:
         return self._launch(slices).tokens()
 
-    def submit(self, slices: list[Slice], written: Written | None = None) -> Pending:
+    def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         if self.overlaps:
             return self._launch(slices)
         launched: list[Launched] = []
@@ -207,7 +214,8 @@ class JaxBackend:
         for copy in behind:
             _store(blocks, *copy)
 
-    def write_pages(self, pages: list[int], strips: U8) -> None:
+    def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
+        assert layers is None, "it is not layerwise"
         blocks = page_tensor.as_blocks(self._pages, strips)
         for first, ids in _copies(pages):
             part = blocks[first : first + len(ids)]

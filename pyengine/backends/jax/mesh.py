@@ -23,12 +23,10 @@ BOTH = (KV, COPY)
 
 def make_mesh(config: ModelConfig, tp: int) -> Mesh:
     """The first `tp` devices. Raises ModelError where they cannot share the model evenly, or are too few."""
-    for what, count in (("attention heads", config.heads), ("columns of the MLP", config.intermediate_size)):
-        if count % tp:
-            raise ModelError(f"tensor parallelism {tp} does not divide the model's {count} {what}: take one that does")
-    if config.kv_heads % tp and tp % config.kv_heads:
+    config.check_ranks(tp)
+    if config.intermediate_size % tp:  # XLA cuts into equal parts only
         raise ModelError(
-            f"tensor parallelism {tp} and the model's {config.kv_heads} KV heads: one must divide the other"
+            f"{tp} devices cannot share {config.intermediate_size} columns of the MLP evenly: choose a smaller --tp"
         )
     devices = jax.devices()
     if tp > len(devices):

@@ -20,7 +20,7 @@ from pyengine.checkpoint import Checkpoint, ModelError, Weights, rotary_tables
 from pyengine.checkpoint.room import check_room, free_memory
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.torch.choice import choose, keeps, working_type
-from pyengine.kernels.torch.contract import Attend
+from pyengine.kernels.torch.contract import ALL, Attend
 from pyengine.kernels.torch.linear import Linear
 
 
@@ -75,27 +75,51 @@ class Model:
         self.cosines, self.sines = (torch.from_numpy(table).to(device) for table in rotary_tables(config, weights))
 
     def forward(
-        self, step: StepInput, cache: torch.Tensor, written: Callable[[int], None] | None = None
+        self,
+        step: StepInput,
+        cache: torch.Tensor,
+        written: Callable[[int], None] | None = None,
+        readable: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Computes one step, writing KV into `cache`. Returns float32 logits [samples, vocab].
 
-        written: told of each layer whose KV is there (on a GPU: will be, when what is queued so far is done).
+        written: told of each layer whose KV is there (on a GPU: will be, when what is queued so far is done). readable:
+        waits for what a layer's pages should hold before.
+        """
+        attend = self._plan_attention(step, cache[0])
+        return self.compute(step.tokens, step.positions, step.slots, attend, cache, step.outputs, written, readable)
+
+    def compute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        cache: torch.Tensor,
+        outputs: torch.Tensor | slice = ALL,
+        written: Callable[[int], None] | None = None,
+        readable: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """`forward` of what is planned: all that follows from the step's numbers is computed on the device. So a graph
+        may repeat it, where the kernels can.
         """
         shared = Step(
             kernels=self.kernels,
-            cosines=self.cosines[step.positions],
-            sines=self.sines[step.positions],
-            slots=step.slots,
-            attend=self._plan_attention(step, cache[0]),
+            cosines=self.cosines[positions],
+            sines=self.sines[positions],
+            slots=slots,
+            attend=attend,
         )
-        x = self._embed(step.tokens).to(self.working)  # [T, hidden]
+        x = self._embed(tokens).to(self.working)  # [T, hidden]
         residual: torch.Tensor | None = None
         for index, (layer, kv) in enumerate(zip(self.layers, cache, strict=True)):
+            if readable is not None:
+                readable(index)
             x, residual = layer(x, residual, kv, shared)
             if written is not None:
                 written(index)
         assert residual is not None, "a model has layers"
-        x, _ = self.kernels.rms_norm(x[step.outputs], self.norm, self.config.norm_eps, residual[step.outputs])
+        x, _ = self.kernels.rms_norm(x[outputs], self.norm, self.config.norm_eps, residual[outputs])
         return self.group.logits(self.head(x).float())
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:

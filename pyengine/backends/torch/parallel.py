@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pyengine.backend import Slice, Written
+from pyengine.backend import Readable, Slice, Written
 from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.part import Group, Part
 from pyengine.checkpoint import Checkpoint, ModelError
@@ -101,7 +101,13 @@ class ParallelTorchBackend(TorchBackend):
         super().close()
         self._end()
 
-    def _forward(self, slices: list[Slice], order: list[int], written: Written | None = None) -> torch.Tensor:
+    def _forward(
+        self,
+        slices: list[Slice],
+        order: list[int],
+        written: Written | None = None,
+        readable: Readable | None = None,
+    ) -> torch.Tensor:
         with uninterrupted():
             self.ranks.tell(Compute([self._row(slice_) for slice_ in slices]))
             try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyengine.checkpoint import ModelConfig, ModelError
+from pyengine.checkpoint import ModelConfig
 from pyengine.copier import Heads
 
 #: In which ranks that have all loaded their weights meet.
@@ -28,12 +28,8 @@ class Part:
 
     def __init__(self, config: ModelConfig, rank: int = 0, ranks: int = 1) -> None:
         """Raises ModelError unless whole heads can be given to each rank."""
+        config.check_ranks(ranks)
         heads, kv_heads = config.heads, config.kv_heads
-        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-            raise ModelError(
-                f"{ranks} ranks cannot share {heads} attention heads and {kv_heads} KV heads evenly: choose a --tp that"
-                f" divides {heads}, and that divides {kv_heads} or is a multiple of it"
-            )
         self.rank = rank
         self.ranks = ranks
         replicas = max(1, ranks // kv_heads)

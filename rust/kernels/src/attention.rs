@@ -17,7 +17,7 @@
 
 use std::cell::RefCell;
 
-use linear::{Level, Threads};
+use linear::{Level, Shared, Threads};
 
 use crate::WIDEST_HEAD;
 use crate::levels::compiled;
@@ -245,7 +245,7 @@ impl<T: Number, C: Number> Attention<T, C> {
             if partials.len() < needed {
                 partials.resize(needed, 0.0);
             }
-            let partials = Shared(partials.as_mut_ptr());
+            let partials = Shared::new(partials.as_mut_ptr());
             threads.run(plan.cut.len() * heads, &|part| {
                 let ((block, segment), head) = (plan.cut[part / heads], part % heads);
                 let block = &plan.blocks[block];
@@ -666,20 +666,5 @@ unsafe fn ask_for<V: Tiled, C: Number>(pages: &Pages<C>, token: Option<*mut C>) 
     for line in 0..(pages.head_dim * size_of::<C>()).div_ceil(64) {
         // SAFETY: the processor has the instruction; a prefetch may name any address.
         unsafe { V::prefetch(token.cast::<u8>().wrapping_add(line * 64).cast()) };
-    }
-}
-
-/// Memory whose parts are written by different threads.
-#[derive(Clone, Copy)]
-struct Shared(*mut f32);
-
-// SAFETY: whoever uses it says which part is whose.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn at(self, index: usize) -> *mut f32 {
-        self.0.wrapping_add(index)
     }
 }

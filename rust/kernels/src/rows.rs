@@ -106,11 +106,13 @@ unsafe fn inverse_rms<T: Number>(row: *const T, width: usize, eps: f32) -> f32 {
     1.0 / (total(sums) / width as f32 + eps).sqrt()
 }
 
-/// SiLU(gate) * up, written over the gate.
+/// SiLU(gate) * up.
 #[derive(Clone, Copy, Debug)]
 pub struct Swiglu<T> {
     /// \[rows\]\[2 * width\], gate before up, and the way from row to row.
-    pub gate_up: (*mut T, usize),
+    pub gate_up: (*const T, usize),
+    /// Where the result goes, \[rows\]\[width\]; may be where the gate is.
+    pub out: (*mut T, usize),
     /// Rows.
     pub rows: usize,
     /// Numbers of the gate.
@@ -140,11 +142,15 @@ compiled!(unsafe fn swiglu<T: Number>(step: &Swiglu<T>, first: usize, last: usiz
 #[inline(always)]
 unsafe fn swiglu_rows<V: Lanes, T: Number>(step: &Swiglu<T>, first: usize, last: usize) {
     for row in first..last {
-        // SAFETY: by the promise of `Swiglu::compute`; both halves are the row's.
+        // SAFETY: by the promise of `Swiglu::compute`; both halves are the row's, and `out` is elsewhere or the gate.
         let (gate, up) = unsafe {
             let gate = step.gate_up.0.add(row * step.gate_up.1);
-            let up = std::slice::from_raw_parts(gate.add(step.width).cast_const(), step.width);
-            (std::slice::from_raw_parts_mut(gate, step.width), up)
+            let out = step.out.0.add(row * step.out.1);
+            if out.cast_const() != gate {
+                out.copy_from_nonoverlapping(gate, step.width);
+            }
+            let up = std::slice::from_raw_parts(gate.add(step.width), step.width);
+            (std::slice::from_raw_parts_mut(out, step.width), up)
         };
         for (gate, up) in gate.iter_mut().zip(up) {
             let number = gate.widen();

@@ -67,9 +67,15 @@ fn an_activation_is_right() {
         let gate_up = numbers(2 * rows * width, 4);
         let found = alike(|threads, level| {
             let mut gate_up = gate_up.clone();
-            let step = Swiglu { gate_up: (gate_up.as_mut_ptr(), 2 * width), rows, width };
+            let gate = (gate_up.as_mut_ptr(), 2 * width);
+            let mut apart = vec![0.0_f32; rows * width];
             // SAFETY: as above.
-            unsafe { step.compute(threads, level) };
+            unsafe {
+                let step = Swiglu { gate_up: (gate.0.cast_const(), gate.1), out: gate, rows, width };
+                Swiglu { out: (apart.as_mut_ptr(), width), ..step }.compute(threads, level);
+                step.compute(threads, level);
+            }
+            assert!(apart.chunks(width).zip(gate_up.chunks(2 * width)).all(|(apart, both)| *apart == both[..width]));
             gate_up
         });
         let right = gate_up.chunks(2 * width).flat_map(|row| {
@@ -158,8 +164,9 @@ fn bf16_is_what_f32_rounds_to() {
     let threads = Threads::new(1).expect("threads");
     // SAFETY: as above.
     unsafe {
-        Swiglu { gate_up: (halves.as_mut_ptr(), 2 * width), rows: 1, width }.compute(&threads, Level::best());
-        Swiglu { gate_up: (wide.as_mut_ptr(), 2 * width), rows: 1, width }.compute(&threads, Level::best());
+        let (half, full) = (halves.as_mut_ptr(), wide.as_mut_ptr());
+        Swiglu { gate_up: (half, 2 * width), out: (half, 2 * width), rows: 1, width }.compute(&threads, Level::best());
+        Swiglu { gate_up: (full, 2 * width), out: (full, 2 * width), rows: 1, width }.compute(&threads, Level::best());
     }
     assert!(halves.iter().zip(wide).all(|(half, wide)| *half == Bf16::narrow(wide)));
 }

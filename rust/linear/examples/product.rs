@@ -32,7 +32,13 @@ fn main() {
             for _ in 0..rounds {
                 let start = Instant::now();
                 for weights in &all {
-                    multiply(weights, Rows::new(&x, rows, depth), RowsMut::new(&mut y, rows, outputs), &threads, level);
+                    multiply(
+                        weights.packed(),
+                        Rows::new(&x, rows, depth),
+                        RowsMut::new(&mut y, rows, outputs),
+                        &threads,
+                        level,
+                    );
                 }
                 best = best.min(start.elapsed().as_secs_f64());
             }

@@ -24,10 +24,12 @@ pub mod lanes;
 mod matrix;
 mod panels;
 mod product;
+mod shared;
 mod threads;
 
 pub use kernel::Level;
 pub use matrix::{Bf16, Rows, RowsMut};
-pub use panels::{CHUNK, Error, Kind, Part, Weights};
+pub use panels::{CHUNK, Error, Kind, PANEL, Packed, Part, Weights, lanes as packed_lanes, pack_into};
 pub use product::multiply;
+pub use shared::Shared;
 pub use threads::Threads;

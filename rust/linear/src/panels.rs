@@ -10,9 +10,11 @@
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
+use std::marker::PhantomData;
 use std::ptr::NonNull;
 
 use crate::matrix::{Bf16, Rows};
+use crate::shared::Shared;
 use crate::threads::Threads;
 
 /// Columns of a panel: two registers of AVX-512, four of AVX2. More would leave registers for fewer rows.
@@ -34,6 +36,16 @@ pub enum Kind {
     Bf16,
 }
 
+impl Kind {
+    /// Numbers of the depth in a lane.
+    pub(crate) fn per_lane(self) -> usize {
+        match self {
+            Kind::F32 => 1,
+            Kind::Bf16 => 2,
+        }
+    }
+}
+
 /// Weights as they come: `[out][in]`.
 #[derive(Clone, Copy, Debug)]
 pub enum Part<'a> {
@@ -44,7 +56,8 @@ pub enum Part<'a> {
 }
 
 impl Part<'_> {
-    fn shape(&self) -> (usize, usize) {
+    /// Outputs and inputs.
+    pub fn shape(&self) -> (usize, usize) {
         match self {
             Part::F32(rows) => (rows.count(), rows.width()),
             Part::Bf16(rows) => (rows.count(), rows.width()),
@@ -76,7 +89,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// A packed matrix.
+/// A packed matrix, in memory of its own.
 #[derive(Debug)]
 pub struct Weights {
     memory: Memory,
@@ -88,28 +101,59 @@ pub struct Weights {
 impl Weights {
     /// Packs parts as one matrix, one above the other: y then has the columns of the first, of the second, ...
     pub fn pack(parts: &[Part<'_>], kind: Kind, threads: &Threads) -> Result<Self, Error> {
-        let depth = parts.first().map_or(0, |part| part.shape().1);
-        if let Some(part) = parts.iter().find(|part| part.shape().1 != depth) {
-            return Err(Error::Widths(depth, part.shape().1));
-        }
-        let outputs = parts.iter().map(|part| part.shape().0).sum::<usize>();
-        let per_lane = match kind {
-            Kind::F32 => 1,
-            Kind::Bf16 => 2,
-        };
-        let lanes = depth.div_ceil(per_lane) * PANEL;
-        let memory = Memory::new(outputs.div_ceil(PANEL) * lanes)?;
-        threads.run(outputs.div_ceil(PANEL), &|panel| {
-            // SAFETY: each panel is written by one thread alone, and has `lanes` lanes.
-            let to = unsafe { std::slice::from_raw_parts_mut(memory.at(panel * lanes).cast::<u32>(), lanes) };
-            match kind {
-                Kind::F32 => fill(parts, panel, to, bits),
-                Kind::Bf16 => {
-                    fill(parts, panel, to, |row, step| halves(row, 2 * step) | halves(row, 2 * step + 1) << 16)
-                }
-            }
-        });
+        let (outputs, depth) = shape(parts)?;
+        let memory = Memory::new(lanes(kind, outputs, depth))?;
+        fill_all(parts, kind, depth, memory.at(0).cast(), threads);
         Ok(Self { memory, kind, outputs, depth })
+    }
+
+    /// The matrix.
+    pub fn packed(&self) -> Packed<'_> {
+        let Self { memory, kind, outputs, depth } = self;
+        Packed { first: memory.at(0), kind: *kind, outputs: *outputs, depth: *depth, owner: PhantomData }
+    }
+
+    /// The memory that they take.
+    pub fn bytes(&self) -> usize {
+        self.memory.lanes * 4
+    }
+}
+
+/// Packs parts as `Weights::pack` does, into memory of the caller's.
+///
+/// Panics if that has not as many numbers as [`lanes`] says.
+pub fn pack_into(parts: &[Part<'_>], kind: Kind, to: &mut [u32], threads: &Threads) -> Result<(), Error> {
+    let (outputs, depth) = shape(parts)?;
+    assert_eq!(to.len(), lanes(kind, outputs, depth), "lanes of {outputs} x {depth} numbers");
+    fill_all(parts, kind, depth, to.as_mut_ptr(), threads);
+    Ok(())
+}
+
+/// Lanes of 32 bits that a packed matrix takes.
+pub fn lanes(kind: Kind, outputs: usize, depth: usize) -> usize {
+    outputs.div_ceil(PANEL) * depth.div_ceil(kind.per_lane()) * PANEL
+}
+
+/// A packed matrix in somebody's memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed<'a> {
+    first: *const f32,
+    kind: Kind,
+    outputs: usize,
+    depth: usize,
+    owner: PhantomData<&'a [f32]>,
+}
+
+// SAFETY: it is a shared slice, seen as panels.
+unsafe impl Send for Packed<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Packed<'_> {}
+
+impl<'a> Packed<'a> {
+    /// Panics if there are not as many numbers as [`lanes`] says.
+    pub fn new(numbers: &'a [f32], kind: Kind, outputs: usize, depth: usize) -> Self {
+        assert_eq!(numbers.len(), lanes(kind, outputs, depth), "lanes of {outputs} x {depth} numbers");
+        Self { first: numbers.as_ptr(), kind, outputs, depth, owner: PhantomData }
     }
 
     /// Columns of y.
@@ -127,24 +171,37 @@ impl Weights {
         self.kind
     }
 
-    /// The memory that they take.
-    pub fn bytes(&self) -> usize {
-        self.memory.lanes * 4
-    }
-
-    /// Numbers of the depth in a lane.
-    pub(crate) fn per_lane(&self) -> usize {
-        match self.kind {
-            Kind::F32 => 1,
-            Kind::Bf16 => 2,
-        }
-    }
-
     /// A panel from a number of the depth on.
     pub(crate) fn panel(&self, panel: usize, depth: usize) -> *const f32 {
-        let steps = self.depth.div_ceil(self.per_lane());
-        self.memory.at((panel * steps + depth / self.per_lane()) * PANEL)
+        let steps = self.depth.div_ceil(self.kind.per_lane());
+        let lane = (panel * steps + depth / self.kind.per_lane()) * PANEL;
+        assert!(lane <= lanes(self.kind, self.outputs, self.depth));
+        self.first.wrapping_add(lane)
     }
+}
+
+/// Outputs and depth of parts one above the other.
+fn shape(parts: &[Part<'_>]) -> Result<(usize, usize), Error> {
+    let depth = parts.first().map_or(0, |part| part.shape().1);
+    if let Some(part) = parts.iter().find(|part| part.shape().1 != depth) {
+        return Err(Error::Widths(depth, part.shape().1));
+    }
+    Ok((parts.iter().map(|part| part.shape().0).sum(), depth))
+}
+
+/// Writes all panels of parts whose shape is known; `to` has as many lanes as they need.
+fn fill_all(parts: &[Part<'_>], kind: Kind, depth: usize, to: *mut u32, threads: &Threads) {
+    let panels = parts.iter().map(|part| part.shape().0).sum::<usize>().div_ceil(PANEL);
+    let each = depth.div_ceil(kind.per_lane()) * PANEL;
+    let to = Shared::new(to);
+    threads.run(panels, &|panel| {
+        // SAFETY: each panel is written by one thread alone, and has so many lanes.
+        let to = unsafe { std::slice::from_raw_parts_mut(to.at(panel * each), each) };
+        match kind {
+            Kind::F32 => fill(parts, panel, to, bits),
+            Kind::Bf16 => fill(parts, panel, to, |row, step| halves(row, 2 * step) | halves(row, 2 * step + 1) << 16),
+        }
+    });
 }
 
 /// One row of a part.

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 
 use crate::kernel::{Level, Operands, Pair, Single, Tile};
 use crate::matrix::{Rows, RowsMut};
-use crate::panels::{CHUNK, Kind, PANEL, Weights};
+use crate::panels::{CHUNK, Kind, PANEL, Packed};
+use crate::shared::Shared;
 use crate::threads::Threads;
 
 /// Rows of a block: its share of `x` is read from the second cache for each panel, and the weights are read once per block.
@@ -28,7 +29,7 @@ thread_local! {
 /// `out = x @ weights.T`.
 ///
 /// Panics if the shapes do not fit, or if the processor has no such level.
-pub fn multiply(weights: &Weights, x: Rows<'_, f32>, mut out: RowsMut<'_, f32>, threads: &Threads, level: Level) {
+pub fn multiply(weights: Packed<'_>, x: Rows<'_, f32>, mut out: RowsMut<'_, f32>, threads: &Threads, level: Level) {
     assert_eq!(x.width(), weights.depth(), "columns of x");
     assert_eq!(out.width(), weights.outputs(), "columns of the result");
     assert_eq!(out.count(), x.count(), "rows of the result");
@@ -39,7 +40,7 @@ pub fn multiply(weights: &Weights, x: Rows<'_, f32>, mut out: RowsMut<'_, f32>, 
     if weights.outputs() == 0 {
         return;
     }
-    let depth = weights.depth().next_multiple_of(weights.per_lane());
+    let depth = weights.depth().next_multiple_of(weights.kind().per_lane());
     let most = (PACKED / depth.max(1)).max(tiles.len());
     SCRATCH.with_borrow_mut(|scratch| {
         let mut first = 0;
@@ -54,7 +55,7 @@ pub fn multiply(weights: &Weights, x: Rows<'_, f32>, mut out: RowsMut<'_, f32>, 
 
 /// Some rows' product.
 struct Product<'a> {
-    weights: &'a Weights,
+    weights: Packed<'a>,
     x: Rows<'a, f32>,
     /// First number of the result, and the way from row to row.
     to: (*mut f32, usize),
@@ -79,7 +80,7 @@ impl Product<'_> {
             if scratch.len() < needed {
                 scratch.resize(needed, 0.0);
             }
-            let to = Shared(scratch.as_mut_ptr());
+            let to = Shared::new(scratch.as_mut_ptr());
             let pack = |tile: usize| {
                 let (first, last) = (cut(tile), cut(tile + 1));
                 // SAFETY: each tile has its own numbers, [depth][rows of the tile], within those just made sure of.
@@ -96,7 +97,7 @@ impl Product<'_> {
             }
             scratch.as_ptr()
         };
-        let packed = Shared(packed.cast_mut());
+        let packed = Shared::new(packed.cast_mut());
         let most = (BLOCK_BYTES / (4 * self.depth.max(1))).clamp(*BLOCK_ROWS.start(), *BLOCK_ROWS.end());
         // Tiles have at most as many rows as there are kernels.
         let blocks = tiles.div_ceil(most / self.tiles.len());
@@ -120,7 +121,7 @@ impl Product<'_> {
         let chunks = self.depth.div_ceil(CHUNK).max(1);
         for chunk in 0..chunks {
             let depth = chunk * CHUNK;
-            let steps = CHUNK.min(self.depth - depth) / self.weights.per_lane();
+            let steps = CHUNK.min(self.depth - depth) / self.weights.kind().per_lane();
             let mut cold = 1;
             // With one tile there is no time in which memory is not asked; with many there is enough in any case.
             let next_step = if (2..=FEW).contains(&count) { PANEL / count } else { 0 };
@@ -170,19 +171,4 @@ fn pack(x: Rows<'_, f32>, to: &mut [f32]) {
         }
     }
     padding.fill(0.0);
-}
-
-/// Memory whose parts are written by different threads.
-#[derive(Clone, Copy)]
-struct Shared(*mut f32);
-
-// SAFETY: whoever uses it says which part is whose.
-unsafe impl Send for Shared {}
-// SAFETY: as above.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn at(self, index: usize) -> *mut f32 {
-        self.0.wrapping_add(index)
-    }
 }

@@ -53,7 +53,7 @@ fn nothing_is_allocated_from_the_second_product_on() {
         let (x, mut y) = (vec![1.0; 200 * depth], vec![0.0; 200 * outputs]);
         let mut product = |rows: usize| {
             let out = RowsMut::new(&mut y[..rows * outputs], rows, outputs);
-            multiply(&weights, Rows::new(&x[..rows * depth], rows, depth), out, &threads, Level::best());
+            multiply(weights.packed(), Rows::new(&x[..rows * depth], rows, depth), out, &threads, Level::best());
         };
         product(200);
         let before = ALLOCATIONS.load(Ordering::Relaxed);

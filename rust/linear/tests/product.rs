@@ -34,9 +34,9 @@ fn rounded(numbers: &[f32]) -> Vec<f32> {
 
 fn product(weights: &Weights, x: &[f32], rows: usize, threads: &Threads, level: Level) -> Vec<f32> {
     // What is not written stays NaN and is found.
-    let mut y = vec![f32::NAN; rows * weights.outputs()];
-    let out = RowsMut::new(&mut y, rows, weights.outputs());
-    multiply(weights, Rows::new(x, rows, weights.depth()), out, threads, level);
+    let mut y = vec![f32::NAN; rows * weights.packed().outputs()];
+    let out = RowsMut::new(&mut y, rows, weights.packed().outputs());
+    multiply(weights.packed(), Rows::new(x, rows, weights.packed().depth()), out, threads, level);
     y
 }
 
@@ -133,7 +133,7 @@ proptest! {
             first += height;
         }
         let weights = Weights::pack(&parts, kind, &threads).expect("memory");
-        let x = numbers(3 * weights.depth(), 6);
+        let x = numbers(3 * weights.packed().depth(), 6);
         let y = product(&weights, &x, 3, &threads, Level::best());
         let mut expected = Vec::new();
         for x in x.chunks(depth) {
@@ -198,7 +198,7 @@ fn rows_may_lie_apart() {
             RowsMut::from_raw(y.as_mut_ptr(), rows, outputs, outputs + gap),
         )
     };
-    multiply(&weights, from, to, &threads, Level::best());
+    multiply(weights.packed(), from, to, &threads, Level::best());
     for (x, y) in x.chunks(depth + gap).zip(y.chunks(outputs + gap)) {
         let expected: Vec<_> = w.chunks(depth).map(|w| promised(&x[..depth], w)).collect();
         assert_eq!(bits(&y[..outputs]), bits(&expected));

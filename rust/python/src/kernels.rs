@@ -175,7 +175,8 @@ impl CpuKernels {
             gate_up: Matrix,
             (rows, width): (usize, usize),
         ) -> PyResult<()> {
-            let step = Swiglu::<T> { gate_up: (gate_up.0 as *mut T, gate_up.1), rows, width };
+            let out = (gate_up.0 as *mut T, gate_up.1);
+            let step = Swiglu::<T> { gate_up: (out.0.cast_const(), out.1), out, rows, width };
             // SAFETY: as in `rms_norm`.
             this.run(py, |threads, level| unsafe { step.compute(threads, level) })
         }

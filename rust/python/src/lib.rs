@@ -16,6 +16,7 @@ mod pool;
 mod report;
 mod transfer;
 mod values;
+mod xla;
 
 use pyo3::prelude::*;
 
@@ -35,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use super::keys::{block_keys, derive_key, root_key};
     #[pymodule_export]
-    use super::linear::{LinearThreads, LinearWeights};
+    use super::linear::{LinearThreads, LinearWeights, pack_linear};
     #[pymodule_export]
     use super::model::PoolModel;
     #[pymodule_export]
@@ -53,6 +54,8 @@ mod _native {
     use super::transfer::{Copies, Endpoint, Notification, Peer, Region, RemoteRegion, Transfer, Watcher};
     #[pymodule_export]
     use super::values::{NodeAddress, Slot, Tag};
+    #[pymodule_export]
+    use super::xla::xla_handlers;
     use pyo3::prelude::*;
 
     #[pymodule_init]
@@ -63,6 +66,7 @@ mod _native {
         module.add("NOTE_LIMIT", ::transfer::messages::NOTE_LIMIT)?;
         module.add("NOTIFICATION_LIMIT", ::transfer::messages::NOTIFICATION_LIMIT)?;
         module.add("EVICTION_POLICIES", pyo3::types::PyTuple::new(module.py(), super::model::policies())?)?;
+        module.add("PANEL", ::linear::PANEL)?;
         module.add("LINEAR_LEVELS", pyo3::types::PyTuple::new(module.py(), super::linear::levels())?)?;
         let events =
             "Granted Located Refused Opened Arrived Complete Fetched Pushed Counters Flushed Kept Disconnected";

@@ -1,10 +1,10 @@
 //! Products with constant weights over the linear crate.
 
-use linear::{Bf16, Error, Kind, Level, Part, Rows, RowsMut, Threads, Weights, multiply};
+use linear::{Bf16, Error, Kind, Level, Part, Rows, RowsMut, Threads, Weights, multiply, pack_into, packed_lanes};
 use pyo3::exceptions::{PyMemoryError, PyOSError};
 use pyo3::prelude::*;
 
-use crate::buffers::Readable;
+use crate::buffers::{Readable, Writable};
 use crate::errors::bug;
 use crate::values::Living;
 
@@ -39,28 +39,21 @@ impl LinearWeights {
         dtype: &str,
         threads: &LinearThreads,
     ) -> PyResult<Self> {
-        let kind = match dtype {
-            "float32" => Kind::F32,
-            "bfloat16" => Kind::Bf16,
-            _ => return Err(bug(format!("weights are packed as float32 or bfloat16, not {dtype:?}"))),
-        };
+        let kind = kind(dtype)?;
         let parts: Vec<_> =
             parts.iter().map(|(bytes, outputs)| part(bytes.bytes(), *outputs, inputs)).collect::<Result<_, _>>()?;
         let packed = threads.living.with(py, |threads| Weights::pack(&parts, kind, threads))?;
-        packed.map(Self).map_err(|error| match error {
-            Error::Memory(_) => PyMemoryError::new_err(error.to_string()),
-            Error::Widths(..) => bug(error.to_string()),
-        })
+        packed.map(Self).map_err(refused)
     }
 
     #[getter]
     fn outputs(&self) -> usize {
-        self.0.outputs()
+        self.0.packed().outputs()
     }
 
     #[getter]
     fn inputs(&self) -> usize {
-        self.0.depth()
+        self.0.packed().depth()
     }
 
     #[getter]
@@ -82,7 +75,7 @@ impl LinearWeights {
         level: Option<&str>,
     ) -> PyResult<()> {
         let level = level.map_or_else(|| Ok(Level::best()), find)?;
-        let (inputs, outputs) = (self.0.depth(), self.0.outputs());
+        let (inputs, outputs) = (self.0.packed().depth(), self.0.packed().outputs());
         if rows > 1 && (stride < inputs || out_stride < outputs) {
             return Err(bug(format!(
                 "rows of {inputs} and {outputs} numbers cannot be {stride} and {out_stride} apart"
@@ -99,7 +92,44 @@ impl LinearWeights {
                 RowsMut::from_raw(out as *mut f32, rows, outputs, out_stride),
             )
         };
-        threads.living.with(py, |threads| multiply(&self.0, x, out, threads, level))
+        threads.living.with(py, |threads| multiply(self.0.packed(), x, out, threads, level))
+    }
+}
+
+/// Packs a matrix into a buffer of 32-bit numbers, as `LinearWeights` does for itself.
+#[pyfunction]
+pub fn pack_linear(
+    py: Python<'_>,
+    parts: Vec<(Readable, usize)>,
+    inputs: usize,
+    dtype: &str,
+    mut out: Writable,
+    threads: &LinearThreads,
+) -> PyResult<()> {
+    let kind = kind(dtype)?;
+    let parts: Vec<_> =
+        parts.iter().map(|(bytes, outputs)| part(bytes.bytes(), *outputs, inputs)).collect::<Result<_, _>>()?;
+    let expected = packed_lanes(kind, parts.iter().map(|part| part.shape().0).sum(), inputs);
+    // SAFETY: any bits are a number.
+    let (before, lanes, behind) = unsafe { out.bytes().align_to_mut::<u32>() };
+    if lanes.len() != expected || !before.is_empty() || !behind.is_empty() {
+        return Err(bug(format!("the packed matrix has {expected} numbers of 32 bits, not {}", lanes.len())));
+    }
+    threads.living.with(py, |threads| pack_into(&parts, kind, lanes, threads))?.map_err(refused)
+}
+
+fn kind(dtype: &str) -> PyResult<Kind> {
+    match dtype {
+        "float32" => Ok(Kind::F32),
+        "bfloat16" => Ok(Kind::Bf16),
+        _ => Err(bug(format!("weights are packed as float32 or bfloat16, not {dtype:?}"))),
+    }
+}
+
+fn refused(error: Error) -> PyErr {
+    match error {
+        Error::Memory(_) => PyMemoryError::new_err(error.to_string()),
+        Error::Widths(..) => bug(error.to_string()),
     }
 }
 

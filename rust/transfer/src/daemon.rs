@@ -483,6 +483,8 @@ fn serve(shared: &Arc<Shared>, stream: Stream, link: &Link) -> Result<(), Error>
                 Ok(None)
             });
             tracing::debug!("local client {number}: {ended}");
+            // Ranks of a worker share its socket: what it has is given to others when the last of them has let go.
+            connection.outlast();
             drop(connection);
             shared.tell(Happening::LocalGone { client: number });
         }

@@ -530,6 +530,31 @@ impl Connection {
         }
     }
 
+    /// Waits until the other side has hung up, however this side came to its end, or until the link is closed. Only then
+    /// has everybody let go who shares the other side's socket, and writes by what came over it.
+    pub fn outlast(&mut self) {
+        self.stream.shutdown(std::net::Shutdown::Write);
+        while !self.link.is_closed() {
+            let mut wait = [
+                PollFd::new(self.stream.as_fd(), PollFlags::POLLIN),
+                PollFd::new(self.link.wake().as_fd(), PollFlags::POLLIN),
+            ];
+            match poll(&mut wait, poll_timeout(None)) {
+                Ok(_) | Err(Errno::EINTR) => {}
+                Err(_) => return,
+            }
+            if ready(&wait[1]) {
+                self.link.wake().clear();
+            }
+            match self.stream.read(&mut self.buffer, &mut self.descriptors) {
+                Ok(0) => return,
+                Ok(_) => self.descriptors.clear(),
+                Err(error) if retry(&error) => {}
+                Err(_) => return,
+            }
+        }
+    }
+
     /// For a caller that drives an established connection itself, a question at a time: sends these messages and returns
     /// the next one that comes. `None`: nothing came until then.
     pub fn ask(&mut self, payloads: &[Vec<u8>], until: Instant) -> Result<Option<Vec<u8>>, Ended> {
@@ -762,5 +787,38 @@ mod tests {
         // The client sees the end of the stream and lets go; only then does the daemon's side end.
         assert!(matches!(client.thread.join().expect("no panic"), Ended::Closed(reason) if reason.contains("hung up")));
         assert!(matches!(daemon.thread.join().expect("no panic"), Ended::Closed(reason) if reason.contains("hung up")));
+    }
+
+    /// Processes of one client share its socket. That one of them said what nobody understands does not mean that the
+    /// others have let go.
+    #[test]
+    fn a_connection_outlasts_its_own_end_until_all_of_the_other_side_hang_up() {
+        let (left, right) = UnixStream::pair().expect("a socket pair");
+        let other = left.try_clone().expect("a descriptor");
+        let client = side(left, Session::dial(KEY, Purpose::Local { incarnation: 1 }, [1; 32], now()));
+        let node = NodeAddress { node: "acceptor".into(), address: String::new(), incarnation: 1 };
+        let accepting = Session::accept(KEY, node, [2; 32], now());
+        let link = Link::new().expect("an eventfd");
+        let (tell, told) = mpsc::channel();
+        let daemon = std::thread::spawn(move || {
+            let mut connection = Connection::new(Stream::Unix(right), accepting, link).expect("a socket");
+            connection.handshake().expect("both know the key");
+            connection.welcome();
+            connection.unwatch();
+            let ended = connection.drive(|_, _| Err(Ended::Closed("what is this?".into())));
+            tell.send(ended.to_string()).expect("heard");
+            connection.outlast();
+            tell.send("all have hung up".into()).expect("heard");
+        });
+        client.link.send(b"nonsense".to_vec()).expect("room");
+        assert!(
+            matches!(client.thread.join().expect("no panic"), Ended::Refused(reason) if reason.contains("is this"))
+        );
+        assert!(told.recv_timeout(PATIENCE).expect("comes").contains("what is this?"));
+        // It can only pass too easily: on a machine so slow that nothing is said within this time.
+        assert_eq!(told.recv_timeout(Duration::from_millis(100)), Err(mpsc::RecvTimeoutError::Timeout));
+        drop(other);
+        assert_eq!(told.recv_timeout(PATIENCE).expect("comes"), "all have hung up");
+        daemon.join().expect("no panic");
     }
 }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pyengine.backends.jax.mesh import BOTH, total
-from pyengine.backends.jax.shards import Shards
+from pyengine.backends.jax.shards import Shards, Whole
 from pyengine.kernels.inputs import Sequences
 from pyengine.kernels.jax.contract import Attend, Kernels
 
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 class Layer(Protocol):
-    """Its parameters are those of all layers, one above the other; called, it has those of one."""
+    """Its parameters are those of all layers, one above the other. Called, it has one's, but `Whole` ones whole."""
 
     def __call__(
         self, x: jax.Array, residual: jax.Array, cache: jax.Array, layer: jax.Array, step: Step
@@ -84,18 +84,19 @@ class Decoder(nnx.Module):
             slots=batch.slots,
             attend=attention(batch.sequences, len(batch.tokens), config.window),
         )
-        graph, weights = nnx.split(self.layers)
+        parts: Any = nnx.split(self.layers, Whole, ...)
+        graph, whole, weights = parts
 
         def compute(carry: Carry, layer: tuple[jax.Array, nnx.State[Any, Any]]) -> tuple[Carry, None]:
             # The scan carries the whole cache, which XLA then writes in place; as its input it would be copied.
             index, own = layer
-            return nnx.merge(graph, own)(*carry, index, step), None
+            return nnx.merge(graph, whole, own)(*carry, index, step), None
 
         x = self._embed(jnp.where(batch.after < 0, batch.tokens, before[batch.after]))
         start = (x, jnp.zeros_like(x), cache)
         (x, residual, cache), _ = jax.lax.scan(compute, start, (jnp.arange(config.layers), weights))
         x, _ = kernels.rms_norm(x[batch.outputs], self.norm[...], config.norm_eps, residual[batch.outputs])
-        logits = jnp.dot(x, self.head[...], preferred_element_type=jnp.float32)
+        logits = self.head(x, 0, wide=True)
         logits = jax.lax.all_gather(logits, BOTH, axis=1, tiled=True)  # every device draws, from all tokens
         return logits[:, : config.vocab_size], cache
 

@@ -30,13 +30,13 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         tokens, eps, kernels = len(x), self.config.norm_eps, self.kernels
         x, residual = kernels.rms_norm(x, self.attention_norm[...], eps, residual)
-        qkv = (x @ self.qkv[...]).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
+        qkv = self.qkv(x, layer).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
         queries, cache = kernels.rope_write(qkv, cache, layer, step.cosines, step.sines, step.slots)
         attended = step.attend(queries, cache, layer).reshape(tokens, -1)
-        x = total(attended @ self.output[...])
+        x = total(self.output(attended, layer))
         x, residual = kernels.rms_norm(x, self.mlp_norm[...], eps, residual)
-        x = kernels.swiglu(x @ self.gate_up[...])
-        return total(x @ self.down[...]), residual, cache
+        x = kernels.swiglu(self.gate_up(x, layer))
+        return total(self.down(x, layer)), residual, cache
 
 
 def llama(shards: Shards, kernels: Kernels) -> Decoder:

@@ -17,7 +17,7 @@ class Qwen2Layer(nnx.Module):
         self.kernels = kernels
         self.attention_norm = shards.vector("input_layernorm.weight")
         self.qkv = shards.columns("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
-        self.bias = shards.columns("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
+        self.bias = shards.biases("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
         self.output = shards.rows("self_attn.o_proj.weight")
         self.mlp_norm = shards.vector("post_attention_layernorm.weight")
         self.gate_up = shards.columns("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -28,13 +28,13 @@ class Qwen2Layer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         tokens, eps, kernels = len(x), self.config.norm_eps, self.kernels
         x, residual = kernels.rms_norm(x, self.attention_norm[...], eps, residual)
-        qkv = (x @ self.qkv[...] + self.bias[...]).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
+        qkv = (self.qkv(x, layer) + self.bias[...]).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
         queries, cache = kernels.rope_write(qkv, cache, layer, step.cosines, step.sines, step.slots)
         attended = step.attend(queries, cache, layer).reshape(tokens, -1)
-        x = total(attended @ self.output[...])
+        x = total(self.output(attended, layer))
         x, residual = kernels.rms_norm(x, self.mlp_norm[...], eps, residual)
-        x = kernels.swiglu(x @ self.gate_up[...])
-        return total(x @ self.down[...]), residual, cache
+        x = kernels.swiglu(self.gate_up(x, layer))
+        return total(self.down(x, layer)), residual, cache
 
 
 def qwen2(shards: Shards, kernels: Kernels) -> Decoder:

@@ -33,13 +33,13 @@ class Qwen3Layer(nnx.Module):
         tokens, eps, kernels = len(x), self.config.norm_eps, self.kernels
         norms = (self.query_norm[...], self.key_norm[...], eps)
         x, residual = kernels.rms_norm(x, self.attention_norm[...], eps, residual)
-        qkv = (x @ self.qkv[...]).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
+        qkv = self.qkv(x, layer).reshape(tokens, -1, self.config.head_dim)  # [T, H + 2K, D]
         queries, cache = kernels.rope_write(qkv, cache, layer, step.cosines, step.sines, step.slots, norms)
         attended = step.attend(queries, cache, layer).reshape(tokens, -1)
-        x = total(attended @ self.output[...])
+        x = total(self.output(attended, layer))
         x, residual = kernels.rms_norm(x, self.mlp_norm[...], eps, residual)
-        x = kernels.swiglu(x @ self.gate_up[...])
-        return total(x @ self.down[...]), residual, cache
+        x = kernels.swiglu(self.gate_up(x, layer))
+        return total(self.down(x, layer)), residual, cache
 
 
 def qwen3(shards: Shards, kernels: Kernels) -> Decoder:

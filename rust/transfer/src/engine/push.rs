@@ -188,12 +188,18 @@ impl Engine {
                     return self.refuse(client, tag, Refusal::Protocol);
                 }
                 let Some(link) = self.links.get_mut(&open.to.node) else { return };
-                if link.waiting.len() + copies.len() > self.settings.copies_waiting {
+                let full = link.waiting.len() + copies.len() > self.settings.copies_waiting;
+                if full || !copies.iter().all(|(_, source, _)| pool.may_copy(*source)) {
                     return self.refuse(client, tag, Refusal::Full);
                 }
                 for (index, source, destination) in copies {
                     let twice = std::mem::replace(&mut filling.pushed[index as usize], end) == end;
-                    if !twice && pool.begin_copy_written(source) {
+                    if !twice {
+                        let begun = pool.begin_copy_written(source);
+                        assert!(
+                            begun,
+                            "no more than one copy of each block begins here, and {source:?} could take one"
+                        );
                         filling.copying += 1;
                         let why = Why::Push { tag, serial: open.serial, index };
                         let destination = (filling.region, destination);

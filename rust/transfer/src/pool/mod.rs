@@ -685,14 +685,21 @@ impl<M: Lives> Pool<M> {
         record.is_some_and(|record| matches!(record.state, State::Committed { .. })) && self.begin_copy_written(slot)
     }
 
+    /// True if `begin_copy_written` would begin one now. Reads are counted in 16 bits.
+    pub fn may_copy(&self, slot: SlotRef) -> bool {
+        self.slots.get(slot.slot as usize).is_some_and(|record| {
+            record.generation == slot.generation
+                && record.reads < u16::MAX
+                && matches!(record.state, State::Committed { .. } | State::Reserved)
+        })
+    }
+
     /// As `begin_copy`, also of strips of a reserved block that its holder has written.
     pub fn begin_copy_written(&mut self, slot: SlotRef) -> bool {
-        let Some(record) = self.slots.get_mut(slot.slot as usize) else { return false };
-        let same = record.generation == slot.generation && record.reads < u16::MAX;
-        if !same || !matches!(record.state, State::Committed { .. } | State::Reserved) {
+        if !self.may_copy(slot) {
             return false;
         }
-        record.reads += 1;
+        self.slots[slot.slot as usize].reads += 1;
         // What a holder's copy reads is in use already: this one is for a peer.
         if self.wake(slot.slot) {
             self.hit(slot.slot);
