@@ -137,6 +137,7 @@ class _FileTokenizer(Tokenizer):
         self._marks = {token.content: index for index, token in added.items()}
         self._special = {index for index, token in added.items() if token.special}
         decoder = json.loads(path.read_bytes()).get("decoder") or {}
+        self._bytes: dict[int, bytes] = {}
         self._byte_level = decoder.get("type") == "ByteLevel"
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -155,6 +156,13 @@ class _FileTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes | None:
         if not self._byte_level:
             return None
+        known = self._bytes.get(token)
+        if known is None:
+            # Each token of the vocabulary at most, and whatever a padded head can choose beyond it.
+            known = self._bytes[token] = self._spell(token)
+        return known
+
+    def _spell(self, token: int) -> bytes:
         if token in self._special:
             return b""
         text = self._tokenizer.id_to_token(token)
@@ -364,14 +372,19 @@ class _ByteDecoder:
     """For tokenizers whose every token is a run of bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes_of = tokenizer.token_bytes
+        #: The beginning of a character.
+        self._rest = b""
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._utf8.decode(b"".join(self._tokenizer.token_bytes(token) or b"" for token in ids))
+        bytes_of = self._bytes_of
+        data = self._rest + b"".join([bytes_of(token) or b"" for token in ids])
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._rest.decode("utf-8", "replace")
 
 
 class _WindowDecoder:

@@ -77,13 +77,22 @@ def run_gateway(
     """
     secret = read_secret(Path(config.secret_file))
     keys = ClusterKeys(_native.derive_key(secret, "hash"))
-    service = Service(config, _native.derive_key(secret, "session"), keys)
     audit = AuditLog(Path(config.audit_log)) if config.audit_log else None
     door = Door(Path(config.keys_file) if config.keys_file else None, audit, config.cors_origin)
     check_reach(listener, door.asks, bool(config.tls_cert))
-    server = Server(http_config(create_app(service, door), config))
+    return serve(Service(config, _native.derive_key(secret, "session"), keys), listener, ready, door)
 
-    async def serve() -> None:
+
+def serve(
+    service: Service,
+    listener: socket.socket,
+    ready: Callable[[dict[str, object]], None] = lambda _: None,
+    door: Door | None = None,
+) -> int:
+    """As `run_gateway`, of a service. door: as `create_app` has it."""
+    server = Server(http_config(create_app(service, door), service.config))
+
+    async def run() -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -91,9 +100,9 @@ def run_gateway(
             # What was imported is never garbage: no collection is to look through it while clients wait.
             gc.freeze()
             host, port = listener.getsockname()[:2]
-            ready({"gateway": config.gateway, "host": host, "port": port})
+            ready({"gateway": service.config.gateway, "host": host, "port": port})
         await serving
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(serve())
+        runner.run(run())
     return 0

@@ -505,7 +505,7 @@ async def test_a_reader_that_stops_is_dropped(folder: Path, monkeypatch: pytest.
         while at.service.models["fake"].max_positions < 1 << 20:
             await asyncio.sleep(0)
         body = json.dumps({"prompt": "x", "max_tokens": 1_000_000, "stream": True, "return_token_ids": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(at.url.rpartition(":")[2])))
