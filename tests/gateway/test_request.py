@@ -276,8 +276,7 @@ def test_failed_kinds_that_are_tried_again(kind: str, excluded: tuple[str, ...])
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("too_large", ErrorKind.TOO_LARGE), ("refused", ErrorKind.REFUSED), ("bug", ErrorKind.BUG)],
+    ("kind", "expected"), [("too_large", ErrorKind.TOO_LARGE), ("bug", ErrorKind.BUG), ("refused", ErrorKind.REFUSED)]
 )
 def test_failed_kinds_that_end_it(kind: str, expected: ErrorKind) -> None:
     request = running()

@@ -36,9 +36,11 @@ def _forbid(logits: torch.Tensor, shapes: Shapes) -> None:
     if logits.device.type == "cpu":
         # A twentieth of the time of shifts and a fill, whose branches nobody can predict.
         octets = shapes.masks.astype("<u4", copy=False).view(np.uint8)
-        limits = torch.from_numpy(LIMITS.take(octets, axis=0).reshape(len(octets), -1)[:, :vocab])
+        limits = LIMITS.take(octets, axis=0).reshape(len(octets), -1)[:, :vocab]
+        # A row is 10 us of one thread: to wake others for it, as torch does, can take longer than all rows.
+        values = logits.detach().numpy()
         for row, limit in zip(shapes.masked.tolist(), limits, strict=True):
-            torch.minimum(logits[row], limit, out=logits[row])
+            np.minimum(values[row], limit, out=values[row])
         return
     words = _on(shapes.masks.view(np.int32), logits).unsqueeze(-1)
     allowed = (words >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1

@@ -49,8 +49,10 @@ def choose_shaped(
     own = logits[asking] if counts else None  # a copy: what is told is of the logits as the model made them
     kernels.shape_logits(logits, Shapes.of([shaping or AS_IT_IS for shaping in shapings], vocab))
     tokens = kernels.sample(logits, draws)
-    nothing_left = (tokens < 0) & (logits.amax(-1) == float("-inf"))
-    tokens = tokens.masked_fill(nothing_left, NOTHING_LEFT)
+    none = tokens < 0
+    # Elsewhere to look would be to wait.
+    if logits.device.type != "cpu" or bool(none.any()):
+        tokens = tokens.masked_fill(none & (logits.amax(-1) == float("-inf")), NOTHING_LEFT)
     if own is None:
         return tokens, None
     chosen, ranks, ids, values = kernels.logprobs(own, tokens[asking], max(counts.values()))
