@@ -13,7 +13,7 @@ use proptest::prelude::*;
 use pyengine_transfer::messages::{GrantMode, GrantedSlot, Refusal};
 use pyengine_transfer::pool::policy::cost::Costs;
 use pyengine_transfer::pool::policy::{Evict, POLICIES, Policy};
-use pyengine_transfer::pool::{Change, Granting, Holder, Lives, Occupancy, Pool, Wish};
+use pyengine_transfer::pool::{COPIES_AT_ONCE, Change, Granting, Holder, Lives, Occupancy, Pool, Wish};
 use pyengine_transfer::types::{BlockKey, Owner, SlotRef, Tag};
 
 const SLOTS: u32 = 8;
@@ -558,5 +558,30 @@ fn last_slot_is_for_staging() {
     pool.release(holder(4));
     pool.release(holder(1));
     assert_eq!(pool.advance().iter().map(|(holder, _)| *holder).collect::<Vec<_>>(), [holder(5), holder(2)]);
+    pool.check();
+}
+
+// Goal: a block has room for so many copies and no more, committed or being written; one more is refused, changes
+// nothing, and is begun when one of them has ended. Method: begin as many as can be counted.
+#[test]
+fn copies_of_a_block_are_counted_to_their_limit() {
+    let mut pool = Pool::new(Memory::default(), 3, 4, 10, lru());
+    store(&mut pool, 1, wish(0, 0..1));
+    assert!(matches!(pool.grant(holder(2), wish(0, 0..2), GrantMode::Now), Granting::Held(_)));
+    for index in 0..2 {
+        let slot = pool.granted_at(holder(2), index).expect("it was granted").slot;
+        for _ in 0..COPIES_AT_ONCE {
+            assert!(pool.may_copy(slot) && pool.begin_copy_written(slot));
+        }
+        for _ in 0..2 {
+            assert!(!pool.may_copy(slot) && !pool.begin_copy_written(slot) && !pool.begin_copy(slot));
+        }
+        pool.check();
+        pool.end_copy(slot);
+        assert!(pool.may_copy(slot) && pool.begin_copy_written(slot) && !pool.may_copy(slot));
+        (0..COPIES_AT_ONCE).for_each(|_| pool.end_copy(slot));
+    }
+    pool.release(holder(2));
+    assert_eq!(pool.occupancy(), Occupancy { free: 2, cached: 1, ..Occupancy::default() });
     pool.check();
 }

@@ -46,6 +46,7 @@ use index::Index;
 use policy::{Evict, Gone};
 use quota::Short;
 use room::Room;
+pub use slot::COPIES_AT_ONCE;
 use slot::{FreeList, Owners, Slot, State};
 
 /// What the pool needs of the memory behind its slot numbers.
@@ -685,11 +686,11 @@ impl<M: Lives> Pool<M> {
         record.is_some_and(|record| matches!(record.state, State::Committed { .. })) && self.begin_copy_written(slot)
     }
 
-    /// True if `begin_copy_written` would begin one now. Reads are counted in 16 bits.
+    /// True if `begin_copy_written` would begin one now.
     pub fn may_copy(&self, slot: SlotRef) -> bool {
         self.slots.get(slot.slot as usize).is_some_and(|record| {
             record.generation == slot.generation
-                && record.reads < u16::MAX
+                && record.reads < COPIES_AT_ONCE
                 && matches!(record.state, State::Committed { .. } | State::Reserved)
         })
     }

@@ -21,6 +21,9 @@ pub(super) enum State {
     Absent,
 }
 
+/// Copies that may read one slot at once: all that two bytes of it can count.
+pub const COPIES_AT_ONCE: u16 = u16::MAX;
+
 /// Where a private block stands.
 const NOWHERE: u32 = u32::MAX;
 
@@ -38,7 +41,7 @@ pub(super) struct Slot {
     /// Number of whose block it is, see [`Owners`].
     pub owner: u32,
     pub kin: Kin,
-    /// Copies that read it.
+    /// Copies that read it, [`COPIES_AT_ONCE`] at most.
     pub reads: u16,
     /// Local clients, other than the holder, that may write it.
     pub writers: u16,
