@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from pyengine.gateway.request_ids import VALID
 
 #: What answers look like, as far as clients may count on it.
 _ANSWERS: dict[str, dict[str, Any]] = {
@@ -85,7 +86,8 @@ _UNSERVED = {
     "503": "Nobody is there to serve it: Retry-After says when to ask again",
     "504": "It took longer than its deadline",
 }
-_NUMBER = {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": r"^[A-Za-z0-9]{1,128}$"}}
+_PATTERN = f"^{VALID.pattern.decode()}$"
+_NUMBER = {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": _PATTERN}}
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
