@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
@@ -81,3 +84,90 @@ class Draws:
 
     def __len__(self) -> int:
         return len(self.temperature)
+
+
+def _no_ids() -> I32:
+    return np.empty(0, np.int32)
+
+
+def _nothing() -> F32:
+    return np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Shaping:
+    """What is done to one row of logits before a token is chosen, in this order: see `reference.shape_logits`.
+
+    seen: int32 [m], ids whose logits are divided by `repetition` where they are positive, else multiplied by it.
+    ids: int32 [n], add: float32 [n]: what is added to their logits, -inf for one that may not be chosen.
+    mask: uint32 [ceil(vocab / 32)], allowed ids: bit i of word i // 32, from the lowest bit on; None: all are.
+    No id is twice in `seen`, or in `ids`.
+
+    logprobs: how many of the likeliest tokens are told beside the chosen one, by the logits as they were before.
+    """
+
+    ids: I32 = field(default_factory=_no_ids)
+    add: F32 = field(default_factory=_nothing)
+    seen: I32 = field(default_factory=_no_ids)
+    repetition: float = 1.0
+    mask: U32 | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is done to S rows of logits: their `Shaping`s as arrays, in which rows that ask for nothing are not named.
+
+    seen_rows, seen: int32 [M], logits by row and id that `factors`, float32 [M], divide or multiply. rows, ids: int32
+    [N], those to which `add`, float32 [N], is added. masked: int32 [K], rows that have a mask; masks: uint32 [K,
+    words]. A row of S (in padded arrays) names none.
+    """
+
+    seen_rows: I32
+    seen: I32
+    factors: F32
+    rows: I32
+    ids: I32
+    add: F32
+    masked: I32
+    masks: U32
+
+    @classmethod
+    def of(cls, shapings: Sequence[Shaping], vocab: int) -> Shapes:
+        """Raises ValueError for an id or a mask that the vocabulary does not have."""
+        masked = [row for row, shaping in enumerate(shapings) if shaping.mask is not None]
+        shapes = cls(
+            seen_rows=_rows_of([len(shaping.seen) for shaping in shapings]),
+            seen=_joined([shaping.seen for shaping in shapings], np.int32),
+            factors=np.repeat(
+                np.array([shaping.repetition for shaping in shapings], np.float32),
+                [len(shaping.seen) for shaping in shapings],
+            ),
+            rows=_rows_of([len(shaping.ids) for shaping in shapings]),
+            ids=_joined([shaping.ids for shaping in shapings], np.int32),
+            add=_joined([shaping.add for shaping in shapings], np.float32),
+            masked=np.array(masked, np.int32),
+            masks=np.zeros((len(masked), words(vocab)), np.uint32),
+        )
+        for ids in (shapes.seen, shapes.ids):
+            if ids.size and not 0 <= ids.min() <= ids.max() < vocab:
+                raise ValueError(f"ids {ids.min()}..{ids.max()} are to be shaped, the vocabulary has 0..{vocab - 1}")
+        for number, row in enumerate(masked):
+            mask = shapings[row].mask
+            if mask is None or mask.shape != shapes.masks[number].shape:
+                raise ValueError(f"a mask of a vocabulary of {vocab} has {words(vocab)} words: one has another shape")
+            shapes.masks[number] = mask
+        return shapes
+
+
+def words(vocab: int) -> int:
+    """Of a mask over so many ids."""
+    return -(-vocab // 32)
+
+
+def _rows_of(counts: list[int]) -> I32:
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate([*parts, np.empty(0, kind)], dtype=kind)

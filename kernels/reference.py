@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.kernels.inputs import Draws, Sequences
+from pyengine.kernels.inputs import Draws, Sequences, Shapes
 
 Array = npt.NDArray[np.floating]
 Ids = npt.NDArray[np.integer]
@@ -152,6 +152,43 @@ def sample(logits: Array, draws: Draws) -> Ids:
         drawn = int(np.searchsorted(masses, draws.uniform[row] * masses[-1], side="right"))
         tokens[row] = order[by_id[min(drawn, kept - 1)]]
     return tokens
+
+
+def shape_logits(logits: Array, shapes: Shapes) -> None:
+    """Shapes rows of logits before a token is chosen from them. logits: float32 [S, vocab], written.
+
+    First seen logits are divided by their factor where they are positive, else multiplied by it (the repetition penalty
+    of Keskar et al., 2019), then `add` is added, then those that a mask does not allow become -inf (where a NaN may
+    stay). No (row, id) is twice in `seen`, or in `ids`.
+    """
+    at = shapes.seen_rows, shapes.seen
+    logits[at] = np.where(logits[at] > 0.0, logits[at] / shapes.factors, logits[at] * shapes.factors)
+    logits[shapes.rows, shapes.ids] += shapes.add
+    ids = np.arange(logits.shape[1])
+    for row, mask in zip(shapes.masked, shapes.masks, strict=True):
+        allowed = mask[ids // 32] >> (ids % 32) & 1
+        logits[row, allowed == 0] = -np.inf
+
+
+def logprobs(logits: Array, tokens: Ids, count: int) -> tuple[Array, Ids, Ids, Array]:
+    """(chosen, ranks, ids, values): what rows of logits say of a token each, and of their `count` likeliest ones.
+
+    logits: float32 [S, vocab]; tokens: [S], a negative one counts as 0; count: of vocab at most. chosen: float32 [S],
+    natural logarithms of the tokens' probabilities (softmax); ranks: [S], 1 for the likeliest, equal ones by id; ids:
+    [S, count], in the order of ranks; values: float32 [S, count], their logarithms.
+    """
+    largest = logits.max(axis=-1, keepdims=True)
+    logs = logits - largest - np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    column = np.maximum(tokens, 0)[:, None]
+    ids = order[:, :count]
+    ranks = np.argsort(order, axis=-1)[np.arange(len(order))[:, None], column][:, 0] + 1
+    return (
+        np.take_along_axis(logs, column, axis=-1)[:, 0],
+        ranks,
+        ids,
+        np.take_along_axis(logs, ids, axis=-1),
+    )
 
 
 def llama_forward(

@@ -13,7 +13,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.scheduler.types import Namespace, SamplingParams
+from pyengine.kernels.inputs import Shaping as Shaping
+from pyengine.scheduler.types import Logprobs, Namespace, SamplingParams
+
+#: In place of a token where a slice's shaping has left none to choose.
+NOTHING_LEFT = -2
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -27,6 +31,7 @@ class Slice(msgspec.Struct, frozen=True):
     for start + n tokens. sampling: how to choose the next token after the last input, or None to choose none. KV of
     positions < start is in the pages, or written by the step before; KV of the n inputs is written by the step.
     after: the one input is what this row of the step before chooses, and `tokens` [1] only holds its place.
+    shaping: what is done to the logits before, and told of them after the choice; None: nothing.
     """
 
     tokens: U32
@@ -34,6 +39,7 @@ class Slice(msgspec.Struct, frozen=True):
     pages: I32
     sampling: SamplingParams | None
     after: int | None = None
+    shaping: Shaping | None = None
 
 
 class WorkerBroken(RuntimeError):
@@ -58,12 +64,20 @@ class Pending(Protocol):
         """
         ...
 
+    def logprobs(self) -> list[Logprobs | None]:
+        """After `tokens`: parallel to the slices, None for those that did not ask; may be empty if none did."""
+        ...
+
 
 class Deferred:
-    """The step of a backend that does not overlap: it is computed when it is waited for."""
+    """The step of a backend that does not overlap: it is computed when it is waited for.
 
-    def __init__(self, compute: Callable[[], list[int]]) -> None:
+    logprobs: of `Pending`; asked after `compute`.
+    """
+
+    def __init__(self, compute: Callable[[], list[int]], logprobs: Callable[[], list[Logprobs | None]] = list) -> None:
         self.tokens = compute
+        self.logprobs = logprobs
 
 
 class Backend(Protocol):
@@ -95,7 +109,8 @@ class Backend(Protocol):
         ...
 
     def execute(self, slices: list[Slice]) -> list[int]:
-        """Runs one step over all slices; returns one token id per slice, -1 where `sampling` is None.
+        """Runs one step over all slices; returns one token id per slice, -1 where `sampling` is None, NOTHING_LEFT
+        where `shaping` forbids every token.
 
         The same tokens at the same positions give the same result whatever else is in the batch. Slices of one step
         never share a page that one of them writes. Sampling is greedy at temperature 0, else a counter-based draw from

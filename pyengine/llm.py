@@ -15,7 +15,7 @@ from pyengine import _native, env
 from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, load_backend
 from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
 from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams
+from pyengine.scheduler.types import FinishReason, Logprobs, Node, Role, SamplingParams
 from pyengine.secret import claim_ssd, read_secret, secret_file
 from pyengine.text import Detokenizer, Tokenizer
 from pyengine.worker.core import Worker
@@ -31,6 +31,7 @@ class Completion(msgspec.Struct, frozen=True):
     """What one prompt led to. finish_reason: "stop" (end token or stop string) or "length".
 
     cached_tokens: prompt tokens whose KV was reused. cached_by_tier: where that was found ("device", "dram", "ssd").
+    logprobs: one for each token, if `SamplingParams.logprobs` asked for them.
     """
 
     text: str
@@ -39,6 +40,7 @@ class Completion(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     cached_by_tier: dict[str, int]
+    logprobs: list[Logprobs] | None = None
 
 
 class LLM:
@@ -179,6 +181,8 @@ class LLM:
             raise ValueError(
                 f"{len(batch)} prompts and {len(params)} sampling parameters: give one for all, or one each"
             )
+        if any(token >= self._backend.vocab_size for each in params for token, _ in each.logit_bias):
+            raise ValueError(f"logit_bias names an id that is not below {self._backend.vocab_size}")
         if self._interrupted or self._worker.mover.pool is None:
             self._renew()
         self._interrupted = True
@@ -251,7 +255,7 @@ class LLM:
             deadline=NEVER,
         )
         self._worker.accept(work)
-        return _Request(self._requests, len(ids), Detokenizer(self._tokenizer, sampling.stop))
+        return _Request(self._requests, len(ids), sampling, Detokenizer(self._tokenizer, sampling.stop))
 
     def _run(self, running: dict[int, _Request]) -> Exception | None:
         """Steps until all have finished, or one has failed: then why."""
@@ -275,11 +279,12 @@ class LLM:
 class _Request:
     """One prompt of a `generate` call on its way."""
 
-    def __init__(self, number: int, prompt_tokens: int, text: Detokenizer) -> None:
+    def __init__(self, number: int, prompt_tokens: int, sampling: SamplingParams, text: Detokenizer) -> None:
         self.number = number
         self.prompt_tokens = prompt_tokens
         self.report: PrefillReport | None = None
         self.ids: list[int] = []
+        self.logprobs: list[Logprobs] | None = None if sampling.logprobs is None else []
         self.finish: FinishReason | None = None
         self._text = text
         self._parts: list[str] = []
@@ -289,6 +294,8 @@ class _Request:
         if self.finish is not None:
             return False
         self.ids += message.tokens
+        if self.logprobs is not None:
+            self.logprobs += message.logprobs or ()
         self._parts.append(self._text.push(list(message.tokens)))
         if self._text.stopped:
             self.finish = FinishReason.STOP
@@ -301,7 +308,8 @@ class _Request:
     def completion(self) -> Completion:
         assert self.finish is not None, "generate returns when all have finished"
         cached, tiers = (self.report.cached, self.report.tiers) if self.report else (0, {})
-        return Completion("".join(self._parts), self.ids, self.finish.value, self.prompt_tokens, cached, tiers)
+        text, finish = "".join(self._parts), self.finish.value
+        return Completion(text, self.ids, finish, self.prompt_tokens, cached, tiers, self.logprobs)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -31,7 +31,7 @@ def draws(params: Sequence[SamplingParams], positions: Sequence[int]) -> Draws:
         uniform[drawn] = uniforms([params[row].seed or 0 for row in drawn], [positions[row] for row in drawn])
     return Draws(
         temperature=temperature,
-        min_p=np.zeros(len(params)),
+        min_p=np.array([one.min_p for one in params]),
         top_k=np.array([min(one.top_k, 2**31 - 1) for one in params], np.int32),
         top_p=np.array([one.top_p for one in params]),
         uniform=uniform,

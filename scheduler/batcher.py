@@ -213,6 +213,7 @@ class Batcher:
         sequence.limit = limit if sequence.first_only else min(limit, full)
         stops = frozenset() if sampling.ignore_eos else self.eos
         sequence.stops = stops.union(sampling.stop_token_ids) if sampling.stop_token_ids else stops
+        sequence.follows = sampling.follows_itself
 
     def first_token(self, id: SequenceId, token: int) -> FinishReason | None:
         """A handed-off sequence learns token 0 of its attempt; to be called before `ready`.
@@ -326,6 +327,8 @@ class Batcher:
                 prompts.append(sequence)
             elif sequence.coming and (sequence.first_only or length >= sequence.limit):
                 pass  # its end is under way
+            elif sequence.coming and sequence.follows:
+                pass  # how it chooses follows from the token under way
             elif budget:
                 if len(sequence.pages) * block_tokens < length and not self._reserve_next(sequence, step):
                     if self._begun:

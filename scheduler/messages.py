@@ -13,7 +13,19 @@ from typing import Any, TypeAlias
 import msgspec
 
 from .explanation import Explanation
-from .types import FinishReason, Namespace, Node, Plan, Rejection, Role, SamplingParams, Slo, Source, WorkerInfo
+from .types import (
+    FinishReason,
+    Logprobs,
+    Namespace,
+    Node,
+    Plan,
+    Rejection,
+    Role,
+    SamplingParams,
+    Slo,
+    Source,
+    WorkerInfo,
+)
 
 PROTOCOL = 1
 
@@ -386,14 +398,18 @@ class PrefillReport(Message, frozen=True):
     tiers: dict[str, int] = {}
 
 
-class Tokens(Message, frozen=True):
-    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them."""
+class Tokens(Message, frozen=True, omit_defaults=True):
+    """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them.
+
+    logprobs: one for each token, if they were asked for.
+    """
 
     request: int
     attempt: int
     first: int
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
+    logprobs: tuple[Logprobs, ...] | None = None
 
 
 class Failed(Message, frozen=True):

@@ -64,8 +64,8 @@ class Sequence:
     state: State = State.HELD
     # The Batcher's own: number of arrival, what a pool can supply; what steps under way add to `computed`, and to the
     # length of `tokens`; whether it was preempted, ran, had its prompt complete; the length and the tokens that end it;
-    # its prompt tokens still to compute and their summed context; what it counts in `Batcher.expected_tokens`; the
-    # urgency of those who wait for its blocks.
+    # whether what shapes a choice follows from the token before; its prompt tokens still to compute and their summed
+    # context; what it counts in `Batcher.expected_tokens`; the urgency of those who wait for its blocks.
     arrival: int = 0
     available: int = 0
     under_way: int = 0
@@ -75,6 +75,7 @@ class Sequence:
     prefilled: bool = False
     limit: int = 0
     stops: frozenset[int] = frozenset()
+    follows: bool = False
     owed: int = 0
     owed_context: int = 0
     expected: int = 0

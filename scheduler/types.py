@@ -125,11 +125,49 @@ def _fields(namespace: Namespace) -> dict[str, str]:
     return fields
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen and when a request ends. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+#: Most of the likeliest tokens that are told beside a chosen one, and most ids with a bias of their own. Both are
+#: OpenAI's limits, rounded up; a request carries its biases to each worker, and a step has those of all its rows.
+MOST_LOGPROBS, MOST_BIASES = 20, 1024
+GRAMMARS = ("json_object", "json_schema", "regex", "choice", "lark", "tools")
 
-    `seed` None: the gateway draws one. Random numbers are counters over (seed, position): batch, worker and retry do
-    not change them. `stop` strings are the gateway's business, ids and counts the worker's.
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must look like. kind: of GRAMMARS; text: the schema, expression, list or grammar itself."""
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMARS:
+            raise ValueError(f"a grammar is one of {', '.join(GRAMMARS)}, not {self.kind!r}")
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What the model itself thought of a token that was chosen, before anything shaped its logits (vLLM's
+    "raw_logprobs").
+
+    chosen: natural logarithm of the token's probability; rank: 1 for the likeliest, equal ones in the order of ids;
+    top: (id, logprob) of the likeliest, as many as were asked for, in the order of ranks.
+    """
+
+    chosen: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when a request ends. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are
+    off. `seed` None: the gateway draws one. Random numbers are counters over (seed, position): batch, worker and retry
+    do not change them. `stop` strings are the gateway's business, ids and counts the worker's.
+
+    What is done to the logits before a choice, in this order (`Shaping` in kernels/inputs.py). repetition_penalty:
+    positive logits of tokens in prompt or answer are divided by it, negative ones multiplied. logit_bias: (id, added).
+    presence_penalty is taken from the logits of tokens in the answer, frequency_penalty for each time that they are
+    there. min_tokens: until the answer has so many, no token that would end it is chosen. grammar: tokens that it does
+    not allow are not chosen. Then temperature, min_p, top_k, top_p.
+
+    logprobs: how many of the likeliest tokens are told beside each chosen one; None: nothing is told, 0: the chosen
+    one's only.
     """
 
     temperature: float = 1.0
@@ -140,6 +178,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -152,6 +198,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be between 0 and 1, not {self.min_p}")
+        if not -2.0 <= self.presence_penalty <= 2.0:
+            raise ValueError(f"presence_penalty must be between -2 and 2, not {self.presence_penalty}")
+        if not -2.0 <= self.frequency_penalty <= 2.0:
+            raise ValueError(f"frequency_penalty must be between -2 and 2, not {self.frequency_penalty}")
+        if not 0.01 <= self.repetition_penalty <= 100.0:
+            raise ValueError(f"repetition_penalty must be between 0.01 and 100, not {self.repetition_penalty}")
+        if self.logit_bias:
+            self._check_biases()
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ValueError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
+
+    def _check_biases(self) -> None:
+        if len(self.logit_bias) > MOST_BIASES:
+            raise ValueError(f"logit_bias must have at most {MOST_BIASES} ids, not {len(self.logit_bias)}")
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise ValueError("logit_bias must name each id once")
+        for token, bias in self.logit_bias:
+            if not (0 <= token < 2**31 and -100.0 <= bias <= 100.0):
+                raise ValueError(f"logit_bias must be between -100 and 100 for ids from 0 on, not {bias} for {token}")
+
+    @property
+    def follows_itself(self) -> bool:
+        """Its next token cannot be asked for before its last one is known."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or self.grammar is not None
+        )
 
 
 class FinishReason(enum.Enum):

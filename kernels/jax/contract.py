@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import jax
-from pyengine.kernels.inputs import Draws, Sequences
+from pyengine.kernels.inputs import Draws, Sequences, Shapes
 
 ALL = slice(None)
 
@@ -85,6 +85,16 @@ class Kernels(Protocol):
         """int32 [S]. logits: float32 [S, vocab]; draws: float32 and int32."""
         ...
 
+    def shape_logits(self, logits: jax.Array, shapes: Shapes) -> jax.Array:
+        """The logits."""
+        ...
+
+    def logprobs(
+        self, logits: jax.Array, tokens: jax.Array, count: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """count is static; ids and ranks are int32."""
+        ...
+
 
 CONTRACTS = (
     "rms_norm",
@@ -95,4 +105,6 @@ CONTRACTS = (
     "gather",
     "scatter",
     "sample",
+    "shape_logits",
+    "logprobs",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyengine.kernels.inputs import Draws, Sequences
+from pyengine.kernels.inputs import Draws, Sequences, Shapes
 
 
 def bucket(size: int, least: int = 1) -> int:
@@ -39,4 +39,21 @@ def pad_draws(draws: Draws, count: int) -> Draws:
         top_k=np.pad(draws.top_k, more),
         top_p=np.pad(draws.top_p, more, constant_values=1.0).astype(np.float32),
         uniform=np.pad(draws.uniform, more).astype(np.float32),
+    )
+
+
+def pad_shapes(shapes: Shapes, count: int, entries: int) -> Shapes:
+    """For `count` rows, with `entries` that are seen and as many to which something is added; those behind the given
+    ones name no row, and neither do masks.
+    """
+    seen, ids, masks = (0, entries - len(shapes.seen)), (0, entries - len(shapes.ids)), (0, count - len(shapes.masked))
+    return Shapes(
+        seen_rows=np.pad(shapes.seen_rows, seen, constant_values=count),
+        seen=np.pad(shapes.seen, seen),
+        factors=np.pad(shapes.factors, seen, constant_values=1.0),
+        rows=np.pad(shapes.rows, ids, constant_values=count),
+        ids=np.pad(shapes.ids, ids),
+        add=np.pad(shapes.add, ids),
+        masked=np.pad(shapes.masked, masks, constant_values=count),
+        masks=np.pad(shapes.masks, (masks, (0, 0))),
     )

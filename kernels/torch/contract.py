@@ -1,7 +1,8 @@
 """The contracts as PyTorch has them. What each computes stands in `kernels/reference.py`, under the same names.
 
 Tensors are dense in their last axis; an implementation takes other strides or raises ValueError. `kv`, `cache`,
-`strips` and the residual are written in place. Types are fp32, bf16 and fp16; sums are made in float32 at least.
+`strips`, the residual and logits that are shaped are written in place. Types are fp32, bf16 and fp16; sums are made in
+float32 at least.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from pyengine.kernels.inputs import Draws, Sequences
+from pyengine.kernels.inputs import Draws, Sequences, Shapes
 
 ALL = slice(None)
 
@@ -76,6 +77,12 @@ class Kernels(Protocol):
 
     def sample(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor: ...
 
+    def shape_logits(self, logits: torch.Tensor, shapes: Shapes) -> None: ...
+
+    def logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
 
 CONTRACTS = (
     "rms_norm",
@@ -86,4 +93,6 @@ CONTRACTS = (
     "gather",
     "scatter",
     "sample",
+    "shape_logits",
+    "logprobs",
 )

@@ -4,6 +4,8 @@
   dimension.
 * The next token is a hash of all KV bytes of positions 0..p, read from the pages. So KV that is lost, late, mixed up or
   altered on its way changes the answer.
+* Where choices are shaped, or told of, logits follow from the hash: the token it names has the largest, and what is the
+  largest once they are shaped is chosen.
 
 Ids 0-255 are bytes; the hash chooses printable ASCII, so that answers are text and never end by themselves.
 """
@@ -22,9 +24,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Shaping, Slice, Written
+from pyengine.kernels import reference
+from pyengine.kernels.inputs import Shapes
 from pyengine.kernels.memory import too_many_pages
-from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Namespace, SamplingParams
+from pyengine.scheduler.types import BLOCK_TOKENS, KvGroup, KvSpec, Logprobs, Namespace, SamplingParams
 
 if TYPE_CHECKING:
     from pyengine.scheduler.sim.compute import StepTime
@@ -102,6 +106,7 @@ class FakeBackend:
         self.layerwise = True
         self._device = ThreadPoolExecutor(1, "device") if overlaps else None
         self._chosen: list[int] = []
+        self._told: list[Logprobs | None] = []
 
     @classmethod
     def load(cls, model: str) -> FakeBackend:
@@ -155,25 +160,32 @@ class FakeBackend:
                 self._write(slice_, kv, layer)
             if written is not None:
                 written(layer)
-        tokens = [-1 if slice_.sampling is None else self._choose(slice_, slice_.sampling) for slice_ in slices]
+        self._told = [None] * len(slices)
+        tokens = [
+            -1 if slice_.sampling is None else self._choose(slice_, slice_.sampling, row)
+            for row, slice_ in enumerate(slices)
+        ]
         if self._cost is not None:
             sleep_until(began + self._time_scale * step_seconds(self._cost, slices))
         self._chosen = tokens
         return tokens
 
     def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
-        def compute() -> list[int]:
-            if written is None and readable is None:
-                return self.execute(slices)
-            return self._compute(slices, written, readable)
+        told: list[Logprobs | None] = []
 
-        return Deferred(compute if self._device is None else self._device.submit(compute).result)
+        def compute() -> list[int]:
+            plain = written is None and readable is None
+            tokens = self.execute(slices) if plain else self._compute(slices, written, readable)
+            told.extend(self._told)
+            return tokens
+
+        return Deferred(compute if self._device is None else self._device.submit(compute).result, lambda: told)
 
     def _known(self, slice_: Slice) -> Slice:
         """With the token that the step before has chosen for it."""
         if slice_.after is None:
             return slice_
-        return msgspec.structs.replace(slice_, tokens=np.array([self._chosen[slice_.after]], np.uint32))
+        return msgspec.structs.replace(slice_, tokens=np.array([max(self._chosen[slice_.after], 0)], np.uint32))
 
     def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         strips = self.namespace.kv.strips_of(range(self._layers) if layers is None else layers)
@@ -213,11 +225,15 @@ class FakeBackend:
         part = slice(strips.start, strips.stop)
         self._pages[pages, part, offsets] = rows[:, part]
 
-    def _choose(self, slice_: Slice, params: SamplingParams) -> int:
+    def _choose(self, slice_: Slice, params: SamplingParams, row: int) -> int:
         length = slice_.start + len(slice_.tokens)
         count = -(-length // self.namespace.kv.block_tokens)
         kv = self._pages[slice_.pages[:count]].swapaxes(1, 2).reshape(-1, self._strips, self._words)
-        return choose(kv[:length], params, length)
+        number = hashed(kv[:length], params, length)
+        if slice_.shaping is None:
+            return choice(number)
+        token, self._told[row] = choose_shaped(number, self.vocab_size, slice_.shaping)
+        return token
 
 
 def step_seconds(cost: StepTime, slices: Sequence[Slice]) -> float:
@@ -273,12 +289,40 @@ def kv_rows(states: Sequence[int], strips: int, words: int) -> U64:
     return mixed
 
 
-def choose(kv: U64, params: SamplingParams, position: int) -> int:
-    """The token at `position` after KV uint64 [position, strips, words]; seeded draws hash the seed too."""
+def hashed(kv: U64, params: SamplingParams, position: int) -> int:
+    """What decides the token at `position` after KV uint64 [position, strips, words]; of seeded draws the seed too."""
     digest = hashlib.blake2b(np.ascontiguousarray(kv).data, digest_size=8)
     if params.temperature > 0.0:
         digest.update(b"%d %d" % (params.seed or 0, position))
-    return FIRST_CHOICE + int.from_bytes(digest.digest(), "little") % CHOICES
+    return int.from_bytes(digest.digest(), "little")
+
+
+def choice(number: int) -> int:
+    """The token that a hash names."""
+    return FIRST_CHOICE + number % CHOICES
+
+
+def logits_of(number: int, vocab: int) -> npt.NDArray[np.float32]:
+    """float32 [vocab]: 16 for the token that the hash names, 4 to 12 for other text, -4 to 4 for all else."""
+    mixed = (np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(GOLDEN)) ^ np.uint64(number)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0x94D049BB133111EB)
+    logits = ((mixed >> np.uint64(40)) / 2.0**21 - 4.0).astype(np.float32)
+    logits[FIRST_CHOICE : FIRST_CHOICE + CHOICES] += 8.0
+    logits[choice(number)] = 16.0
+    return logits
+
+
+def choose_shaped(number: int, vocab: int, shaping: Shaping) -> tuple[int, Logprobs | None]:
+    """The token, NOTHING_LEFT if none is allowed, and what is told of it."""
+    logits = logits_of(number, vocab)[None]
+    shaped = logits.copy()
+    reference.shape_logits(shaped, Shapes.of([shaping], vocab))
+    token = int(shaped.argmax()) if shaped.max() > -np.inf else NOTHING_LEFT
+    if shaping.logprobs is None or token < 0:
+        return token, None
+    chosen, ranks, ids, values = reference.logprobs(logits, np.array([token]), shaping.logprobs)
+    top = tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True))
+    return token, Logprobs(float(chosen[0]), int(ranks[0]), top)
 
 
 def fake_tokens(
@@ -295,5 +339,5 @@ def fake_tokens(
     tokens = list(prompt)
     for _ in range(count):
         kv = kv_rows(chain(0, tokens), layers * 2 * kv_heads, head_dim // 2)
-        tokens.append(choose(kv, params, len(tokens)))
+        tokens.append(choice(hashed(kv, params, len(tokens))))
     return tokens[len(prompt) :]

@@ -12,6 +12,7 @@ by the shell after each call.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -21,7 +22,16 @@ import numpy as np
 
 from pyengine.scheduler import messages
 from pyengine.scheduler.policies.admission.patient import LATER
-from pyengine.scheduler.types import FinishReason, Plan, SamplingParams, Slo, WorkerRef, cacheable_blocks, tenant_number
+from pyengine.scheduler.types import (
+    FinishReason,
+    Logprobs,
+    Plan,
+    SamplingParams,
+    Slo,
+    WorkerRef,
+    cacheable_blocks,
+    tenant_number,
+)
 
 #: Failed attempts in a row, without one new token, after which the client gets the error. With the back-off below they
 #: take about 5 s, the promised bound.
@@ -155,6 +165,8 @@ class Request:
         self.attempt = -1
         self.plan: Plan | None = None
         self.tokens: list[int] = []
+        #: One for each of `tokens`; None if they were not asked for.
+        self.logprobs: list[Logprobs | None] = []
         self.finish: FinishReason | None = None
         self.error: RequestError | None = None
         self.cached: int | None = None
@@ -177,7 +189,7 @@ class Request:
         #: When the first token came, of whichever attempt; `shown` says whether the client has it.
         self.came = math.nan
         self._held_until = -math.inf
-        self._early: dict[int, int] = {}
+        self._early: dict[int, tuple[int, Logprobs | None]] = {}
         self._ends_at: int | None = None
         self._ends_as: FinishReason | None = None
         self._failing_since: float | None = None
@@ -204,6 +216,7 @@ class Request:
     def check(self) -> None:
         """Invariants, for tests."""
         assert len(self.tokens) <= self.sampling.max_tokens
+        assert len(self.logprobs) == len(self.tokens)
         assert self._base <= len(self.tokens)
         assert all(len(self.tokens) < index < self.sampling.max_tokens for index in self._early)
         assert (self.plan is not None) == (self.state is State.RUNNING)
@@ -320,7 +333,8 @@ class Request:
         if self.state is not State.RUNNING or message.attempt != self.attempt:
             return []
         limit = self.sampling.max_tokens
-        for index, token in enumerate(message.tokens, start=message.first):
+        told = itertools.chain(message.logprobs or (), itertools.repeat(None))
+        for index, token in enumerate(zip(message.tokens, told, strict=False), start=message.first):
             if len(self.tokens) <= index < limit:
                 self._early[index] = token
         if message.finish is not None:
@@ -328,7 +342,8 @@ class Request:
             self._ends_as = message.finish
         before = len(self.tokens)
         while (token_at := self._early.pop(len(self.tokens), None)) is not None:
-            self.tokens.append(token_at)
+            self.tokens.append(token_at[0])
+            self.logprobs.append(token_at[1])
         if len(self.tokens) > before:
             if not before:
                 self.came = now

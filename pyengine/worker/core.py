@@ -22,10 +22,11 @@ import time
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pyengine import _native
-from pyengine.backend import I32, Backend, Pending, Slice, WorkerBroken
+from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Shaping, Slice, WorkerBroken
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, State, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
@@ -40,7 +41,8 @@ from pyengine.scheduler.messages import (
     Tokens,
     Work,
 )
-from pyengine.scheduler.types import KEY_BYTES, FinishReason, Role
+from pyengine.scheduler.types import KEY_BYTES, FinishReason, Logprobs, Role
+from pyengine.worker.shaping import Shaper
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ REMEMBERED_ENDS = 4096
 RECOMPUTE_STEPS = 4
 #: So many steps in a row in which the backend could compute nothing at all, and the worker is broken.
 HOPELESS_STEPS = 3
+#: What a client hears whose own wishes leave no token to choose.
+STUCK = "no token is left to choose: min_tokens forbids all that its grammar or its logit_bias allows"
 #: Attempts told of in one heartbeat; of others the conductor forgets after two what they were expected to bring.
 ACCEPTED = 4096
 #: Seconds between two looks at who waits how long: a part of a heartbeat.
@@ -80,6 +84,16 @@ class Flight:
     rows: dict[SequenceId, int]
     began: float
     loads: bool = False
+
+
+class Chosen(msgspec.Struct, gc=False):
+    """By a step. tokens: parallel to its slices, -1 where there is none. logprobs: of those that asked. stuck: to whom
+    what they asked for leaves no token.
+    """
+
+    tokens: list[int]
+    logprobs: dict[SequenceId, Logprobs]
+    stuck: list[SequenceId]
 
 
 class Worker:
@@ -145,6 +159,8 @@ class Worker:
         #: When the last step was over (time.perf_counter).
         self._over = 0.0
         self._sequences: dict[SequenceId, Sequence] = {}
+        #: Of sequences whose choices are shaped or told of.
+        self._shapers: dict[SequenceId, Shaper] = {}
         self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
         self._next_due = float("inf")
@@ -197,6 +213,8 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
+        if (shaper := Shaper.of(sequence, self.backend.vocab_size)) is not None:
+            self._shapers[identity] = shaper
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
         self._taken.append(identity)
@@ -248,6 +266,8 @@ class Worker:
             return f"token id {tokens.max()} is not below {self.backend.vocab_size}, the size of the vocabulary"
         if not 0 <= work.generated < len(tokens):
             return f"{work.generated} of its {len(tokens)} tokens were generated"
+        if any(token >= self.backend.vocab_size for token, _ in work.sampling.logit_bias):
+            return f"it biases an id that is not below {self.backend.vocab_size}, the size of the vocabulary"
         if len(work.root) != KEY_BYTES:
             return "the root key has a wrong length"
         if work.keys != _native.block_keys(tokens, self.block_tokens, work.root, self._hash_key):
@@ -370,7 +390,7 @@ class Worker:
         flight = self._flights[0]
         # On a device it began when it was submitted, or when the one before was over; else it begins now.
         began = max(flight.began, self._over) if self.backend.overlaps else time.perf_counter()
-        tokens = self._tokens(flight)
+        chosen = self._chosen(flight)
         self._over = time.perf_counter()
         self._flights.popleft()
         seconds = self._over - began
@@ -382,17 +402,19 @@ class Worker:
         self.counters["steps"] += work.prefill_tokens + work.decode_sequences > 0
         if not flight.loads:  # what copies take is told apart, see `KvMover.loads`
             self.batcher.observe(work, seconds)
-        for outcome in self.batcher.finish(flight.step, tokens):
-            self._outcome(outcome)
+        for sequence_id in chosen.stuck:
+            self._fail(sequence_id, "bug", STUCK)
+        logprobs = chosen.logprobs
+        for outcome in self.batcher.finish(flight.step, chosen.tokens):
+            told = logprobs.get(outcome.id) if logprobs else None
+            self._outcome(outcome, None if told is None else (told,))
 
-    def _tokens(self, flight: Flight) -> list[int]:
-        """Tokens parallel to the step's slices, -1 where none is sampled. If the step fails, each of its sequences is
-        tried alone.
-        """
+    def _chosen(self, flight: Flight) -> Chosen:
+        """What a step has chosen. If it fails, each of its sequences is tried alone."""
         planned = flight.step.slices
         if flight.pending is not None:
             try:
-                tokens = self._checked(planned, flight.pending.tokens())
+                chosen = self._read(planned, flight.pending)
             except WorkerBroken:
                 raise
             except Exception:
@@ -402,7 +424,7 @@ class Worker:
                     self._fail(sequence_id, "retry", "a part of its KV had left when the step failed")
             else:
                 self._hopeless = 0
-                return tokens
+                return chosen
             finally:
                 self.mover.streamed()
                 self.mover.end_loads(planned)
@@ -418,11 +440,11 @@ class Worker:
                     flight.pending.tokens()
                 flight.pending = None
 
-    def _each_alone(self, planned: list[Planned]) -> list[int]:
+    def _each_alone(self, planned: list[Planned]) -> Chosen:
         """Who fails is ended, who has ended or lost its pages since the step was planned is left out. KV is written
         twice: harmless.
         """
-        tokens = [-1] * len(planned)
+        chosen = Chosen([-1] * len(planned), {}, [])
         here = [
             (row, each)
             for row, each in enumerate(planned)
@@ -431,11 +453,15 @@ class Worker:
         failed: dict[SequenceId, Exception] = {}
         for row, each in here:
             try:
-                (tokens[row],) = self._checked([each], self.backend.execute(self._slices([each])))
+                alone = self._read([each], self.backend.submit(self._slices([each])))
             except WorkerBroken:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
                 failed[each.id] = error
+            else:
+                (chosen.tokens[row],) = alone.tokens
+                chosen.logprobs.update(alone.logprobs)
+                chosen.stuck.extend(alone.stuck)
         if here:
             self._hopeless = self._hopeless + 1 if len(failed) == len(here) else 0
         if self._hopeless >= HOPELESS_STEPS:
@@ -443,7 +469,7 @@ class Worker:
         for sequence_id, failure in failed.items():
             logger.error("request %d, attempt %d cannot be computed", *sequence_id, exc_info=failure)
             self._fail(sequence_id, "bug", f"the model failed on this request: {failure}")
-        return tokens
+        return chosen
 
     def _slices(self, planned: list[Planned]) -> list[Slice]:
         """A sequence whose token is still to come continues it from its row of the step under way."""
@@ -451,14 +477,20 @@ class Worker:
         for each in planned:
             tokens += self._sequences[each.id].tokens[each.start : each.start + each.count] or [0]
         ids = np.array(tokens, np.uint32)
+        shaped = bool(self._shapers)
         slices, end = [], 0
         for each in planned:
             begin, end = end, end + each.count
             sequence = self._sequences[each.id]
             after = self._flights[-1].rows[each.id] if each.start == len(sequence.tokens) else None
             sampling = sequence.sampling if each.sample else None
-            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after))
+            shaping = self._shaping(each) if shaped and each.sample else None
+            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after, shaping))
         return slices
+
+    def _shaping(self, planned: Planned) -> Shaping | None:
+        shaper = self._shapers.get(planned.id)
+        return shaper.shaping(planned.start + planned.count) if shaper is not None else None
 
     def _table(self, planned: Planned) -> I32:
         """Its pages as an array. A sequence decodes 16 steps in the same ones, and a long one has hundreds."""
@@ -467,14 +499,22 @@ class Worker:
             table = self._tables[planned.id] = np.array(planned.pages, np.int32)
         return table
 
-    def _checked(self, planned: list[Planned], tokens: list[int]) -> list[int]:
+    def _read(self, planned: list[Planned], pending: Pending) -> Chosen:
         """The backend's answer. Raises ValueError for one that cannot be."""
+        tokens = pending.tokens()
         if len(tokens) != len(planned):
             raise ValueError(f"the backend gave {len(tokens)} tokens for {len(planned)} slices")
+        stuck = False
         for token, each in zip(tokens, planned, strict=True):
             if not (0 <= token < self.backend.vocab_size if each.sample else token == -1):
-                raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
-        return tokens
+                if token != NOTHING_LEFT or not each.sample:
+                    raise ValueError(f"the backend chose token {token} of {self.backend.vocab_size}")
+                stuck = True
+        if not (stuck or self._shapers):
+            return Chosen(tokens, {}, [])
+        told = {each.id: one for each, one in zip(planned, pending.logprobs(), strict=False) if one is not None}
+        ids = [each.id for token, each in zip(tokens, planned, strict=True) if token == NOTHING_LEFT]
+        return Chosen([max(token, -1) for token in tokens], told, ids)
 
     def close(self) -> None:
         """Waits for what is under way on the device, and lets go of the pool."""
@@ -485,7 +525,7 @@ class Worker:
                     flight.pending.tokens()
         self.mover.close()
 
-    def _outcome(self, outcome: Outcome) -> None:
+    def _outcome(self, outcome: Outcome, logprobs: tuple[Logprobs] | None) -> None:
         work = self.work[outcome.id]
         sequence = self._sequences[outcome.id]
         self.counters["recomputed"] += outcome.recomputed
@@ -503,7 +543,7 @@ class Worker:
                 )
             )
         if outcome.token is not None:
-            self._emit(work, outcome.index, outcome.token, outcome.finish)
+            self._emit(work, outcome.index, outcome.token, outcome.finish, logprobs)
         if outcome.filled and work.part != "prefill":
             self.mover.write_through(sequence, outcome.filled)
         if outcome.finish is not None:
@@ -519,9 +559,18 @@ class Worker:
             return
         self.mover.computed(outcome.id)
 
-    def _emit(self, work: Work, index: int, token: int, finish: FinishReason | None) -> None:
+    def _emit(
+        self, work: Work, index: int, token: int, finish: FinishReason | None, logprobs: tuple[Logprobs] | None
+    ) -> None:
         self._out.append(
-            Tokens(request=work.request, attempt=work.attempt, first=index, tokens=(token,), finish=finish)
+            Tokens(
+                request=work.request,
+                attempt=work.attempt,
+                first=index,
+                tokens=(token,),
+                finish=finish,
+                logprobs=logprobs,
+            )
         )
 
     def _forget_copied_out(self) -> None:
@@ -579,6 +628,7 @@ class Worker:
         self.mover.end(sequence_id)
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
+        self._shapers.pop(sequence_id, None)
         self._tables.pop(sequence_id, None)
         self._due.pop(sequence_id, None)
 

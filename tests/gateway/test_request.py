@@ -27,6 +27,7 @@ from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Rejected, 
 from pyengine.scheduler.policies.admission.patient import LATER
 from pyengine.scheduler.types import (
     FinishReason,
+    Logprobs,
     Medium,
     Node,
     Plan,
@@ -44,6 +45,10 @@ PROMPT = list(range(40))
 
 def answer(index: int) -> int:
     return 1000 + index
+
+
+def told(index: int) -> Logprobs:
+    return Logprobs(-float(index), index + 1, ((answer(index), -float(index)),))
 
 
 def ref(name: str, incarnation: int = 1) -> WorkerRef:
@@ -87,6 +92,7 @@ def tokens(
         first=first,
         tokens=tuple(answer(index) for index in range(first, first + count)),
         finish=finish,
+        logprobs=tuple(told(index) for index in range(first, first + count)),
     )
 
 
@@ -506,6 +512,7 @@ def test_any_history_gives_the_whole_answer_or_an_error(data: st.DataObject) -> 
         request.check()
         assert request.tokens[: len(before)] == before
         assert request.tokens == [answer(index) for index in range(len(request.tokens))]
+        assert request.logprobs == [told(index) for index in range(len(request.tokens))]
         if request.state is State.ROUTING:
             used.add(request.attempt)
     if request.finish is not None:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 TORCH = ("eager", "native", "triton")
 JAX = ("jnp", "pallas", "ffi")
 IMPLEMENTATIONS = TORCH + JAX
-WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache"}
+WRITTEN = {"rope_write": "kv", "gather": "strips", "scatter": "cache", "shape_logits": "logits"}
+#: What a contract returns several of.
+RESULTS = {"rms_norm": ("normed", "stream"), "logprobs": ("chosen", "ranks", "ids", "values")}
+#: Contracts about logits, which are float32 whatever the type of the model.
+OF_LOGITS = ("sample", "shape_logits", "logprobs")
 BITS = {"float32": np.int32, "bfloat16": np.int16, "float16": np.int16}
 #: float32 whatever the type of the model.
 WIDE = ("cosines", "sines", "logits")
@@ -33,7 +37,8 @@ Answer = dict[str, np.ndarray[Any, Any]]
 
 def computes(implementation: str, contract: str, dtype: str) -> bool:
     """No model on a CPU is computed in float16, so ours for CPUs refuse it, but where bits are only moved."""
-    return implementation not in ("native", "ffi") or dtype != "float16" or contract in ("gather", "scatter", "sample")
+    refuses = implementation in ("native", "ffi") and dtype == "float16"
+    return not refuses or contract in ("gather", "scatter", *OF_LOGITS)
 
 
 @dataclass(frozen=True)
@@ -145,8 +150,8 @@ def _tensor(name: str, value: np.ndarray[Any, Any] | Sparse, call: Call, device:
 
 def _answer(call: Call, result: Any, arguments: dict[str, Any]) -> Answer:
     answer = {}
-    if call.contract == "rms_norm":
-        answer = {"normed": result[0], "stream": result[1]}
+    if (names := RESULTS.get(call.contract)) is not None:
+        answer = dict(zip(names, result, strict=True))
     elif result is not None:
         answer = {"result": result}
     if (written := WRITTEN.get(call.contract)) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pyengine.kernels.inputs import Draws, Sequences
+from pyengine.kernels.inputs import Draws, Sequences, Shapes, Shaping, words
 from tests.kernels.calls import BITS, Call, rounded
 from tests.kernels.pairs import cover
 
@@ -173,6 +173,49 @@ def sample_call(contract: str, case: dict[str, Any]) -> Call:
     return Call(contract, "float32", {"logits": logits, "draws": draws})
 
 
+def shape_logits_call(contract: str, case: dict[str, Any]) -> Call:
+    random, vocab = random_of(case), case["vocab"]
+    shapings = [shaping(random, vocab, case["by"]) for _ in range(case["rows"])]
+    logits = normal(random, (case["rows"], vocab), "float32") * 4
+    logits[:, :: max(vocab // 7, 2)] = 0.0
+    return Call(contract, "float32", {"logits": rounded(logits, "float32"), "shapes": Shapes.of(shapings, vocab)})
+
+
+def shaping(random: np.random.Generator, vocab: int, by: tuple[str, ...]) -> Shaping:
+    """One row's, which asks for what `by` names, or for nothing."""
+
+    def some(name: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+        most = vocab if name in by and random.random() < 0.8 else 0
+        return random.permutation(vocab)[: random.integers(most + 1)].astype(np.int32)
+
+    ids, seen, mask = some("add"), some("seen"), None
+    add = random.normal(size=len(ids)).astype(np.float32) * 3
+    add[random.random(len(add)) < 0.2] = -np.inf
+    if "mask" in by and random.random() < 0.8:
+        mask = random.integers(0, 2**32, words(vocab), np.uint32)
+        if random.random() < 0.2:
+            mask[:] = 0
+    return Shaping(ids, add, seen, float(random.choice([0.5, 1.0, 1.3])), mask)
+
+
+def logprobs_call(contract: str, case: dict[str, Any]) -> Call:
+    random, (rows, vocab) = random_of(case), (case["rows"], case["vocab"])
+    logits = normal(random, (rows, vocab), "float32") * 4
+    if case["kind"] == "ties":
+        logits = np.minimum(np.round(logits / 4), 0.0)
+        logits[logits == 0.0] *= random.choice([1.0, -1.0], int((logits == 0.0).sum()))  # -0 is 0
+    elif case["kind"] == "forbidden":
+        logits[random.random(logits.shape) < 0.9] = -np.inf
+        logits[:, random.integers(vocab)] = 1.0
+    elif case["kind"] == "huge":
+        logits *= 1e30
+    tokens = random.integers(-1, vocab, rows)
+    if rows:
+        tokens[0] = -1
+    count = min(case["count"], vocab)
+    return Call(contract, "float32", {"logits": rounded(logits, "float32"), "tokens": tokens, "count": count})
+
+
 MODEL = {"dtype": DTYPES, "heads": HEADS, "head_dim": HEAD_DIMS, "page_tokens": PAGE_TOKENS}
 ATTENTION = {**MODEL, "window": WINDOWS, "in_order": (False, True)}
 STRIPS = {
@@ -206,6 +249,23 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str, dict[str, Any]], Call]]] =
             "filters": ((), ("min_p",), ("top_k",), ("top_p",), ("min_p", "top_k", "top_p")),
         },
         sample_call,
+    ),
+    "shape_logits": (
+        {
+            "rows": (0, 1, 5),
+            "vocab": (1, 8, 33, 500, 9000),
+            "by": (("seen",), ("add",), ("mask",), ("seen", "add"), ("seen", "add", "mask"), ()),
+        },
+        shape_logits_call,
+    ),
+    "logprobs": (
+        {
+            "rows": (0, 1, 5),
+            "vocab": (1, 8, 500, 9000),
+            "count": (0, 1, 20),
+            "kind": ("plain", "ties", "forbidden", "huge"),
+        },
+        logprobs_call,
     ),
 }
 

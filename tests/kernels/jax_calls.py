@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pyengine.kernels.inputs import Sequences
-from pyengine.kernels.jax.padding import bucket, pad_draws, pad_sequences
+from pyengine.kernels.jax.padding import bucket, pad_draws, pad_sequences, pad_shapes
 from pyengine.kernels.jax.pages import page_dtype
 from pyengine.kernels.jax.pallas import attention as attention_of_pallas
-from tests.kernels.calls import BITS, WIDE, Answer, Call, Sparse
+from tests.kernels.calls import BITS, RESULTS, WIDE, WRITTEN, Answer, Call, Sparse
 
 #: Least sizes, so that cases share programs: rows, sequences, pages of a sequence and of all, blocks, rows of logits.
 ROWS, SEQUENCES, WIDTH, PAGES, BLOCKS = 64, 8, 128, 16, 4
@@ -28,6 +28,7 @@ PARTS = 4
 PER_ROW = {"query": np.nan, "x": np.nan, "residual": np.nan, "qkv": np.nan, "cosines": np.nan, "sines": np.nan} | {
     "gate_up": np.nan,
     "logits": np.nan,
+    "tokens": 0,
     "slots": -1,
     "pages": -1,
     "strips": 0,
@@ -53,8 +54,11 @@ def compute(call: Call, implementation: str) -> Answer:
         arguments["sequences"] = pad_sequences(sequences, count, width, pages, page_tokens)
     if (draws := arguments.get("draws")) is not None:
         arguments["draws"] = pad_draws(draws, padded)
+    if (shapes := arguments.get("shapes")) is not None:
+        entries = bucket(max(len(shapes.seen), len(shapes.ids)), ROWS)
+        arguments["shapes"] = pad_shapes(shapes, padded, entries)
     static: dict[str, Any] = {
-        name: arguments.pop(name) for name in ("eps", "window", "layers", "heads") if name in arguments
+        name: arguments.pop(name) for name in ("eps", "window", "layers", "heads", "count") if name in arguments
     }
     if (norms := arguments.pop("norms", None)) is not None:
         static["norm_eps"] = norms[2]
@@ -93,9 +97,9 @@ def _program(contract: str, function: Any, static: tuple[tuple[str, Any], ...]) 
 
     def any_other(**arguments: Any) -> dict[str, jax.Array]:
         result = function(**arguments, **settings)
-        if contract == "rms_norm":
-            return {"normed": result[0], "stream": result[1]}
-        return {{"gather": "strips", "scatter": "cache"}.get(contract, "result"): result}
+        if (names := RESULTS.get(contract)) is not None:
+            return dict(zip(names, result, strict=True))
+        return {WRITTEN.get(contract, "result"): result}
 
     if contract == "rope_write":
         return jax.jit(rope_write, donate_argnames="cache", compiler_options=options)

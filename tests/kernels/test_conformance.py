@@ -73,7 +73,7 @@ def error_of(answer: Answer, expected: Answer, dtype: str) -> float:
         assert answer[name].shape == values.shape, name
         with np.errstate(invalid="ignore"):
             errors = np.abs(answer[name] - values) / (1 + np.abs(values)) / TOLERANCES[dtype]
-        errors[np.isnan(values) & np.isnan(answer[name])] = 0.0
+        errors[(values == answer[name]) | (np.isnan(values) & np.isnan(answer[name]))] = 0.0
         worst = max(worst, float(np.nan_to_num(errors, nan=np.inf).max(initial=0.0)))
     return worst
 

@@ -8,6 +8,7 @@ devices once.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,22 +16,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from pyengine.backend import Slice
+from pyengine.backend import Shaping, Slice
 from pyengine.backends import lacking, load_backend
 from pyengine.checkpoint import ModelError
+from pyengine.kernels import reference
+from pyengine.kernels.inputs import Shapes
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model import checkpoints
 from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, QWEN_WINDOW, write_tiny
+from tests.model.test_shaped_choices import random_shaping
 
 if reason := lacking("jax"):
     pytest.skip(reason, allow_module_level=True)
 
 import jax
 
-from pyengine.backends.jax import JaxBackend
+from pyengine.backends.jax import JaxBackend, shaping
 from pyengine.backends.jax.buckets import TOGETHER, Buckets
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -127,7 +132,9 @@ def traffic(random: np.random.Generator, most_tokens: int, most: int, pages: int
         room -= count
         start = int(random.integers(0, 40))
         table = [next(free) for _ in range(-(-(start + count) // BLOCK_TOKENS))]
-        slices.append(slice_of(random.integers(0, 256, count), start, table, [None, GREEDY, DRAWN][random.integers(3)]))
+        slice_ = slice_of(random.integers(0, 256, count), start, table, [None, GREEDY, DRAWN][random.integers(3)])
+        asked = random_shaping(random, 300) if random.random() < 0.3 else None
+        slices.append(msgspec.structs.replace(slice_, shaping=asked))
     return slices
 
 
@@ -143,7 +150,7 @@ def test_compilations_are_bounded_and_pages_stay_in_place(tiny: Path, tmp_path: 
     jax.monitoring.register_event_duration_secs_listener(heard)
     try:
         backend.warm_up(max_tokens=48, max_sequences=4)
-        assert backend.compilations == backend.programs_at_most == 3 + 3 + 4 + 6
+        assert backend.compilations == backend.programs_at_most == 3 + 3 + 3 * 4 + 6
         assert len(compiled) <= backend.programs_at_most
         compiled.clear()
         address = backend._pages.unsafe_buffer_pointer()
@@ -164,6 +171,45 @@ def test_compilations_are_bounded_and_pages_stay_in_place(tiny: Path, tmp_path: 
         assert backend.compilations == backend.programs_at_most
     finally:
         jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def test_shaping_is_cut_into_calls_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is seen, then all that is added, each entry once; rows that are not there are not shaped."""
+    monkeypatch.setattr(shaping, "ENTRIES", 3)
+    random = np.random.default_rng(0)
+    for seen, ids, masked in itertools.product((0, 1, 6, 40), (0, 1, 6, 40), (False, True)):
+        asked = Shaping(
+            ids=random.permutation(64)[:ids].astype(np.int32),
+            add=random.normal(size=ids).astype(np.float32),
+            seen=random.permutation(64)[:seen].astype(np.int32),
+            repetition=1.5,
+            mask=random.integers(0, 2**32, 2, np.uint32) if masked else None,
+        )
+        logits = random.normal(size=(2, 64)).astype(np.float32)
+        expected, padded = logits.copy(), np.concatenate([logits, np.zeros((1, 64), np.float32)])
+        reference.shape_logits(expected, Shapes.of([asked, asked], 64))
+        calls = list(shaping.shape_calls([asked, asked], 2, 64))
+        assert len(calls) == (-(-2 * seen // 6) + -(-2 * ids // 6) or masked)
+        for call in calls:
+            assert {len(call.seen), len(call.ids), len(call.add)} == {6} and len(call.masks) == 2
+            padded[2:] = 0.0  # what is shaped there belongs to nobody, and a kernel drops it
+            reference.shape_logits(padded, without_row(call, 2))
+        assert np.allclose(padded[:2], expected)
+
+
+def without_row(call: Shapes, row: int) -> Shapes:
+    """As kernels read it: what names this row names none."""
+    seen, added, masked = call.seen_rows != row, call.rows != row, call.masked != row
+    return Shapes(
+        call.seen_rows[seen],
+        call.seen[seen],
+        call.factors[seen],
+        call.rows[added],
+        call.ids[added],
+        call.add[added],
+        call.masked[masked],
+        call.masks[masked],
+    )
 
 
 def test_calls_have_every_token_of_a_step_once() -> None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from pyengine.backends import load_backend
 from pyengine.checkpoint import ModelConfig, ModelError, resolve
 from pyengine.scheduler.types import SamplingParams
 from tests.model.checkpoints import MISTRAL, QWEN2, QWEN3, TINY, write_tiny
+from tests.model.test_shaped_choices import random_shaping
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
@@ -190,8 +192,19 @@ def test_processes_compute_what_one_does(pair: ParallelTorchBackend, folder: Pat
     for slices in steps():
         torch.testing.assert_close(pair.logits(slices), whole.logits(slices), atol=TOLERANCE, rtol=0)
         assert pair.execute(slices) == whole.execute(slices)
+        assert shaped(pair, slices) == shaped(whole, slices)
     assert pair.execute([]) == []
     np.testing.assert_allclose(strips(pair), strips(whole)[:, :, :4], atol=TOLERANCE, rtol=0)
+
+
+def shaped(backend: TorchBackend, slices: list[Slice]) -> tuple[list[int], list[tuple[int, list[int]] | None]]:
+    """What is chosen and told (ranks, and ids of the likeliest) where every row is shaped in its own way."""
+    random = np.random.default_rng(len(slices))
+    asked = [msgspec.structs.replace(slice_, shaping=random_shaping(random, backend.vocab_size)) for slice_ in slices]
+    pending = backend.submit(asked)
+    tokens = pending.tokens()
+    told = pending.logprobs()
+    return tokens, [None if one is None else (one.rank, [id for id, _ in one.top]) for one in told]
 
 
 def test_a_token_does_not_depend_on_its_batch(pair: ParallelTorchBackend) -> None:

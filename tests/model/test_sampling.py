@@ -19,11 +19,12 @@ def sample(logits: np.ndarray[tuple[int], np.dtype[np.float32]], params: Samplin
     return int(reference.sample(logits[None], draws([params], [position]))[0])
 
 
-def naive(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+def naive(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> list[float]:
     """The promised distribution, spelled out."""
     peak = max(logits)
     weights = [np.exp((value - peak) / temperature) for value in logits]
     ranked = sorted(range(len(logits)), key=lambda token: (-weights[token], token))
+    ranked = [token for token in ranked if weights[token] >= min_p * max(weights)]
     if top_k:
         ranked = ranked[:top_k]
     total = sum(weights[token] for token in ranked)
@@ -41,16 +42,30 @@ LOGITS = [2.0, -1.0, 0.5, 2.0, 3.1, -4.0, 0.0, 1.3]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (1.5, 5, 0.9), (1.0, 1, 1.0), (1.0, 0, 0.01)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 3, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.5, 5, 0.9, 0.0),
+        (1.0, 1, 1.0, 0.0),
+        (1.0, 0, 0.01, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.0, 4, 0.9, 0.25),
+        (1.0, 0, 1.0, 1.0),
+    ],
 )
-def test_frequencies_match_the_naive_distribution(temperature: float, top_k: int, top_p: float) -> None:
+def test_frequencies_match_the_naive_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     count = 4000
     logits = np.array(LOGITS, dtype=np.float32)
-    params = [SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed) for seed in range(count)]
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        for seed in range(count)
+    ]
     tokens = reference.sample(np.tile(logits, (count, 1)), draws(params, [17] * count))
     counts = np.bincount(tokens, minlength=len(LOGITS))
-    expected = np.array(naive(LOGITS, temperature, top_k, top_p))
+    expected = np.array(naive(LOGITS, temperature, top_k, top_p, min_p))
     assert not counts[expected == 0].any()
     # five standard deviations of a binomial share; the draws are fixed, so this cannot flicker
     assert (np.abs(counts / count - expected) <= 5 * np.sqrt(expected * (1 - expected) / count) + 1e-9).all()

@@ -17,7 +17,7 @@ from pyengine.backend import Backend
 from pyengine.kv_mover import Pool
 from pyengine.scheduler.batcher import State
 from pyengine.scheduler.messages import Abort, Failed, Message, PrefillReport, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Node, Role, SamplingParams, Source
+from pyengine.scheduler.types import FinishReason, Logprobs, Node, Role, SamplingParams, Source
 from pyengine.worker.core import Worker
 
 SESSION_KEY = bytes(range(32))
@@ -37,6 +37,7 @@ class Request(msgspec.Struct):
     failed: Failed | None = None
     cached: int | None = None
     tiers: dict[str, int] = {}
+    told: dict[int, Logprobs] = {}
 
     @property
     def over(self) -> bool:
@@ -204,6 +205,8 @@ class Cluster:
                 for offset, token in enumerate(message.tokens):
                     assert message.first + offset not in request.tokens, "a token came twice"
                     request.tokens[message.first + offset] = token
+                    if message.logprobs is not None:
+                        request.told[message.first + offset] = message.logprobs[offset]
                 request.finish = message.finish or request.finish
                 if message.finish is not None:
                     self.abort(request)

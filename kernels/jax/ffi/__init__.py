@@ -7,11 +7,12 @@ from pyengine.kernels.jax.ffi.attention import decode_attention, prefill_attenti
 from pyengine.kernels.jax.ffi.calls import use_threads
 from pyengine.kernels.jax.ffi.linear import multiply, pack, packed_shape
 from pyengine.kernels.jax.ffi.rows import rms_norm, rope_write, swiglu
-from pyengine.kernels.jax.jnp import gather, sample, scatter
+from pyengine.kernels.jax.jnp import gather, logprobs, sample, scatter, shape_logits
 
 __all__ = [
     "decode_attention",
     "gather",
+    "logprobs",
     "multiply",
     "pack",
     "packed_shape",
@@ -20,6 +21,7 @@ __all__ = [
     "rope_write",
     "sample",
     "scatter",
+    "shape_logits",
     "swiglu",
     "use_threads",
 ]

@@ -50,7 +50,7 @@ def _kept(logits: jax.Array, weights: jax.Array, draws: Draws) -> jax.Array:
     weights = _if_any(limited, lambda: jnp.where(first_k(), weights, 0.0), weights)
 
     limited = top_p < 1.0
-    order, mass = jnp.where(weights > 0.0, order, LOWEST), top_p * _sum(weights)
+    order, mass = jnp.where(weights > 0.0, order, LOWEST), top_p * sum_of_blocks(weights)
     first_p = functools.partial(_first_ranks, order, weights, mass, limited)
     return _if_any(limited, lambda: jnp.where(first_p(), weights, 0.0), weights)
 
@@ -65,7 +65,7 @@ def _first_ranks(order: jax.Array, measure: jax.Array, wanted: jax.Array, limite
 
     def look(least: jax.Array) -> tuple[jax.Array, jax.Array]:
         above = order >= least[:, None]
-        return _sum(jnp.where(above, measure, 0.0)), above.sum(axis=-1)
+        return sum_of_blocks(jnp.where(above, measure, 0.0)), above.sum(axis=-1)
 
     def undecided(state: State) -> jax.Array:
         low, high, _, low_count, high_count = state
@@ -113,8 +113,8 @@ def _order(logits: jax.Array) -> jax.Array:
     return jnp.bitwise_xor(bits, (bits >> 31) & 0x7FFFFFFF)
 
 
-def _sum(values: jax.Array) -> jax.Array:
-    """[S, vocab] -> [S]."""
+def sum_of_blocks(values: jax.Array) -> jax.Array:
+    """[S, vocab] -> [S], in two stages."""
     return _blocks(values).sum(axis=-1).sum(axis=-1)
 
 

@@ -12,20 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
 from pyengine import env
-from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, check_dtype
 from pyengine.backends.jax.buckets import Buckets, Call
 from pyengine.backends.jax.mesh import COPY, cut, make_mesh
 from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
 from pyengine.backends.jax.programs import CACHE, COPIES, Programs
+from pyengine.backends.jax.shaping import Told, nothing_to_shape, shape_calls
 from pyengine.backends.jax.shards import Shards
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, resolve
 from pyengine.checkpoint.files import locked
@@ -34,7 +35,7 @@ from pyengine.kernels.jax import pages as page_tensor
 from pyengine.kernels.jax.choice import choose
 from pyengine.kernels.memory import too_many_pages
 from pyengine.ranks import uninterrupted
-from pyengine.scheduler.types import BLOCK_TOKENS
+from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +113,11 @@ class JaxBackend:
 
     @property
     def programs_at_most(self) -> int:
-        """One for each shape of a call, of rows that are drawn from, and of a copy in each direction."""
+        """One for each shape of a call, of rows that are drawn from, shaped, and told of, and of a copy in each
+        direction.
+        """
         shapes = self._buckets.shapes
-        return len(shapes) + len({shape.sequences for shape in shapes}) + 2 * len(COPIES)
+        return len(shapes) + 3 * len({shape.sequences for shape in shapes}) + 2 * len(COPIES)
 
     def allocate(self, pages: int) -> None:
         if self._cache is not None:
@@ -141,6 +144,8 @@ class JaxBackend:
             call = self._buckets.empty(shape)
             logits = self._compute(call, self._nothing)
             self._programs.sample(logits, call.draws, call.places, self._chosen)
+            self._programs.shape(logits, nothing_to_shape(len(logits), self.vocab_size))
+            self._programs.logprobs(logits, call.places, self._chosen)
         for count in COPIES:
             nowhere = np.full(count, -1, np.int32)
             strips = self._programs.gather(self._pages, nowhere)
@@ -154,7 +159,13 @@ class JaxBackend:
     def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         if self.overlaps:
             return self._launch(slices)
-        return Deferred(lambda: self.execute(slices))
+        launched: list[Launched] = []
+
+        def tokens() -> list[int]:
+            launched.append(self._launch(slices))
+            return launched[0].tokens()
+
+        return Deferred(tokens, lambda: launched[0].logprobs())
 
     def _launch(self, slices: list[Slice]) -> Launched:
         """Queues a step. One of more slices than there are places is several."""
@@ -165,10 +176,13 @@ class JaxBackend:
         for first in range(0, len(slices), most):
             part = slices[first : first + most]
             before, self._chosen = self._chosen, self._nothing
+            told = []
             for call in self._buckets.calls(part):
-                self._compute(call, before)
+                logits = self._compute(call, before)
+                if (logprobs := self._tell(call, logits)) is not None:
+                    told.append(logprobs)
             self._chosen.copy_to_host_async()
-            parts.append((self._chosen, [slice_.sampling is not None for slice_ in part]))
+            parts.append(Part(self._chosen, part, told))
         return Launched(parts)
 
     def logits(self, slices: list[Slice]) -> npt.NDArray[np.float32]:
@@ -243,26 +257,61 @@ class JaxBackend:
             self._chosen, logits, self._cache = self._programs.step(
                 self._pages, call.shape, Batch(*arrays), before, self._chosen
             )
-        if call.draws.temperature.any():
-            self._chosen = self._programs.sample(logits, call.draws, call.places, self._chosen)
+        shaped = logits
+        if any(call.shapings):
+            for shapes in shape_calls(call.shapings, len(logits), self.vocab_size):
+                shaped = self._programs.shape(shaped, shapes)
+        if shaped is not logits or call.draws.temperature.any():
+            self._chosen = self._programs.sample(shaped, call.draws, call.places, self._chosen)
         return logits
+
+    def _tell(self, call: Call, logits: jax.Array) -> Told | None:
+        """Queues what is to be told of the tokens that a call has just left."""
+        counts = {
+            int(place): (row, shaping.logprobs)
+            for row, (place, shaping) in enumerate(zip(call.places, call.shapings, strict=False))
+            if shaping is not None and shaping.logprobs is not None
+        }
+        if not counts:
+            return None
+        arrays = self._programs.logprobs(logits, call.places, self._chosen)
+        for array in arrays:
+            array.copy_to_host_async()
+        return Told(counts, arrays)
+
+
+class Part(NamedTuple):
+    """Some slices of a step: their tokens, by number, and what is told of them."""
+
+    chosen: jax.Array
+    slices: list[Slice]
+    told: list[Told]
 
 
 class Launched:
     """A step on its way."""
 
-    def __init__(self, parts: list[tuple[jax.Array, list[bool]]]) -> None:
-        """parts: the tokens of some slices, and whose are wanted."""
+    def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
 
     def tokens(self) -> list[int]:
         tokens: list[int] = []
-        for chosen, wanted in self._parts:
-            for token, asked in zip(np.asarray(chosen).tolist(), wanted, strict=False):
-                if asked and token < 0:
+        for part in self._parts:
+            for token, slice_ in zip(np.asarray(part.chosen).tolist(), part.slices, strict=False):
+                asked = slice_.sampling is not None
+                if asked and token < 0 and not (slice_.shaping is not None and token == NOTHING_LEFT):
                     raise ArithmeticError("the model computed logits that are not finite")
                 tokens.append(token if asked else -1)
         return tokens
+
+    def logprobs(self) -> list[Logprobs | None]:
+        if not any(part.told for part in self._parts):
+            return []
+        logprobs: list[Logprobs | None] = []
+        for part in self._parts:
+            own = {number: one for told in part.told for number, one in told.read().items()}
+            logprobs += [own.get(number) for number in range(len(part.slices))]
+        return logprobs
 
 
 def _kept(folder: Path) -> Callable[[], AbstractContextManager[None]]:

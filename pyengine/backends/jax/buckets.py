@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pyengine.backend import Slice
+from pyengine.backend import Shaping, Slice
 from pyengine.kernels.inputs import Draws, Sequences
 from pyengine.kernels.jax.padding import bucket, pad_draws, pad_sequences
 from pyengine.sampling import draws
@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """What one program computes. Arrays as in `models.decoder.Batch`, in numpy."""
+    """What one program computes. Arrays as in `models.decoder.Batch`, in numpy. shapings: of its first sequences."""
 
     shape: Shape
     tokens: I32
@@ -53,6 +53,7 @@ class Call:
     outputs: I32
     places: I32
     draws: Draws
+    shapings: tuple[Shaping | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,10 @@ class Buckets:
             outputs=np.maximum(padded.rows[1:] - 1, 0).astype(np.int32),
             places=places,
             draws=pad_draws(draws([params or GREEDY for params in wanted], ends), shape.sequences),
+            shapings=tuple(
+                slices[index].shaping if params is not None else None
+                for (index, *_), params in zip(pieces, wanted, strict=True)
+            ),
         )
 
     def _pad(self, sequences: Sequences, count: int) -> Sequences:

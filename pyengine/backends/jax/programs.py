@@ -12,17 +12,20 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled, Wrapped
 
+from pyengine.backend import NOTHING_LEFT
 from pyengine.backends.jax.buckets import Shape
 from pyengine.backends.jax.mesh import KV
 from pyengine.backends.jax.models.decoder import Batch, Decoder
-from pyengine.kernels.inputs import Draws
+from pyengine.kernels.inputs import Draws, Shapes
 from pyengine.kernels.jax.contract import Kernels
 from pyengine.kernels.jax.padding import pad_draws
 from pyengine.sampling import draws
+from pyengine.scheduler.types import MOST_LOGPROBS
 
 #: The page tensor [layers, 2, K, P, B, D] and strips [N, layers, 2, K, B, D] are cut by KV head.
 CACHE, STRIPS, EVERYWHERE = (
@@ -68,6 +71,19 @@ class Programs:
         tokens: jax.Array = self._run("sample", len(logits), logits, draws, places, chosen)
         return tokens
 
+    def shape(self, logits: jax.Array, shapes: Shapes) -> jax.Array:
+        """Other logits: those as the model made them may still be asked for."""
+        shaped: jax.Array = self._run("shape", len(logits), logits, shapes)
+        return shaped
+
+    def logprobs(
+        self, logits: jax.Array, places: Any, chosen: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Of each row, for the token in its place; as the kernel has them, for MOST_LOGPROBS tokens."""
+        told: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+        told = self._run("logprobs", len(logits), logits, places, chosen)
+        return told
+
     def gather(self, cache: jax.Array, pages: Any) -> jax.Array:
         """pages: int32 [N], N of COPIES. Strips [N, layers, 2, K, B, D]."""
         strips: jax.Array = self._run("gather", len(pages), cache, pages)
@@ -103,7 +119,13 @@ def _function(
     weights = jax.tree.unflatten(structure, leaves)
 
     def sample(logits: jax.Array, draws: Draws, places: jax.Array, chosen: jax.Array) -> jax.Array:
-        return chosen.at[places].set(kernels.sample(logits, draws), mode="drop")
+        tokens = kernels.sample(logits, draws)
+        tokens = jnp.where((tokens < 0) & (logits.max(axis=-1) == -jnp.inf), NOTHING_LEFT, tokens)
+        return chosen.at[places].set(tokens, mode="drop")
+
+    def logprobs(logits: jax.Array, places: jax.Array, chosen: jax.Array) -> tuple[jax.Array, ...]:
+        tokens = chosen.at[places].get(mode="fill", fill_value=0)
+        return kernels.logprobs(logits, tokens, min(MOST_LOGPROBS, logits.shape[-1]))
 
     def step(
         state: nnx.State[Any, Any], cache: jax.Array, batch: Batch, before: jax.Array, chosen: jax.Array
@@ -118,6 +140,10 @@ def _function(
         return _over(mesh, step, (weights, CACHE, *[EVERYWHERE] * 3), (EVERYWHERE, EVERYWHERE, CACHE), donated=1)
     if what == "sample":
         return _over(mesh, sample, (EVERYWHERE,) * 4, EVERYWHERE)
+    if what == "shape":
+        return _over(mesh, kernels.shape_logits, (EVERYWHERE,) * 2, EVERYWHERE)
+    if what == "logprobs":
+        return _over(mesh, logprobs, (EVERYWHERE,) * 3, (EVERYWHERE,) * 4)
     if what == "gather":
         return _over(mesh, kernels.gather, (CACHE, EVERYWHERE), STRIPS)
     return _over(mesh, kernels.scatter, (CACHE, EVERYWHERE, STRIPS), CACHE, donated=0)

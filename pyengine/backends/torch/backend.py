@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends import check_dtype
 from pyengine.backends.torch.graphs import CudaRecorder, DecodeGraphs, DecodeStep, Recorder, sizes_up_to
 from pyengine.backends.torch.model import Model, StepInput
 from pyengine.backends.torch.part import Group, Part
+from pyengine.backends.torch.shaping import Told, choose_shaped
 from pyengine.checkpoint import Checkpoint, resolve
 from pyengine.checkpoint.room import free_memory
 from pyengine.kernels.inputs import Sequences
@@ -27,7 +28,7 @@ from pyengine.kernels.torch import threads as kernel_threads
 from pyengine.kernels.torch.ahead import Ahead
 from pyengine.kernels.torch.upload import upload
 from pyengine.sampling import draws
-from pyengine.scheduler.types import BLOCK_TOKENS
+from pyengine.scheduler.types import BLOCK_TOKENS, Logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -131,9 +132,13 @@ class TorchBackend:
         written = written if self.layerwise else None
         if self.overlaps:
             return self._launch(slices, written, readable)
-        if written is None and readable is None:
-            return Deferred(lambda: self.execute(slices))
-        return Deferred(lambda: self._launch(slices, written, readable).tokens())
+        launched: list[Launched] = []
+
+        def tokens() -> list[int]:
+            launched.append(self._launch(slices, written, readable))
+            return launched[0].tokens()
+
+        return Deferred(tokens, lambda: launched[0].logprobs())
 
     def _launch(
         self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
@@ -145,12 +150,17 @@ class TorchBackend:
             asked = [(index, params) for index in order if (params := slices[index].sampling) is not None]
             rows = [index for index, _ in asked]
             logits = self._forward(slices, order, written, readable) if slices else None
+            shapings, told = [slices[index].shaping for index in rows], None
             if logits is not None and asked:
                 positions = [slices[index].start + len(slices[index].tokens) for index in rows]
-                tokens = self._model.kernels.sample(logits, draws([params for _, params in asked], positions))
+                drawn = draws([params for _, params in asked], positions)
+                if any(shapings):
+                    tokens, told = choose_shaped(self._model.kernels, logits, drawn, shapings)
+                else:
+                    tokens = self._model.kernels.sample(logits, drawn)
                 chosen[self._index(rows)] = tokens
             self._chosen = chosen
-            return Launched(chosen, rows)
+            return Launched(chosen, rows, [bool(shaping) for shaping in shapings], told)
 
     def compute(self, slices: list[Slice]) -> None:
         """A rank's part of a step whose tokens are chosen by rank 0."""
@@ -275,19 +285,18 @@ class TorchBackend:
 
 
 class Launched:
-    """A step whose tokens are on their way to the host.
+    """A step whose tokens are on their way to the host."""
 
-    chosen: int64 [slices], -1 where none was asked for. asked: rows where one was.
-    """
-
-    def __init__(self, chosen: torch.Tensor, asked: list[int]) -> None:
-        self._asked = asked
+    def __init__(self, chosen: torch.Tensor, asked: list[int], shaped: list[bool], told: Told | None) -> None:
+        """chosen: int64 [slices], -1 where none was asked for. asked: rows where one was; shaped: whether each of
+        these was. told: of these, by their number.
+        """
+        self._slices, self._asked, self._shaped = len(chosen), asked, shaped
+        self._told = told
         self._event: torch.cuda.Event | None = None
-        if chosen.device.type == "cpu":
-            self._host = chosen
-        else:
-            self._host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
-            self._host.copy_(chosen, non_blocking=True)
+        self._host = _to_host(chosen)
+        self._numbers = _to_host(told.numbers) if told is not None else None
+        if chosen.device.type != "cpu":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -295,9 +304,26 @@ class Launched:
         if self._event is not None:
             self._event.synchronize()
         tokens: list[int] = self._host.tolist()
-        if any(tokens[row] < 0 for row in self._asked):
-            raise ArithmeticError("the model computed logits that are not finite")
+        for row, shaped in zip(self._asked, self._shaped, strict=True):
+            if tokens[row] < 0 and not (shaped and tokens[row] == NOTHING_LEFT):
+                raise ArithmeticError("the model computed logits that are not finite")
         return tokens
+
+    def logprobs(self) -> list[Logprobs | None]:
+        if self._told is None or self._numbers is None:
+            return []
+        told: list[Logprobs | None] = [None] * self._slices
+        for number, logprobs in self._told.read(self._numbers).items():
+            told[self._asked[number]] = logprobs
+        return told
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same on the host, once what is queued now is done."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _order(slices: list[Slice]) -> list[int]:
