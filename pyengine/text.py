@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -16,6 +17,7 @@ import jinja2.sandbox
 import tokenizers
 
 BYTES = "bytes"
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 BYTES_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -44,20 +46,27 @@ class Tokenizer(ABC):
         return _FileTokenizer(Path(folder))
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens the tokenizer adds (bos, if the model wants it)."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a prompt, with the special tokens the tokenizer adds (bos, if the model wants it), if `special`."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out, broken UTF-8 becomes U+FFFD."""
 
     @abstractmethod
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation, ready for the assistant's turn. Raises ChatError."""
+    def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
+        """Ids of a conversation, ready for the assistant's turn. options: what else the template is given, by name.
+
+        Raises ChatError.
+        """
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes | None:
         """What one token adds to the text, b"" for a special one; None if tokens do not stand for bytes one by one."""
+
+    @abstractmethod
+    def name(self, token: int) -> str:
+        """One token as text to look at: a special one by its name, of others what they say alone."""
 
 
 class _ByteTokenizer(Tokenizer):
@@ -68,14 +77,17 @@ class _ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         self._template = _compile_template(BYTES_TEMPLATE)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        return self.encode(_render(self._template, messages, {}))
+    def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
+        return self.encode(_render(self._template, messages, {}, options))
+
+    def name(self, token: int) -> str:
+        return {256: "<bos>", 257: "<eos>"}.get(token) or self.decode([token])
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""
@@ -105,16 +117,16 @@ class _FileTokenizer(Tokenizer):
         decoder = json.loads(path.read_bytes()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(_encodable(text)).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(_encodable(text), add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS) -> list[int]:
         if self._template is None:
             raise ChatError("this model has no chat template; use /v1/completions")
-        text = _render(self._template, messages, self._special_texts)
+        text = _render(self._template, messages, self._special_texts, options)
         return list(self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids)
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -129,6 +141,11 @@ class _FileTokenizer(Tokenizer):
             return bytes(BYTE_OF_CHARACTER[character] for character in text)
         except KeyError:  # an added token is spelled as it is
             return str(text).encode()
+
+    def name(self, token: int) -> str:
+        if token in self._special:
+            return str(self._tokenizer.id_to_token(token))
+        return self.decode([token])
 
     def _id_of(self, text: str | None) -> int | None:
         return None if text is None else self._tokenizer.token_to_id(text)
@@ -208,15 +225,22 @@ def _raise_exception(message: str) -> None:
     raise ChatError(message)
 
 
-def _render(template: jinja2.Template, messages: Sequence[dict[str, Any]], special: dict[str, str | None]) -> str:
+def _render(
+    template: jinja2.Template,
+    messages: Sequence[dict[str, Any]],
+    special: dict[str, str | None],
+    options: Mapping[str, Any],
+) -> str:
     if not messages:
         raise ChatError("messages is empty; at least one message is needed")
+    if taken := sorted({"messages", "add_generation_prompt", *special} & options.keys()):
+        raise ChatError(f"the chat template gets {taken[0]} from this server; leave it out")
     known = {name: text for name, text in special.items() if text is not None}
     try:
-        return template.render(messages=list(messages), add_generation_prompt=True, **known)
+        return template.render({**options, "messages": list(messages), "add_generation_prompt": True, **known})
     except ChatError:
         raise
-    except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+    except Exception as error:  # the model's code on a client's data: it may raise anything
         raise ChatError(f"the model's chat template does not take these messages ({error})") from error
 
 

@@ -389,6 +389,8 @@ class PrefillReport(Message, frozen=True):
     """Counted by the prefill worker when the prompt is computed. cached: tokens reused.
 
     tiers: where they were found: "device" (pages of this worker), "dram" or "ssd" of its node, "peer_dram", "peer_ssd".
+    queued, loading, computing: seconds there until the first block was loaded or computed, until all were loaded, and
+    until all were computed.
     """
 
     request: int
@@ -396,6 +398,9 @@ class PrefillReport(Message, frozen=True):
     cached: int
     computed: int
     tiers: dict[str, int] = {}
+    queued: float = 0.0
+    loading: float = 0.0
+    computing: float = 0.0
 
 
 class Tokens(Message, frozen=True, omit_defaults=True):

@@ -1,4 +1,5 @@
-"""HTTP: bytes of a client in, JSON and server-sent events out. Their meaning is openai.py's, what happens service.py's.
+"""HTTP: bytes of a client in, JSON and server-sent events out. What they mean is openai.py's and answers.py's, what
+happens service.py's.
 
 A client that goes away aborts its request at once, in whatever state it is: every wait here is also a wait for that.
 """
@@ -7,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeVar
+import urllib.parse
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -19,30 +19,28 @@ from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive
 
-from pyengine.gateway import openai
-from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Piece, Usage
+from pyengine.cli import installed_version
+from pyengine.gateway import answers, openai, schema
+from pyengine.gateway.answers import Answer, Endpoint, Told
+from pyengine.gateway.bodies import decode
+from pyengine.gateway.errors import ApiError, api_error
+from pyengine.gateway.exchange import ClientGone, EventStream, Exchange, Prompt
+from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pyengine.gateway.request import RequestError, Terms
-from pyengine.gateway.service import Generation, Model, Service
+from pyengine.gateway.request_ids import RequestIds
+from pyengine.gateway.service import Model, Service
+from pyengine.gateway.spelling import Teller, spell
 from pyengine.scheduler.types import WorkerInfo
 from pyengine.text import ChatError, Tokenizer
 
 JSON = "application/json"
-#: Text longer than this (characters) is tokenized off the loop: 10 ms of work that would hold up every stream.
-LONG_TEXT = 20_000
-#: Bodies larger than this (bytes) are parsed off the loop: the largest take most of a second, without a heartbeat.
-LONG_BODY = 256 << 10
 
 T = TypeVar("T")
-Endpoint = Literal["chat", "completion"]
 
 
-class ClientGone(Exception):
-    """Nobody is there to answer."""
-
-
-def create_app(service: Service) -> FastAPI:
+def create_app(service: Service) -> ASGIApp:
     """The ASGI application of one gateway. Starting and closing `service` follows the application's life."""
 
     @contextlib.asynccontextmanager
@@ -53,7 +51,7 @@ def create_app(service: Service) -> FastAPI:
         finally:
             await service.close()
 
-    # No generated schema: bodies are parsed by msgspec, and a schema without them would mislead.
+    # Its schema is ours (schema.py): bodies are parsed by msgspec, and one made here would know nothing of them.
     app = FastAPI(title="pyengine", lifespan=lifespan, openapi_url=None)
 
     @app.exception_handler(ApiError)
@@ -61,13 +59,16 @@ def create_app(service: Service) -> FastAPI:
         assert isinstance(error, ApiError)
         return _failure(error)
 
+    @app.exception_handler(RequestError)
+    async def on_request_error(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return _failure(api_error(error))
+
     @app.exception_handler(HTTPException)
     async def on_http_error(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = (
-            "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /health, GET /cluster, GET /metrics"
-        )
-        text = f"{error.detail}; known are {known}" if error.status_code in (404, 405) else str(error.detail)
+        known = f"known are {schema.KNOWN}"
+        text = f"{error.detail}; {known}" if error.status_code in (404, 405) else str(error.detail)
         return _failure(ApiError(error.status_code, text), error.headers)
 
     @app.exception_handler(ClientGone)
@@ -91,7 +92,43 @@ def create_app(service: Service) -> FastAPI:
     async def models() -> Response:
         names = sorted(service.models)
         positions = {name: service.models[name].max_positions for name in names}
-        return Response(openai.models(names, positions), media_type=JSON)
+        return Response(answers.models(names, positions), media_type=JSON)
+
+    # A model's name may have slashes.
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        found = await _model(service, name)
+        return Response(answers.model(found.name, found.max_positions), media_type=JSON)
+
+    @app.post("/tokenize")
+    async def tokenize(http: HttpRequest) -> Response:
+        request, headers = await _parsed(service, http, lambda body: decode(body, TokenizeRequest))
+        model, tokenizer = await _tokenizer(service, request.model)
+        ids = await _ids(service, request, tokenizer)
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_positions, "tokens": ids}
+        if request.return_token_strs:
+            answer["token_strs"] = [spell(tokenizer, token)[0] for token in ids]
+        return Response(msgspec.json.encode(answer), headers=headers, media_type=JSON)
+
+    @app.post("/detokenize")
+    async def detokenize(http: HttpRequest) -> Response:
+        request, headers = await _parsed(service, http, lambda body: decode(body, DetokenizeRequest))
+        model, tokenizer = await _tokenizer(service, request.model)
+        _known_ids("tokens", request.tokens, model)
+        text = await service.threads.run(len(request.tokens), lambda: tokenizer.decode(request.tokens))
+        return Response(msgspec.json.encode({"prompt": text}), headers=headers, media_type=JSON)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return Response(msgspec.json.encode({"version": installed_version()}), media_type=JSON)
+
+    @app.get("/load")
+    async def load() -> Response:
+        return Response(msgspec.json.encode({"server_load": service.active}), media_type=JSON)
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(schema.DOCUMENT, media_type=JSON)
 
     @app.get("/health")
     async def health() -> Response:
@@ -107,7 +144,7 @@ def create_app(service: Service) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
 
-    return app
+    return RequestIds(app)
 
 
 def _facts(worker: WorkerInfo) -> dict[str, Any]:
@@ -130,32 +167,84 @@ def _facts(worker: WorkerInfo) -> dict[str, Any]:
 
 async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> Response:
     """Both completion endpoints: parse, start, and answer whole or as a stream."""
+    parse: Callable[[bytes], tuple[ChatRequest | CompletionRequest, list[str]]]
+    request: ChatRequest | CompletionRequest
+    parse = openai.parse_chat if endpoint == "chat" else openai.parse_completion
     body = await _body(http, service.config.max_body_bytes)
     arrived = time.monotonic()
-    parse: Callable[[bytes], ChatRequest | CompletionRequest]
-    parse = openai.parse_chat if endpoint == "chat" else openai.parse_completion
-    request: ChatRequest | CompletionRequest
-    request = await asyncio.to_thread(parse, body) if len(body) > LONG_BODY else parse(body)
-    gone = asyncio.ensure_future(_gone(http.receive))
-    exchange = Exchange(service, gone)
+    request, headers = await _understood(service, http, body, parse)
+    number = http.state.request_id
+    timed = "server-timing" in _preferences(http)
+    exchange = Exchange(service, asyncio.ensure_future(_gone(http.receive)), number)
     try:
         terms = _terms(service, request, arrived)
-        model = await exchange.unless_gone(_model(service, request.model))
-        tokenizer = await exchange.unless_gone(service.tokenizer(model.tokenizer))
-        prompts = await exchange.unless_gone(_prompts(request, tokenizer, model))
+        model, tokenizer = await exchange.unless_gone(_tokenizer(service, request.model))
+        prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model))
         exchange.start(request, model, prompts, tokenizer, terms)
-        answer = Answer(endpoint, model.name, request.include_usage, bool(request.return_token_ids))
+        answer = Answer(endpoint, model.name, number, _told(request, prompts, tokenizer))
         if not request.stream:
-            return Response(await exchange.whole(answer), media_type=JSON)
+            whole = await exchange.whole(answer)
+            if timed:
+                headers["Server-Timing"] = exchange.timing
+            return Response(whole, headers=headers, media_type=JSON)
         # The status line waits for the first token: what fails before it is an HTTP error and no broken stream.
-        stream = EventStream(exchange, answer, await exchange.next())
-    except RequestError as error:
-        exchange.close()
-        raise openai.api_error(error) from error
+        first = await exchange.next()
+        if timed:
+            headers["Server-Timing"] = exchange.timing
+        return EventStream(exchange, answer, first, headers, timed)
     except BaseException:
         exchange.close()
         raise
-    return stream
+
+
+def _told(request: ChatRequest | CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer) -> Told:
+    """What the answer is to carry beside its text."""
+    each = [prompt for prompt in prompts for _ in range(request.choices)]
+    echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    return Told(
+        usage=request.include_usage,
+        running=request.continuous_usage,
+        token_ids=bool(request.return_token_ids),
+        prompts=[prompt.ids for prompt in each],
+        echoes=[prompt.text for prompt in each] if echo else [],
+        tellers=[] if request.told is None else [Teller(tokenizer) for _ in each],
+    )
+
+
+async def _parsed(
+    service: Service, http: HttpRequest, parse: Callable[[bytes], tuple[T, list[str]]]
+) -> tuple[T, dict[str, str]]:
+    """The request in a body, and headers of the answer. Raises ApiError, RequestError, ClientGone."""
+    body = await _body(http, service.config.max_body_bytes)
+    return await _understood(service, http, body, parse)
+
+
+async def _understood(
+    service: Service, http: HttpRequest, body: bytes, parse: Callable[[bytes], tuple[T, list[str]]]
+) -> tuple[T, dict[str, str]]:
+    """As `_parsed`: what was not understood is told in the answer's headers, or refused, if the client prefers that."""
+    request, unknown = await service.threads.run(len(body), lambda: parse(body))
+    headers: dict[str, str] = {}
+    strict = "handling=strict" in _preferences(http)
+    if strict:
+        headers["Preference-Applied"] = "handling=strict"
+    if unknown and strict:
+        text = f"{unknown[0]}: is no field of this API; leave it out, or do not prefer handling=strict"
+        raise ApiError(400, text, param=unknown[0], code="unknown_parameter")
+    if unknown:
+        service.unknown(unknown)
+        # Names are the client's: in a header they are ASCII.
+        headers["X-Ignored-Fields"] = ", ".join(urllib.parse.quote(name, safe="._-") for name in unknown)
+    return request, headers
+
+
+def _preferences(http: HttpRequest) -> set[str]:
+    """Of `Prefer` (RFC 7240): "handling=strict" and "server-timing" are known here."""
+    return {
+        one.split(";")[0].replace(" ", "").replace('"', "").lower()
+        for value in http.headers.getlist("prefer")
+        for one in value.split(",")
+    }
 
 
 def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: float) -> Terms:
@@ -182,162 +271,58 @@ async def _model(service: Service, name: str | None) -> Model:
     return model
 
 
-async def _prompts(request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: Model) -> list[list[int]]:
-    """Token ids of each choice's prompt. Raises ApiError 400."""
+async def _tokenizer(service: Service, name: str | None) -> tuple[Model, Tokenizer]:
+    model = await _model(service, name)
+    return model, await service.tokenizer(model.tokenizer)
+
+
+async def _prompts(
+    service: Service, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: Model
+) -> list[Prompt]:
+    """Raises ApiError 400."""
     if isinstance(request, ChatRequest):
-        messages = request.conversation()
-        size = sum(len(message["content"]) for message in messages)
-        try:
-            return [await _maybe_in_thread(size, lambda: tokenizer.chat(messages))]
-        except ChatError as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
+        return [Prompt(await _chat_ids(service, request, tokenizer), "")]
     prompts = []
     for prompt in request.prompts():
         if isinstance(prompt, str):
-            ids = await _maybe_in_thread(len(prompt), lambda text=prompt: tokenizer.encode(text))  # type: ignore[misc]
+            ids = await service.threads.run(len(prompt), lambda text=prompt: tokenizer.encode(text))  # type: ignore[misc]
             if not ids:
                 raise ApiError(400, "prompt: is empty; send at least one token", param="prompt")
         else:
             ids = prompt
-            if bad := next((token for token in ids if not 0 <= token < model.vocab_size), None):
-                text = f"prompt: {bad} is no token id of this model; ids are 0 to {model.vocab_size - 1}"
-                raise ApiError(400, text, param="prompt")
-        prompts.append(ids)
+            _known_ids("prompt", ids, model)
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(ids) if request.echo else ""
+        prompts.append(Prompt(ids, text))
     return prompts
 
 
-async def _maybe_in_thread(size: int, work: Callable[[], list[int]]) -> list[int]:
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+async def _ids(service: Service, request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """What /tokenize is asked for. Raises ApiError 400."""
+    text = request.prompt
+    if (text is None) == (request.messages is None):
+        raise ApiError(400, "prompt: send either a prompt or messages", param="prompt")
+    if text is None:
+        return await _chat_ids(service, request, tokenizer)
+    special = request.add_special_tokens is not False
+    return await service.threads.run(len(text), lambda: tokenizer.encode(text, special=special))
 
 
-class Exchange:
-    """The choices of one HTTP request, read together until all have ended or the client is gone."""
-
-    def __init__(self, service: Service, gone: asyncio.Future[None]) -> None:
-        self._service = service
-        self._gone = gone
-        self._ready = asyncio.Event()
-        self._generations: list[Generation] = []
-        self._open: dict[int, Generation] = {}
-        #: Whoever asks for tokens has each at once, as its gaps are what it may be measuring.
-        self._each = False
-        gone.add_done_callback(lambda _: self._ready.set())
-
-    def start(
-        self,
-        request: ChatRequest | CompletionRequest,
-        model: Model,
-        prompts: list[list[int]],
-        tokenizer: Tokenizer,
-        terms: Terms,
-    ) -> None:
-        """Checks all before the first starts. Raises ApiError, RequestError."""
-        settings = [openai.sampling(request, len(ids), model.max_positions, model.room) for ids in prompts]
-        self._each = bool(request.return_token_ids)
-        for index, (ids, sampling) in enumerate(zip(prompts, settings, strict=True)):
-            generation = self._service.generate(model, ids, sampling, tokenizer, self._ready.set, terms)
-            self._generations.append(generation)
-            self._open[index] = generation
-
-    @property
-    def choices(self) -> int:
-        return len(self._generations)
-
-    @property
-    def finished(self) -> bool:
-        return not self._open
-
-    @property
-    def usage(self) -> Usage:
-        tiers: Counter[str] = Counter()
-        for generation in self._generations:
-            tiers.update(generation.request.tiers)
-        return Usage(
-            prompt=sum(len(generation.request.prompt) for generation in self._generations),
-            completion=sum(generation.emitted for generation in self._generations),
-            cached=sum(generation.request.cached or 0 for generation in self._generations),
-            tiers=dict(tiers),
-        )
-
-    async def next(self) -> list[Piece]:
-        """New pieces, at least one. Raises RequestError, ClientGone."""
-        while True:
-            await self._ready.wait()
-            self._ready.clear()
-            if self._gone.done():
-                raise ClientGone
-            news = []
-            for index, generation in list(self._open.items()):
-                piece = Piece(index, *generation.take(each=self._each))
-                if piece.finish is not None:
-                    del self._open[index]
-                if piece.text or piece.ids or piece.finish is not None:
-                    news.append(piece)
-            if news:
-                return news
-
-    async def whole(self, answer: Answer) -> bytes:
-        """The complete answer. Raises RequestError, ClientGone."""
-        wholes = [Piece(index, "", [], None) for index in range(self.choices)]
-        while not self.finished:
-            for index, text, ids, finish in await self.next():
-                before = wholes[index]
-                wholes[index] = Piece(index, before.text + text, before.ids + ids, finish)
-        body = answer.whole(wholes, self.usage)
-        self.close()
-        return body
-
-    async def unless_gone(self, work: Awaitable[T]) -> T:
-        """The result of `work`, or ClientGone, whichever comes first."""
-        task = asyncio.ensure_future(work)
-        await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            raise ClientGone
-        return await task
-
-    def close(self) -> None:
-        """Aborts what still runs. Idempotent."""
-        self._gone.cancel()
-        for generation in self._generations:
-            generation.close()
+async def _chat_ids(service: Service, request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a conversation, as the model's template has it. Raises ApiError 400."""
+    messages = openai.conversation(request.messages or [])
+    options = request.chat_template_kwargs or {}
+    size = sum(len(message["content"]) for message in messages)
+    try:
+        return await service.threads.run(size, lambda: tokenizer.chat(messages, options))
+    except ChatError as error:
+        raise ApiError(400, f"messages: {error}", param="messages") from error
 
 
-class EventStream(Response):
-    """Sends an exchange as server-sent events, one body part per batch of tokens that came together."""
-
-    def __init__(self, exchange: Exchange, answer: Answer, first: list[Piece]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        # A stream has no length; Response put the empty body's there.
-        del self.headers["content-length"]
-        self._exchange = exchange
-        self._answer = answer
-        self._first = first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, answer = self._exchange, self._answer
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            news = self._first
-            prefix = answer.opening(exchange.choices)
-            while True:
-                events = b"".join(answer.delta(piece) for piece in news)
-                if exchange.finished:
-                    await send(_part(prefix + events + answer.closing(exchange.usage), more=False))
-                    return
-                await send(_part(prefix + events, more=True))
-                prefix = b""
-                news = await exchange.next()
-        except ClientGone:
-            pass
-        except RequestError as error:
-            await send(_part(answer.failure(openai.api_error(error)), more=False))
-        finally:
-            exchange.close()
-
-
-def _part(body: bytes, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": more}
+def _known_ids(field: str, ids: list[int], model: Model) -> None:
+    bad = next((token for token in ids if not 0 <= token < model.vocab_size), None)
+    if bad is not None:
+        text = f"{field}: {bad} is no token id of this model; ids are 0 to {model.vocab_size - 1}"
+        raise ApiError(400, text, param=field)
 
 
 async def _gone(receive: Receive) -> None:
@@ -360,7 +345,4 @@ async def _body(http: HttpRequest, limit: int) -> bytes:
 
 
 def _failure(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    extra = dict(headers or {})
-    if error.retry_after is not None:
-        extra["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    return Response(error.body(), error.status, extra, JSON)
+    return Response(error.body(), error.status, {**(headers or {}), **error.headers()}, JSON)

@@ -188,6 +188,9 @@ class Request:
         self._admitted = False
         #: When the first token came, of whichever attempt; `shown` says whether the client has it.
         self.came = math.nan
+        #: When the conductor was first asked, when the last plan came, and the second token.
+        self.asked = self.planned = self.second = math.nan
+        self.report: messages.PrefillReport | None = None
         self._held_until = -math.inf
         self._early: dict[int, tuple[int, Logprobs | None]] = {}
         self._ends_at: int | None = None
@@ -228,6 +231,8 @@ class Request:
     def start(self, now: float) -> list[Action]:
         """The first attempt. Also what a back-off ends in."""
         self.attempt += 1
+        if not self.attempt:
+            self.asked = now
         self.state = State.ROUTING
         self._base = len(self.tokens)
         self._early.clear()
@@ -266,6 +271,8 @@ class Request:
         if self.state is not State.ROUTING or plan.attempt != self.attempt:
             return []
         self.state = State.RUNNING
+        if not self.tokens:
+            self.planned = now
         self.plan = plan
         self._admitted = True
         self.wake_at = self._deadline
@@ -347,6 +354,8 @@ class Request:
         if len(self.tokens) > before:
             if not before:
                 self.came = now
+            if before <= 1 < len(self.tokens):
+                self.second = now
             if len(self.tokens) == 1:
                 self._hold(now)
             self._pace.tokens(len(self.tokens) - before, now)
@@ -371,6 +380,8 @@ class Request:
 
     def on_prefill_report(self, message: messages.PrefillReport) -> None:
         """What the first prefill that succeeded had reused; later attempts reuse what earlier ones computed."""
+        if message.attempt == self.attempt and not self.tokens:
+            self.report = message
         if message.attempt == self.attempt and self.cached is None:
             # A retry's worker may have reused answers, too: they are no part of the prompt, whose tokens come first.
             left = self.cached = min(message.cached, len(self.prompt))

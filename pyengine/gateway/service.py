@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from pyengine.config import GatewayConfig
 from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Metrics
 from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
+from pyengine.gateway.threads import Threads
 from pyengine.scheduler.messages import (
     Abort,
     ClusterState,
@@ -36,7 +38,7 @@ from pyengine.scheduler.messages import (
     WorkerPing,
     WorkerToGateway,
 )
-from pyengine.scheduler.types import SamplingParams, WorkerInfo
+from pyengine.scheduler.types import Logprobs, SamplingParams, WorkerInfo
 from pyengine.text import Detokenizer, Tokenizer
 
 log = logging.getLogger("pyengine.gateway")
@@ -45,6 +47,12 @@ log = logging.getLogger("pyengine.gateway")
 TICK = 0.05
 #: Models remembered after their workers have gone, so that a restart is a wait and not a 404.
 MAX_MODELS = 256
+
+
+#: Unknown fields of requests that the log has named: each once.
+MAX_FIELDS = 1024
+#: In place of what no worker told (one of an earlier version may not).
+UNTOLD = Logprobs(-math.inf, 0, ())
 
 
 class Keys(Protocol):
@@ -75,10 +83,18 @@ class Generation:
     """One choice of one HTTP request: its state machine, and the text that comes of its tokens."""
 
     def __init__(
-        self, service: Service, request: Request, tokenizer: Tokenizer, stop: tuple[str, ...], wake: Callable[[], None]
+        self,
+        service: Service,
+        request: Request,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...],
+        wake: Callable[[], None],
+        counted: bool = True,
     ) -> None:
+        """counted: its prompt is no other choice's, too."""
         self.request = request
         self.emitted = 0
+        self.counted = counted
         self._told = self._shown = 0
         self._service = service
         self._detokenizer = Detokenizer(tokenizer, stop)
@@ -88,17 +104,21 @@ class Generation:
         self._closed = False
         self.begun = self._last = request.arrived
 
-    def take(self, *, each: bool = False) -> tuple[str, list[int], str | None]:
-        """New text, the tokens it came of, and the finish reason once the last is there. Raises RequestError.
+    def take(self, *, each: bool = False) -> tuple[str, list[int], str | None, list[Logprobs] | None]:
+        """New text, the tokens it came of, the finish reason once the last is there, and what is told of the tokens.
 
-        each: tokens do not wait for text, which half a character has none of yet.
+        each: tokens do not wait for text, which half a character has none of yet. Raises RequestError.
         """
         text, finish = self._take()
         if not text and finish is None and not each:
-            return "", [], None
-        ids = self.request.tokens[self._told : self.emitted]
+            return "", [], None, None
+        request = self.request
+        ids = request.tokens[self._told : self.emitted]
+        told = None
+        if request.sampling.logprobs is not None:
+            told = [one or UNTOLD for one in request.logprobs[self._told : self.emitted]]
         self._told = self.emitted
-        return text, ids, finish
+        return text, ids, finish, told
 
     def _take(self) -> tuple[str, str | None]:
         request = self.request
@@ -149,11 +169,11 @@ class Generation:
         if after > before or self.request.done:
             self._wake()
 
-    def close(self) -> None:
-        """The reader is through with it: whatever still runs is aborted. Idempotent."""
+    def close(self, why: str = "") -> None:
+        """The reader is through with it: whatever still runs is aborted, as `why` says in the counters. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._service.forget(self)
+            self._service.forget(self, why or "abort")
 
 
 class Service:
@@ -164,6 +184,8 @@ class Service:
         self.metrics = Metrics()
         self.cluster = ClusterState(workers=(), counters={})
         self.models: dict[str, Model] = {}
+        self.threads = Threads()
+        self._unknown: set[str] = set()
         self._session_key = session_key
         self._keys = keys
         self._incarnation = secrets.randbits(63)
@@ -203,6 +225,7 @@ class Service:
             generation.close()
         for link in [*self._workers.values(), *([self._conductor] if self._conductor else [])]:
             link.close()
+        self.threads.close()
         self._workers.clear()
         self._conductor = None
         self._context.term()
@@ -249,6 +272,19 @@ class Service:
             self._tokenizers.pop(path, None)
             raise
 
+    def room_for(self, sequences: int) -> None:
+        """Raises RequestError (busy) if so many more would be beyond `max_requests`."""
+        if len(self._generations) + sequences > self.config.max_requests:
+            text = f"this gateway holds {len(self._generations)} of {self.config.max_requests} requests already"
+            raise RequestError(ErrorKind.BUSY, text, 1.0)
+
+    def unknown(self, fields: list[str]) -> None:
+        """A request had these fields, which nobody knows: the log says so, of each once."""
+        for field in fields:
+            if field not in self._unknown and len(self._unknown) < MAX_FIELDS:
+                self._unknown.add(field)
+                log.warning("requests have a field that is ignored: %s", ascii(field))
+
     def generate(
         self,
         model: Model,
@@ -257,10 +293,10 @@ class Service:
         tokenizer: Tokenizer,
         wake: Callable[[], None],
         terms: Terms,
+        *,
+        counted: bool = True,
     ) -> Generation:
-        """Starts one sequence. Raises RequestError (busy) beyond `max_requests`."""
-        if len(self._generations) >= self.config.max_requests:
-            raise RequestError(ErrorKind.BUSY, f"this gateway holds {self.config.max_requests} requests already", 1.0)
+        """Starts one sequence. counted: its prompt is no other choice's, too."""
         now = time.monotonic()
         root = self._keys.root(model.namespace, terms.tenant.encode())
         request = Request(
@@ -276,9 +312,10 @@ class Service:
             longest=self.config.request_timeout,
             terms=terms,
         )
-        generation = Generation(self, request, tokenizer, sampling.stop, wake)
+        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted)
         self._generations[request.id] = generation
-        self.metrics.of(model.name).prompt_tokens += len(prompt)
+        if counted:
+            self.metrics.of(model.name).prompt_tokens += len(prompt)
         self._act(generation, request.start(now))
         return generation
 
@@ -286,18 +323,19 @@ class Service:
         """A stop string has been found."""
         self._act(generation, generation.request.stop())
 
-    def forget(self, generation: Generation) -> None:
+    def forget(self, generation: Generation, why: str) -> None:
         request = generation.request
         if self._generations.pop(request.id, None) is None:
             return
         metrics = self.metrics.of(generation.request.model)
         metrics.duration.observe(time.monotonic() - generation.begun)
-        metrics.cached_tokens += request.cached or 0
+        if generation.counted:
+            metrics.cached_tokens += request.cached or 0
         metrics.retries += max(request.attempt, 0)
         if request.finish is not None:
             metrics.finish(request.finish.value)
         else:
-            metrics.finish(request.error.kind.value if request.error is not None else "abort")
+            metrics.finish(request.error.kind.value if request.error is not None else why)
         self._act(generation, request.abort())
 
     def metrics_text(self) -> bytes:

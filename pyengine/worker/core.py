@@ -43,6 +43,7 @@ from pyengine.scheduler.messages import (
 )
 from pyengine.scheduler.types import KEY_BYTES, FinishReason, Logprobs, Role
 from pyengine.worker.shaping import Shaper
+from pyengine.worker.stages import Stages
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ class Worker:
         self._sequences: dict[SequenceId, Sequence] = {}
         #: Of sequences whose choices are shaped or told of.
         self._shapers: dict[SequenceId, Shaper] = {}
+        self._stages = Stages()
         self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
         self._next_due = float("inf")
@@ -218,6 +220,8 @@ class Worker:
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
         self._taken.append(identity)
+        if work.part != "decode":
+            self._stages.accepted(identity, now)
         self.mover.begin(sequence, work)
 
     def _turned_away(self, work: Work) -> bool:
@@ -304,6 +308,7 @@ class Worker:
             self.counters["preempted"] += 1
             self._tables.pop(sequence_id, None)
             self.mover.resume(sequence_id)
+        self._stages.begun(step.loads, within.slices)
         if within.slices:
             self._begin(within)
         for load in step.loads:
@@ -540,6 +545,7 @@ class Worker:
                     cached=sequence.cached,
                     computed=sequence.prompt_tokens - sequence.cached,
                     tiers=tiers,
+                    **self._stages.complete(outcome.id)._asdict(),
                 )
             )
         if outcome.token is not None:
@@ -629,6 +635,7 @@ class Worker:
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
         self._shapers.pop(sequence_id, None)
+        self._stages.forget(sequence_id)
         self._tables.pop(sequence_id, None)
         self._due.pop(sequence_id, None)
 

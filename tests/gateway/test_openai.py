@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyengine.gateway import openai
+from pyengine.gateway.answers import Answer, Piece, Told, Usage
+from pyengine.gateway.errors import ApiError
 from pyengine.gateway.metrics import Histogram, Metrics
-from pyengine.gateway.openai import Answer, ApiError, ChatRequest, Piece, Usage
+from pyengine.gateway.openai import ChatRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def chat(**fields: object) -> ChatRequest:
-    return openai.parse_chat(json.dumps({"messages": MESSAGES, **fields}).encode())
+    return openai.parse_chat(json.dumps({"messages": MESSAGES, **fields}).encode())[0]
 
 
 def test_defaults_are_the_api_s() -> None:
@@ -28,7 +30,7 @@ def test_defaults_are_the_api_s() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (1.0, 1.0, 0, ())
     assert sampling.max_tokens == 70
     assert sampling.seed is not None
-    completion = openai.parse_completion(b'{"prompt": "hi"}')
+    completion, _ = openai.parse_completion(b'{"prompt": "hi"}')
     assert openai.sampling(completion, 10, 100, 80).max_tokens == openai.COMPLETION_TOKENS
 
 
@@ -48,21 +50,33 @@ def test_more_tokens_than_positions_is_cut() -> None:
 
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    request = openai.parse_chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
-    assert request.conversation() == [{"role": "user", "content": "ab"}]
+    request, _ = openai.parse_chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert openai.conversation(request.messages) == [{"role": "user", "content": "ab"}]
 
 
 def test_neutral_values_of_unsupported_fields_pass() -> None:
-    chat(presence_penalty=0, frequency_penalty=0.0, logprobs=False, tools=[], n=1, unknown_field={"a": 1}, user="me")
+    chat(best_of=1, suffix="", functions=[], tools=[], response_format={"type": "text"}, modalities=["text"])
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"min_p": 0.1}, "min_p"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"01": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(2000)}}, "logit_bias"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"cache_salt": ""}, "cache_salt"),
@@ -147,25 +161,23 @@ def test_no_value_breaks_the_parser(value: object, field: str) -> None:
     body = json.dumps({"messages": MESSAGES, "prompt": "x", field: value}).encode()
     for parse in (openai.parse_chat, openai.parse_completion):
         with contextlib.suppress(ApiError):
-            request = parse(body)
-            if isinstance(request, ChatRequest):
-                request.conversation()
+            request, _ = parse(body)
             sampling = openai.sampling(request, 1, 100, 100)
             # It can be sent to a worker.
             assert msgspec.msgpack.encode(sampling)
 
 
 def test_stream_and_whole_have_the_api_s_shape() -> None:
-    answer = Answer("completion", "m")
+    answer = Answer("completion", "m", "7")
     usage = Usage(3, 2, 1)
     whole = json.loads(answer.whole([Piece(0, "ab", [7], "stop")], usage))
     assert whole["choices"] == [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "stop"}]
     assert whole["usage"]["total_tokens"] == 5
-    assert answer.opening(1) == b""
+    assert answer.opening(usage, 1) == b""
     assert answer.closing(usage) == b"data: [DONE]\n\n"
     event = json.loads(answer.delta(Piece(0, "a", [7], None)).removeprefix(b"data: "))
     assert event["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]
-    with_ids = Answer("completion", "m", token_ids=True)
+    with_ids = Answer("completion", "m", "7", Told(token_ids=True, prompts=[[1, 2]]))
     assert json.loads(with_ids.whole([Piece(0, "ab", [7], "stop")], usage))["choices"][0]["token_ids"] == [7]
     failure = Answer.failure(ApiError(503, "no worker"))
     assert json.loads(failure.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["message"] == "no worker"

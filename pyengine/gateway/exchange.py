@@ -1,0 +1,262 @@
+"""One HTTP request's choices on their way: read together, sent whole or as a stream, let go when the client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pyengine.gateway import openai, timing
+from pyengine.gateway.answers import Answer, Piece, Usage
+from pyengine.gateway.errors import api_error
+from pyengine.gateway.openai import ChatRequest, CompletionRequest
+from pyengine.gateway.request import RequestError, Terms
+from pyengine.gateway.service import Generation, Model, Service
+from pyengine.text import Tokenizer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds in which a client that is sent something must have taken some of it; then it is dropped. Longer than a phone
+#: takes from one cell to the next, and no more than a reader that has stopped should hold a worker's pages for.
+STALL = 60.0
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+class Prompt(NamedTuple):
+    """text: as the client sent it, or what its ids say; "" if nobody wants to see it."""
+
+    ids: list[int]
+    text: str
+
+
+class Exchange:
+    """The choices of one HTTP request, read together until all have ended or the client is gone.
+
+    number: the request's, for the log.
+    """
+
+    def __init__(self, service: Service, gone: asyncio.Future[None], number: str) -> None:
+        self._service = service
+        self._gone = gone
+        self._number = number
+        self._ready = asyncio.Event()
+        self._generations: list[Generation] = []
+        self._answers = 1
+        self._open: dict[int, Generation] = {}
+        self._user = ""
+        self._closed = False
+        #: Whoever asks for tokens has each at once, as its gaps are what it may be measuring.
+        self._each = False
+        gone.add_done_callback(lambda _: self._ready.set())
+
+    def start(
+        self,
+        request: ChatRequest | CompletionRequest,
+        model: Model,
+        prompts: list[Prompt],
+        tokenizer: Tokenizer,
+        terms: Terms,
+    ) -> None:
+        """Checks all before the first starts. Raises ApiError, RequestError.
+
+        All answers to a prompt start together: the conductor sends them where it sent the first, and the batcher there
+        computes what they share once.
+        """
+        model_room = (model.max_positions, model.room, model.vocab_size)
+        settings = [openai.sampling(request, len(prompt.ids), *model_room) for prompt in prompts]
+        self._service.room_for(len(prompts) * request.choices)
+        self._each = bool(request.return_token_ids)
+        self._answers = request.choices
+        self._user = request.user or ""
+        for prompt, sampling in zip(prompts, settings, strict=True):
+            for answer in range(request.choices):
+                own = openai.nth(sampling, answer)
+                generation = self._service.generate(
+                    model, prompt.ids, own, tokenizer, self._ready.set, terms, counted=not answer
+                )
+                self._open[len(self._generations)] = generation
+                self._generations.append(generation)
+
+    @property
+    def choices(self) -> int:
+        return len(self._generations)
+
+    @property
+    def finished(self) -> bool:
+        return not self._open
+
+    @property
+    def usage(self) -> Usage:
+        """Of answers to one prompt, that is counted once: what it had found is what the luckless one of them found."""
+        prompt = cached = 0
+        tiers: dict[str, int] = {}
+        for first in range(0, len(self._generations), self._answers):
+            requests = [generation.request for generation in self._generations[first : first + self._answers]]
+            prompt += len(requests[0].prompt)
+            found = min(requests, key=lambda request: len(request.prompt) if request.cached is None else request.cached)
+            cached += found.cached or 0
+            for tier, tokens in found.tiers.items():
+                tiers[tier] = tiers.get(tier, 0) + tokens
+        completion = sum(generation.emitted for generation in self._generations)
+        return Usage(prompt=prompt, completion=completion, cached=cached, tiers=tiers)
+
+    @property
+    def timing(self) -> str:
+        """Where the time to the first choice's first token went (see timing.py)."""
+        return timing.header(self._generations[0].request)
+
+    async def next(self) -> list[Piece]:
+        """New pieces, at least one. Raises RequestError, ClientGone."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            if self._gone.done():
+                raise ClientGone
+            news = []
+            for index, generation in list(self._open.items()):
+                piece = Piece(index, *generation.take(each=self._each))
+                if piece.finish is not None:
+                    del self._open[index]
+                if piece.text or piece.ids or piece.finish is not None:
+                    news.append(piece)
+            if news:
+                return news
+
+    async def whole(self, answer: Answer) -> bytes:
+        """The complete answer. Raises RequestError, ClientGone."""
+        parts: list[list[Piece]] = [[] for _ in range(self.choices)]
+        while not self.finished:
+            for piece in await self.next():
+                parts[piece.choice].append(piece)
+        body = answer.whole([_joined(index, pieces) for index, pieces in enumerate(parts)], self.usage)
+        self.close()
+        return body
+
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """The result of `work`, or ClientGone, whichever comes first."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, self._gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            raise ClientGone
+        return await task
+
+    def close(self, why: str = "") -> None:
+        """Aborts what still runs, and says in the log how it went. why: it did not go well. Idempotent."""
+        self._gone.cancel()
+        if self._closed:
+            return
+        self._closed = True
+        if self._generations and log.isEnabledFor(logging.INFO):
+            ends = {_end(generation, why) for generation in self._generations}
+            usage, spent = self.usage, self.timing
+            counts = f"prompt={usage.prompt} cached={usage.cached} completion={usage.completion}"
+            retries = sum(max(generation.request.attempt, 0) for generation in self._generations)
+            model, user = self._generations[0].request.model, f" user={self._user!a:.80}" if self._user else ""
+            log.info(
+                "request %s model=%s%s choices=%d %s retries=%d end=%s %s",
+                *(self._number, model, user, self.choices, counts, retries, ",".join(sorted(ends)), spent),
+            )
+        for generation in self._generations:
+            generation.close(why)
+
+
+def _joined(index: int, pieces: list[Piece]) -> Piece:
+    told = None
+    if pieces and pieces[0].told is not None:
+        told = [one for piece in pieces for one in piece.told or ()]
+    ids = [token for piece in pieces for token in piece.ids]
+    return Piece(index, "".join(piece.text for piece in pieces), ids, pieces[-1].finish, told)
+
+
+def _end(generation: Generation, why: str) -> str:
+    request = generation.request
+    if request.error is not None:
+        return request.error.kind.value
+    return request.finish.value if request.finish is not None else why or "gone"
+
+
+class EventStream(Response):
+    """Sends an exchange as server-sent events, one body part per batch of tokens that came together.
+
+    first: what has come already. timed: a comment behind the last event tells where the time went, the hand-off's, too.
+    """
+
+    def __init__(
+        self, exchange: Exchange, answer: Answer, first: list[Piece], headers: dict[str, str], timed: bool
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
+        # A stream has no length; Response put the empty body's there.
+        del self.headers["content-length"]
+        self._exchange = exchange
+        self._answer = answer
+        self._first = first
+        self._timed = timed
+        #: Since when a part waits for the client to take it, by the loop's clock.
+        self._waits: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None, "a response is sent by a task"
+        self._timer = loop.call_later(STALL, self._watch, loop, task)
+        why = ""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            # What stands between has seen the start, and wants nothing of the parts: each layer costs at each token.
+            await self._events(loop, scope.get("state", {}).get("send", send))
+        except ClientGone:
+            pass
+        except RequestError as error:
+            await send(_part(self._answer.failure(api_error(error)), more=False))
+        except asyncio.CancelledError:
+            if self._waits is None or loop.time() - self._waits < STALL:
+                raise
+            # The answer stays unfinished, which makes the server close the connection.
+            why = "slow_reader"
+            task.uncancel()
+            log.warning("a client has taken nothing for %g s: it is dropped, its request ended", STALL)
+        finally:
+            self._timer.cancel()
+            self._exchange.close(why)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+        """Cancels the stream whose client has stalled. One timer a stream, and nothing at each token."""
+        now = loop.time()
+        if self._waits is not None and now - self._waits >= STALL:
+            task.cancel()
+            return
+        due = STALL if self._waits is None else self._waits + STALL - now
+        self._timer = loop.call_later(due, self._watch, loop, task)
+
+    async def _events(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
+        exchange, answer = self._exchange, self._answer
+        news = self._first
+        prefix = answer.opening(exchange.usage, exchange.choices)
+        while True:
+            usage = exchange.usage if answer.running_usage else None
+            events = b"".join(answer.delta(piece, usage) for piece in news)
+            finished = exchange.finished
+            if finished:
+                timed = f": server-timing {exchange.timing}\n\n".encode() if self._timed else b""
+                events += timed + answer.closing(exchange.usage)
+            self._waits = loop.time()
+            await send(_part(prefix + events, more=not finished))
+            self._waits = None
+            if finished:
+                return
+            prefix = b""
+            news = await exchange.next()
+
+
+def _part(body: bytes, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}

@@ -1,0 +1,35 @@
+"""Where the time to one request's first token went, as a Server-Timing header. Pure.
+
+    arrived --tokenize--> asked --schedule--> planned --queue--> --load--> --prefill--> --return--> first token
+                                                        (the prefill worker's clock)
+    first token --handoff--> second token, which the decode worker chose
+
+Reference: W3C Server Timing; durations in milliseconds. `ttft` is the sum of all up to the first token.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pyengine.gateway.request import Request
+
+
+def parts(request: Request) -> dict[str, float]:
+    """Seconds by part, as far as they are known yet, in the order of the picture. Empty before the first token."""
+    if math.isnan(request.came):
+        return {}
+    report = request.report
+    worker = {"queue": report.queued, "load": report.loading, "prefill": report.computing} if report else {}
+    # A retry asks again: the plan that led to the token is the last one.
+    made = {"tokenize": request.asked - request.arrived, "schedule": request.planned - request.asked, **worker}
+    made["return"] = request.came - request.planned - sum(worker.values())
+    made = {name: max(value, 0.0) for name, value in made.items()}
+    made["ttft"] = request.came - request.arrived
+    if not math.isnan(request.second):
+        made["handoff"] = request.second - request.came
+    return made
+
+
+def header(request: Request) -> str:
+    """As the header's value."""
+    return ", ".join(f"{name};dur={1000.0 * value:.2f}" for name, value in parts(request).items())
