@@ -78,6 +78,7 @@ def serve(
     max_queue: int | None = None,
     threads: int | None = None,
     state_dir: str | None = None,
+    otlp_endpoint: str | None = None,
     file: ConfigFile = None,
 ) -> int:
     """Gateway, conductor, workers and daemons on this machine.
@@ -153,6 +154,8 @@ def serve(
         Of each worker's backend (default: cores divided by workers).
     state_dir
         Secret and converted models (default: PYENGINE_STATE_DIR, else ~/.local/state/pyengine).
+    otlp_endpoint
+        OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
     file
         TOML file with the same settings, underscores for dashes; flags override it.
     """
@@ -210,6 +213,7 @@ def gateway(
     port: int | None = None,
     conductor: str | None = None,
     secret_file: str | None = None,
+    otlp_endpoint: str | None = None,
     file: ConfigFile = None,
     listen_fd: int | None = None,
     ready_fd: int | None = None,
@@ -228,6 +232,8 @@ def gateway(
         ZeroMQ endpoint of the conductor.
     secret_file
         The cluster secret.
+    otlp_endpoint
+        OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
     file
         TOML or JSON file with the fields of pyengine.config.GatewayConfig; flags override it.
     listen_fd

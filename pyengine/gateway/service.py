@@ -23,6 +23,7 @@ from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Metrics
 from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
 from pyengine.gateway.threads import Threads
+from pyengine.gateway.tracing import Timeline, Tracer
 from pyengine.scheduler.messages import (
     Abort,
     ClusterState,
@@ -95,6 +96,8 @@ class Generation:
         self.request = request
         self.emitted = 0
         self.counted = counted
+        #: What it goes through, if somebody traces.
+        self.timeline: Timeline | None = None
         self._told = self._shown = 0
         self._service = service
         self._detokenizer = Detokenizer(tokenizer, stop)
@@ -102,7 +105,8 @@ class Generation:
         self._one_by_one = bool(stop)
         self._wake = wake
         self._closed = False
-        self.begun = self._last = request.arrived
+        #: When the client's tokens came last.
+        self.begun = self.last = request.arrived
 
     def take(self, *, each: bool = False) -> tuple[str, list[int], str | None, list[Logprobs] | None]:
         """New text, the tokens it came of, the finish reason once the last is there, and what is told of the tokens.
@@ -152,6 +156,8 @@ class Generation:
 
     def progressed(self, now: float) -> None:
         """Called by the service after each message: measures new tokens, wakes the reader."""
+        if self.timeline is not None:
+            self.timeline.see(self.request, now)
         metrics = self._service.metrics.of(self.request.model)
         before, after = self._shown, self.request.shown
         if after > before:
@@ -162,10 +168,10 @@ class Generation:
                 metrics.held.observe(now - self.request.came)
             gaps = after - max(before, 1)
             for _ in range(gaps):
-                metrics.gap.observe((now - self._last) / gaps)
+                metrics.gap.observe((now - self.last) / gaps)
             if before <= 1 < after:
-                metrics.second_gap.observe((now - self._last) / gaps)
-            self._last = now
+                metrics.second_gap.observe((now - self.last) / gaps)
+            self.last = now
         if after > before or self.request.done:
             self._wake()
 
@@ -176,15 +182,31 @@ class Generation:
             self._service.forget(self, why or "abort")
 
 
+class Asker(Protocol):
+    """Whose request is under way."""
+
+    request: Request
+    timeline: Timeline | None
+
+    def progressed(self, now: float) -> None:
+        """Something has come, or has happened."""
+        ...
+
+    def close(self, why: str = "") -> None: ...
+
+
 class Service:
     """All requests of one gateway process. Everything happens on the loop it was started on."""
 
     def __init__(self, config: GatewayConfig, session_key: bytes, keys: Keys) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.tracer: Tracer | None = None
         self.cluster = ClusterState(workers=(), counters={})
         self.models: dict[str, Model] = {}
         self.threads = Threads()
+        #: Paths that health checks have tried so far.
+        self.probed = 0
         self._unknown: set[str] = set()
         self._session_key = session_key
         self._keys = keys
@@ -193,7 +215,7 @@ class Service:
         self._conductor: Link | None = None
         self._workers: dict[str, Link] = {}
         self._incarnations: dict[str, int] = {}
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int, Asker] = {}
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
@@ -203,6 +225,8 @@ class Service:
 
     async def start(self) -> None:
         name = self.config.gateway
+        if self.config.otlp_endpoint and self.tracer is None:
+            self.tracer = Tracer.to(self.config.otlp_endpoint, "pyengine")
         self._conductor = Link(
             self._context,
             self.config.conductor,
@@ -226,15 +250,26 @@ class Service:
         for link in [*self._workers.values(), *([self._conductor] if self._conductor else [])]:
             link.close()
         self.threads.close()
+        if self.tracer is not None:
+            # It sends what is left, and may wait for a collector.
+            await asyncio.to_thread(self.tracer.close)
         self._workers.clear()
         self._conductor = None
         self._context.term()
 
     @property
+    def conductor_up(self) -> bool:
+        return self._conductor is not None and self._conductor.up
+
+    @property
+    def ticking(self) -> bool:
+        """The clock by which retries and heartbeats go."""
+        return self._ticker is not None and not self._ticker.done()
+
+    @property
     def healthy(self) -> bool:
         """The conductor is there and some model has workers for every part."""
-        conductor = self._conductor is not None and self._conductor.up
-        return conductor and any(self.servable(name) for name in self.models)
+        return self.conductor_up and any(self.servable(name) for name in self.models)
 
     @property
     def active(self) -> int:
@@ -295,11 +330,31 @@ class Service:
         terms: Terms,
         *,
         counted: bool = True,
+        timeline: Timeline | None = None,
     ) -> Generation:
-        """Starts one sequence. counted: its prompt is no other choice's, too."""
-        now = time.monotonic()
+        """Starts one sequence. counted: its prompt is no other choice's, too. timeline: of whoever traces it."""
+        request = self.request(model, prompt, sampling, terms, patience=self.config.patience)
+        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted)
+        generation.timeline = timeline
+        self._generations[request.id] = generation
+        if counted:
+            self.metrics.of(model.name).prompt_tokens += len(prompt)
+        self._act(generation, request.start(time.monotonic()))
+        return generation
+
+    def request(
+        self,
+        model: Model,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        terms: Terms,
+        *,
+        patience: float,
+        excluded: tuple[str, ...] = (),
+    ) -> Request:
+        """One that has not started. patience, excluded: see Request."""
         root = self._keys.root(model.namespace, terms.tenant.encode())
-        request = Request(
+        return Request(
             secrets.randbits(63),
             prompt,
             sampling,
@@ -308,16 +363,21 @@ class Service:
             block_tokens=model.block_tokens,
             root=root,
             key_of=lambda tokens: self._keys.blocks(tokens, model.block_tokens, root),
-            patience=self.config.patience,
+            patience=patience,
             longest=self.config.request_timeout,
             terms=terms,
+            excluded=excluded,
         )
-        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted)
-        self._generations[request.id] = generation
-        if counted:
-            self.metrics.of(model.name).prompt_tokens += len(prompt)
-        self._act(generation, request.start(now))
-        return generation
+
+    def send(self, probe: Asker) -> None:
+        """Starts a request that is no client's."""
+        self._generations[probe.request.id] = probe
+        self._act(probe, probe.request.start(time.monotonic()))
+
+    def withdraw(self, probe: Asker) -> None:
+        """It is over, or whoever asked is through with it. Idempotent."""
+        if self._generations.pop(probe.request.id, None) is not None:
+            self._act(probe, probe.request.abort())
 
     def stop(self, generation: Generation) -> None:
         """A stop string has been found."""
@@ -328,7 +388,7 @@ class Service:
         if self._generations.pop(request.id, None) is None:
             return
         metrics = self.metrics.of(generation.request.model)
-        metrics.duration.observe(time.monotonic() - generation.begun)
+        metrics.ended(request, generation.last, time.monotonic())
         if generation.counted:
             metrics.cached_tokens += request.cached or 0
         metrics.retries += max(request.attempt, 0)
@@ -344,7 +404,7 @@ class Service:
         for generation in self._generations.values():
             count = running if generation.request.state is State.RUNNING else waiting
             count[generation.request.model] = count.get(generation.request.model, 0) + 1
-        return self.metrics.render(self.cluster.counters, running, waiting)
+        return self.metrics.render(self.cluster.counters, running, waiting, self.cluster.workers)
 
     # -- messages in -----------------------------------------------------------------------------------------------
 
@@ -430,8 +490,12 @@ class Service:
             actions: list[Action] = []
             if isinstance(message, Tokens):
                 actions = request.on_tokens(message, now)
+                if message.handoff is not None and generation.timeline is not None:
+                    generation.timeline.hear(message.attempt, now, handoff=message.handoff)
             elif isinstance(message, PrefillReport):
                 request.on_prefill_report(message)
+                if generation.timeline is not None:
+                    generation.timeline.hear(message.attempt, now, report=message)
             elif isinstance(message, Failed):
                 actions = request.on_failed(message, now)
                 level = logging.INFO if actions else logging.DEBUG
@@ -458,7 +522,7 @@ class Service:
 
     # -- actions out -----------------------------------------------------------------------------------------------
 
-    def _act(self, generation: Generation, actions: list[Action]) -> None:
+    def _act(self, generation: Asker, actions: list[Action]) -> None:
         request = generation.request
         queue = deque(actions)
         while queue:
