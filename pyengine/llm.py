@@ -255,7 +255,8 @@ class LLM:
             deadline=NEVER,
         )
         self._worker.accept(work)
-        return _Request(self._requests, len(ids), sampling, Detokenizer(self._tokenizer, sampling.stop))
+        text = Detokenizer(self._tokenizer, sampling.stop, sampling.min_tokens)
+        return _Request(self._requests, len(ids), sampling, text)
 
     def _run(self, running: dict[int, _Request]) -> Exception | None:
         """Steps until all have finished, or one has failed: then why."""
@@ -267,7 +268,7 @@ class LLM:
                             self._worker.abort(Abort(request=message.request, attempt=1))
                     case PrefillReport() if message.request in running:
                         running[message.request].report = message
-                    case Failed() if message.kind == "too_large":
+                    case Failed() if message.kind in ("too_large", "impossible"):
                         return ValueError(message.reason)
                     case Failed():
                         return RuntimeError(f"a request failed: {message.reason}")

@@ -115,6 +115,7 @@ class _FileTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {index for index, token in added.items() if token.special}
         decoder = json.loads(path.read_bytes()).get("decoder") or {}
+        self._bytes: dict[int, bytes] = {}
         self._byte_level = decoder.get("type") == "ByteLevel"
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -132,6 +133,13 @@ class _FileTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes | None:
         if not self._byte_level:
             return None
+        known = self._bytes.get(token)
+        if known is None:
+            # Each token of the vocabulary at most, and whatever a padded head can choose beyond it.
+            known = self._bytes[token] = self._spell(token)
+        return known
+
+    def _spell(self, token: int) -> bytes:
         if token in self._special:
             return b""
         text = self._tokenizer.id_to_token(token)
@@ -255,16 +263,27 @@ class Detokenizer:
     with the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = ()) -> None:
-        """stop: strings that end the answer; empty ones are ignored."""
+    def __init__(self, tokenizer: Tokenizer, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+        """stop: strings that end the answer; empty ones are ignored. min_tokens: none is sought in the text of so many
+        first tokens.
+        """
         self._stop = tuple(filter(None, stop))
+        self._exempt = min_tokens if self._stop else 0
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
         self._held = ""
         self.stopped = False
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes the next ids; returns the text that is certain now. After `stopped` always ""."""
-        return "" if self.stopped else self._release(self._decode.push(ids))
+        if self.stopped:
+            return ""
+        if not self._exempt:
+            return self._release(self._decode.push(ids))
+        ids = list(ids)
+        exempt, rest = ids[: self._exempt], ids[self._exempt :]
+        self._exempt -= len(exempt)
+        text = self._decode.push(exempt)
+        return text + self._release(self._decode.push(rest)) if rest else text
 
     def finish(self) -> str:
         """Takes the end of the answer; returns what was held back. Call once."""
@@ -303,14 +322,19 @@ class _ByteDecoder:
     """For tokenizers whose every token is a run of bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes_of = tokenizer.token_bytes
+        #: The beginning of a character.
+        self._rest = b""
 
     def push(self, ids: Iterable[int]) -> str:
-        return self._utf8.decode(b"".join(self._tokenizer.token_bytes(token) or b"" for token in ids))
+        bytes_of = self._bytes_of
+        data = self._rest + b"".join([bytes_of(token) or b"" for token in ids])
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._rest = data[used:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._rest.decode("utf-8", "replace")
 
 
 class _WindowDecoder:

@@ -435,7 +435,8 @@ class Failed(Message, frozen=True):
     """This attempt is over at this worker. kind tells the gateway what to do:
 
     "retry": ask for a new plan (a peer died, KV is lost). "need_prefill": likewise (design, life of a request, 6).
-    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "bug": the client gets 500.
+    "wrong_role": likewise. "too_large": it can never fit, the client gets `reason`. "impossible": what it asks for
+    excludes itself, likewise. "bug": the client gets 500.
     "late": the client's deadline has passed or cannot be met any more, and to try again would be as late: 504.
     """
 

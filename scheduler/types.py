@@ -163,8 +163,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     What is done to the logits before a choice, in this order (`Shaping` in kernels/inputs.py). repetition_penalty:
     positive logits of tokens in prompt or answer are divided by it, negative ones multiplied. logit_bias: (id, added).
     presence_penalty is taken from the logits of tokens in the answer, frequency_penalty for each time that they are
-    there. min_tokens: until the answer has so many, no token that would end it is chosen. grammar: tokens that it does
-    not allow are not chosen. Then temperature, min_p, top_k, top_p.
+    there. min_tokens: until the answer has so many, no token that would end it is chosen (and no stop string sought).
+    grammar: tokens that it does not allow are not chosen. Then temperature, min_p, top_k, top_p.
 
     logprobs: how many of the likeliest tokens are told beside each chosen one; None: nothing is told, 0: the chosen
     one's only.

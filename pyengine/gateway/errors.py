@@ -52,6 +52,7 @@ _STATUS = {
     ErrorKind.BUSY: (429, "rate_limit_exceeded"),
     ErrorKind.UNAVAILABLE: (503, "service_unavailable"),
     ErrorKind.TOO_LARGE: (400, "context_length_exceeded"),
+    ErrorKind.IMPOSSIBLE: (400, "no_token_left"),
     ErrorKind.TIMEOUT: (504, "timeout"),
     ErrorKind.BUG: (500, "internal_error"),
 }

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from pyengine.gateway import openai, timing
 from pyengine.gateway.answers import Answer, Piece, Usage
 from pyengine.gateway.errors import api_error
+from pyengine.gateway.listener import STALL
 from pyengine.gateway.openai import ChatRequest, CompletionRequest
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
@@ -23,10 +24,6 @@ from pyengine.text import Tokenizer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-#: Seconds in which a client that is sent something must have taken some of it; then it is dropped. Longer than a phone
-#: takes from one cell to the next, and no more than a reader that has stopped should hold a worker's pages for.
-STALL = 60.0
 
 
 class ClientGone(Exception):
@@ -51,15 +48,18 @@ class Exchange:
         self._gone = gone
         self._number = number
         self._trace = trace
-        self._ready = asyncio.Event()
+        #: Done when there may be something new: a future, as an event costs twice as much, at each token.
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
         self._generations: list[Generation] = []
         self._answers = 1
-        self._open: dict[int, Generation] = {}
+        #: Choices that have not ended.
+        self.open: dict[int, Generation] = {}
         self._user = ""
         self._closed = False
         #: Whoever asks for tokens has each at once, as its gaps are what it may be measuring.
         self._each = False
-        gone.add_done_callback(lambda _: self._ready.set())
+        gone.add_done_callback(lambda _: self._wake())
 
     def start(
         self,
@@ -88,20 +88,16 @@ class Exchange:
                     timeline = Timeline()
                     self._trace.timelines.append(timeline)
                 generation = self._service.generate(
-                    *(model, prompt.ids, own, tokenizer, self._ready.set, terms),
+                    *(model, prompt.ids, own, tokenizer, self._wake, terms),
                     counted=not answer,
                     timeline=timeline,
                 )
-                self._open[len(self._generations)] = generation
+                self.open[len(self._generations)] = generation
                 self._generations.append(generation)
 
     @property
     def choices(self) -> int:
         return len(self._generations)
-
-    @property
-    def finished(self) -> bool:
-        return not self._open
 
     @property
     def usage(self) -> Usage:
@@ -123,27 +119,32 @@ class Exchange:
         """Where the time to the first choice's first token went (see timing.py)."""
         return timing.header(self._generations[0].request)
 
+    def _wake(self) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+
     async def next(self) -> list[Piece]:
         """New pieces, at least one. Raises RequestError, ClientGone."""
         while True:
-            await self._ready.wait()
-            self._ready.clear()
+            await self._ready
+            self._ready = self._loop.create_future()
             if self._gone.done():
                 raise ClientGone
             news = []
-            for index, generation in list(self._open.items()):
-                piece = Piece(index, *generation.take(each=self._each))
+            for index, generation in self.open.items():
+                text, ids, finish, told = generation.take(each=self._each)
+                if text or ids or finish is not None:
+                    news.append(Piece(index, text, ids, finish, told))
+            for piece in news:
                 if piece.finish is not None:
-                    del self._open[index]
-                if piece.text or piece.ids or piece.finish is not None:
-                    news.append(piece)
+                    del self.open[piece.choice]
             if news:
                 return news
 
     async def whole(self, answer: Answer) -> bytes:
         """The complete answer. Raises RequestError, ClientGone."""
         parts: list[list[Piece]] = [[] for _ in range(self.choices)]
-        while not self.finished:
+        while self.open:
             for piece in await self.next():
                 parts[piece.choice].append(piece)
         body = answer.whole([_joined(index, pieces) for index, pieces in enumerate(parts)], self.usage)
@@ -245,12 +246,15 @@ class EventStream(Response):
         why = ""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            # What stands between has seen the start, and wants nothing of the parts: each layer costs at each token.
-            await self._events(loop, scope.get("state", {}).get("send", send))
+            # What stands between has seen the start and wants nothing of the parts; each layer costs at each token. So
+            # do the callers of this one, which wake up with it: a task of its own has none.
+            events = self._events(loop, scope.get("state", {}).get("send", send))
+            await loop.create_task(events)
         except ClientGone:
             pass
         except RequestError as error:
-            await send(_part(self._answer.failure(api_error(error)), more=False))
+            body = self._answer.failure(api_error(error))
+            await send({"type": "http.response.body", "body": body, "more_body": False})
         except asyncio.CancelledError:
             if self._waits is None or loop.time() - self._waits < STALL:
                 raise
@@ -272,24 +276,24 @@ class EventStream(Response):
         self._timer = loop.call_later(due, self._watch, loop, task)
 
     async def _events(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
-        exchange, answer = self._exchange, self._answer
+        exchange, answer, running = self._exchange, self._answer, self._answer.running_usage
         news = self._first
         prefix = answer.opening(exchange.usage, exchange.choices)
         while True:
-            usage = exchange.usage if answer.running_usage else None
-            events = b"".join(answer.delta(piece, usage) for piece in news)
-            finished = exchange.finished
+            usage = exchange.usage if running else None
+            if len(news) == 1:
+                events = answer.delta(news[0], usage)
+            else:
+                events = b"".join([answer.delta(piece, usage) for piece in news])
+            finished = not exchange.open
             if finished:
                 timed = f": server-timing {exchange.timing}\n\n".encode() if self._timed else b""
                 events += timed + answer.closing(exchange.usage)
             self._waits = loop.time()
-            await send(_part(prefix + events, more=not finished))
+            body = prefix + events if prefix else events
+            await send({"type": "http.response.body", "body": body, "more_body": not finished})
             self._waits = None
             if finished:
                 return
             prefix = b""
             news = await exchange.next()
-
-
-def _part(body: bytes, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": more}

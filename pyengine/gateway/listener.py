@@ -15,6 +15,9 @@ log = logging.getLogger(__name__)
 
 #: Connections the kernel keeps while nobody accepts.
 BACKLOG = 2048
+#: Seconds in which a client that is sent something must have taken some of it; then it is dropped. Longer than a phone
+#: takes from one cell to the next, and no more than a reader that has stopped should hold a worker's pages for.
+STALL = 60.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -25,6 +28,8 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Each connection inherits it: what a dropped client has left in its buffers is not sent for ever.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL))
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)

@@ -26,9 +26,9 @@ class Histogram:
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect.bisect_left(self._buckets, value)] += 1
-        self._sum += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._buckets, value)] += times
+        self._sum += value * times
 
     def samples(self, name: str, labels: str) -> list[str]:
         lines = []
@@ -118,7 +118,8 @@ class Metrics:
         self._models: dict[str, ModelMetrics] = {}
 
     def of(self, model: str) -> ModelMetrics:
-        return self._models.setdefault(model, ModelMetrics())
+        known = self._models.get(model)
+        return known if known is not None else self._models.setdefault(model, ModelMetrics())
 
     def render(
         self,

@@ -64,6 +64,7 @@ class ErrorKind(enum.Enum):
     BUSY = "busy"
     UNAVAILABLE = "unavailable"
     TOO_LARGE = "too_large"
+    IMPOSSIBLE = "impossible"
     TIMEOUT = "timeout"
     BUG = "bug"
 
@@ -115,7 +116,9 @@ class Pace:
 
     def tokens(self, count: int, now: float) -> None:
         """So many have come together: the time since those before is shared among them."""
-        if self.count:
+        if self.count and count == 1:
+            self._gaps.append(now - self._last)
+        elif self.count:
             self._gaps += [(now - self._last) / count] * count
         else:
             self.first = now
@@ -346,18 +349,18 @@ class Request:
         if self.state is not State.RUNNING or message.attempt != self.attempt:
             return []
         limit = self.sampling.max_tokens
-        told = itertools.chain(message.logprobs or (), itertools.repeat(None))
-        for index, token in enumerate(zip(message.tokens, told, strict=False), start=message.first):
-            if len(self.tokens) <= index < limit:
-                self._early[index] = token
+        before = len(self.tokens)
         if message.finish is not None:
             self._ends_at = message.first + len(message.tokens)
             self._ends_as = message.finish
-        self.handoff = self.handoff or message.handoff
-        before = len(self.tokens)
-        while (token_at := self._early.pop(len(self.tokens), None)) is not None:
-            self.tokens.append(token_at[0])
-            self.logprobs.append(token_at[1])
+        if message.handoff is not None:
+            self.handoff = self.handoff or message.handoff
+        if len(message.tokens) == 1 and message.first == before < limit and not self._early:
+            # Nearly all that ever comes: the next token, in its turn.
+            self.tokens.append(message.tokens[0])
+            self.logprobs.append(message.logprobs[0] if message.logprobs else None)
+        else:
+            self._sort_in(message, limit)
         if len(self.tokens) > before:
             if not before:
                 self.came = now
@@ -366,14 +369,25 @@ class Request:
             if len(self.tokens) == 1:
                 self._hold(now)
             self._pace.tokens(len(self.tokens) - before, now)
-            self.failures = 0
-            self._failing_since = None
-            self._excluded = ()
+            if self._failing_since is not None:
+                self.failures = 0
+                self._failing_since = None
+                self._excluded = ()
         if self._ends_at is not None and len(self.tokens) >= self._ends_at:
             return self._complete(self._ends_as or FinishReason.STOP, abort_decode=self._ends_at == self._base + 1)
         if len(self.tokens) >= limit:
             return self._complete(FinishReason.LENGTH, abort_decode=True)
         return []
+
+    def _sort_in(self, message: messages.Tokens, limit: int) -> None:
+        """What comes before its turn waits for it."""
+        told = itertools.chain(message.logprobs or (), itertools.repeat(None))
+        for index, token in enumerate(zip(message.tokens, told, strict=False), start=message.first):
+            if len(self.tokens) <= index < limit:
+                self._early[index] = token
+        while (token_at := self._early.pop(len(self.tokens), None)) is not None:
+            self.tokens.append(token_at[0])
+            self.logprobs.append(token_at[1])
 
     def _hold(self, now: float) -> None:
         """The first token has come: whether it waits for the second, and until when at most."""
@@ -403,6 +417,8 @@ class Request:
             return []
         if message.kind == "too_large":
             return self._give_up(RequestError(ErrorKind.TOO_LARGE, message.reason), gone=message.worker)
+        if message.kind == "impossible":
+            return self._give_up(RequestError(ErrorKind.IMPOSSIBLE, message.reason), gone=message.worker)
         if message.kind == "bug":
             return self._give_up(RequestError(ErrorKind.BUG, message.reason), gone=message.worker)
         if message.kind == "late":

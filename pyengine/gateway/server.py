@@ -55,7 +55,13 @@ def run_gateway(
     """
     secret = read_secret(Path(config.secret_file))
     keys = ClusterKeys(_native.derive_key(secret, "hash"))
-    service = Service(config, _native.derive_key(secret, "session"), keys)
+    return serve(Service(config, _native.derive_key(secret, "session"), keys), listener, ready)
+
+
+def serve(
+    service: Service, listener: socket.socket, ready: Callable[[dict[str, object]], None] = lambda _: None
+) -> int:
+    """As `run_gateway`, of a service."""
     server = Server(
         uvicorn.Config(
             create_app(service),
@@ -67,7 +73,7 @@ def run_gateway(
         )
     )
 
-    async def serve() -> None:
+    async def run() -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -75,9 +81,9 @@ def run_gateway(
             # What was imported is never garbage: no collection is to look through it while clients wait.
             gc.freeze()
             host, port = listener.getsockname()[:2]
-            ready({"gateway": config.gateway, "host": host, "port": port})
+            ready({"gateway": service.config.gateway, "host": host, "port": port})
         await serving
 
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(serve())
+        runner.run(run())
     return 0

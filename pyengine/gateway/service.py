@@ -100,7 +100,8 @@ class Generation:
         self.timeline: Timeline | None = None
         self._told = self._shown = 0
         self._service = service
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._metrics = service.metrics.of(request.model)
+        self._detokenizer = Detokenizer(tokenizer, stop, request.sampling.min_tokens)
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._one_by_one = bool(stop)
         self._wake = wake
@@ -113,10 +114,16 @@ class Generation:
 
         each: tokens do not wait for text, which half a character has none of yet. Raises RequestError.
         """
-        text, finish = self._take()
+        request = self.request
+        if self._one_by_one or request.state is State.DONE:
+            text, finish = self._take()
+        else:
+            # As nearly always: it goes on, and nothing in its text can end it.
+            fresh = request.tokens[self.emitted : request.shown]
+            self.emitted += len(fresh)
+            text, finish = self._detokenizer.push(fresh), None
         if not text and finish is None and not each:
             return "", [], None, None
-        request = self.request
         ids = request.tokens[self._told : self.emitted]
         told = None
         if request.sampling.logprobs is not None:
@@ -156,23 +163,23 @@ class Generation:
 
     def progressed(self, now: float) -> None:
         """Called by the service after each message: measures new tokens, wakes the reader."""
+        request, metrics = self.request, self._metrics
         if self.timeline is not None:
-            self.timeline.see(self.request, now)
-        metrics = self._service.metrics.of(self.request.model)
-        before, after = self._shown, self.request.shown
+            self.timeline.see(request, now)
+        before, after = self._shown, request.shown
         if after > before:
             self._shown = after
             metrics.generated_tokens += after - before
             if before == 0:
                 metrics.ttft.observe(now - self.begun)
-                metrics.held.observe(now - self.request.came)
-            gaps = after - max(before, 1)
-            for _ in range(gaps):
-                metrics.gap.observe((now - self.last) / gaps)
-            if before <= 1 < after:
-                metrics.second_gap.observe((now - self.last) / gaps)
+                metrics.held.observe(now - request.came)
+            if gaps := after - (before or 1):
+                gap = (now - self.last) / gaps
+                metrics.gap.observe(gap, gaps)
+                if before <= 1:
+                    metrics.second_gap.observe(gap)
             self.last = now
-        if after > before or self.request.done:
+        if after > before or request.state is State.DONE:
             self._wake()
 
     def close(self, why: str = "") -> None:
@@ -486,21 +493,23 @@ class Service:
             generation = self._generations.get(message.request)
             if generation is None:
                 continue
-            request = generation.request
             actions: list[Action] = []
             if isinstance(message, Tokens):
-                actions = request.on_tokens(message, now)
+                actions = generation.request.on_tokens(message, now)
                 if message.handoff is not None and generation.timeline is not None:
                     generation.timeline.hear(message.attempt, now, handoff=message.handoff)
             elif isinstance(message, PrefillReport):
-                request.on_prefill_report(message)
+                generation.request.on_prefill_report(message)
                 if generation.timeline is not None:
                     generation.timeline.hear(message.attempt, now, report=message)
             elif isinstance(message, Failed):
-                actions = request.on_failed(message, now)
+                actions = generation.request.on_failed(message, now)
                 level = logging.INFO if actions else logging.DEBUG
                 log.log(level, "request %d attempt %d: %s", message.request, message.attempt, message.reason)
-            self._act(generation, actions)
+            if actions:
+                self._act(generation, actions)
+            else:
+                generation.progressed(now)
 
     def _on_incarnation(self, worker: str, incarnation: int) -> None:
         if self._incarnations.get(worker) == incarnation:

@@ -408,7 +408,7 @@ class Worker:
         if not flight.loads:  # what copies take is told apart, see `KvMover.loads`
             self.batcher.observe(work, seconds)
         for sequence_id in chosen.stuck:
-            self._fail(sequence_id, "bug", STUCK)
+            self._fail(sequence_id, "impossible", STUCK)
         logprobs = chosen.logprobs
         for outcome in self.batcher.finish(flight.step, chosen.tokens):
             told = logprobs.get(outcome.id) if logprobs else None

@@ -275,7 +275,10 @@ def test_failed_kinds_that_are_tried_again(kind: str, excluded: tuple[str, ...])
     request.check()
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("too_large", ErrorKind.TOO_LARGE), ("bug", ErrorKind.BUG)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("too_large", ErrorKind.TOO_LARGE), ("impossible", ErrorKind.IMPOSSIBLE), ("bug", ErrorKind.BUG)],
+)
 def test_failed_kinds_that_end_it(kind: str, expected: ErrorKind) -> None:
     request = running()
     actions = request.on_failed(failed(request, kind), 1.0)

@@ -17,6 +17,7 @@ import pytest
 
 from pyengine.backend import NOTHING_LEFT, Backend, Shaping, Slice
 from pyengine.backends.fake import FakeBackend, chain, hashed, kv_rows, logits_of
+from pyengine.conversion import Converted
 from pyengine.kernels.inputs import words
 from pyengine.sampling import draws
 from pyengine.scheduler.types import MOST_LOGPROBS, Logprobs, SamplingParams
@@ -40,6 +41,8 @@ def own_logits(backend: Any, slice_: Slice) -> Array:
         spec = backend.namespace.kv
         kv = kv_rows(chain(0, slice_.tokens.tolist()), spec.strips, spec.groups[0].head_dim // 2)
         return logits_of(hashed(kv, slice_.sampling or GREEDY, len(kv)), backend.vocab_size)
+    if isinstance(backend, Converted):
+        backend = backend._backend
     return np.asarray(backend.logits([slice_])[0])
 
 

@@ -94,6 +94,27 @@ def test_stop_strings_never_show(tokenizers: dict[str, Tokenizer], text: str, st
         assert detokenizer.push(tokenizer.encode("more")) == "" or not ends
 
 
+@given(
+    text=st.text(alphabet="abcé ", max_size=30),
+    stop=st.lists(st.text(alphabet="abcé ", min_size=1, max_size=3), max_size=2),
+    exempt=st.integers(0, 40),
+    cuts=st.lists(st.integers(0, 1000), max_size=10),
+)
+def test_no_stop_string_is_sought_in_the_first_tokens(
+    tokenizers: dict[str, Tokenizer], text: str, stop: list[str], exempt: int, cuts: list[int]
+) -> None:
+    """They are given out, and the text behind them is treated as if it were all; with no stop strings, the whole is."""
+    for name, tokenizer in tokenizers.items():
+        ids = tokenizer.encode(text)
+        first = Detokenizer(tokenizer).push(ids[:exempt])
+        behind = text[len(first) :]
+        ends = [(behind.index(word) + len(word), behind.index(word)) for word in stop if word in behind]
+        detokenizer = Detokenizer(tokenizer, tuple(stop), exempt)
+        shown = "".join(detokenizer.push(piece) for piece in split(ids, cuts)) + detokenizer.finish()
+        assert shown == first + (behind[: min(ends)[1]] if ends else behind), name
+        assert detokenizer.stopped == bool(ends), name
+
+
 def test_text_is_given_out_as_soon_as_it_is_certain(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["bytes"]
     detokenizer = Detokenizer(tokenizer, ("STOP",))

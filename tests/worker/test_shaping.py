@@ -153,6 +153,19 @@ def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
             assert (EOS in request.ids[:5]) == (params is not wants)
 
 
+def test_min_tokens_holds_back_stop_strings_too() -> None:
+    """In the text that `LLM` makes of the tokens, which are those without."""
+    params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    with LLM("fake", backend="fake", dram_bytes=1 << 20, pages=64) as llm:
+        (whole,) = llm.generate(prompt(20), params)
+        letter = next(letter for letter in whole.text[:60] if letter in whole.text[60:])
+        wanted = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True, stop=(letter,), min_tokens=60)
+        (completion,) = llm.generate(prompt(20), wanted)
+    at = whole.text.index(letter, 60)
+    assert completion.text == whole.text[:at]
+    assert completion.token_ids == whole.token_ids[: at + 1]
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_who_leaves_itself_no_token_falls_alone(overlaps: bool) -> None:
     """However often in a row, and aborted meanwhile: nobody else notices, and the worker lives."""
@@ -170,7 +183,7 @@ def test_who_leaves_itself_no_token_falls_alone(overlaps: bool) -> None:
             cluster.until(lambda gone=gone: bool(cluster.workers["both"]._flights) or gone.over)  # type: ignore[misc]
             cluster.abort(gone)
             cluster.run(stuck)
-            assert stuck.failed is not None and stuck.failed.kind == "bug"
+            assert stuck.failed is not None and stuck.failed.kind == "impossible"
             assert "no token is left" in stuck.failed.reason
         for seed in range(5):  # alone, each time
             stuck = cluster.submit(prompt(10, seed), "both", "both", sampling=nothing)

@@ -29,13 +29,20 @@ def shape_calls(shapings: Sequence[Shaping | None], rows: int, vocab: int) -> It
     """What is to be done to `rows` rows of logits, in this order. shapings: of the first rows."""
     shapes = Shapes.of([shaping or AS_IT_IS for shaping in shapings], vocab)
     most = ENTRIES * rows
-    # All that is seen before anything is added; masks go with either, as nothing that is added allows a token again.
-    for first in range(0, len(shapes.seen), most):
-        yield _part(shapes, rows, slice(first, first + most), NONE)
-    for first in range(0, len(shapes.ids), most):
-        yield _part(shapes, rows, NONE, slice(first, first + most))
-    if len(shapes.masked) and not len(shapes.seen) and not len(shapes.ids):
-        yield _part(shapes, rows, NONE, NONE)
+    if not (len(shapes.seen) or len(shapes.ids) or len(shapes.masked)):
+        return
+    seen, ids = _cut(len(shapes.seen), most), _cut(len(shapes.ids), most)
+    # All that is seen before anything is added; masks with all, as nothing that is added allows a token again.
+    for part in seen[:-1]:
+        yield _part(shapes, rows, part, NONE)
+    yield _part(shapes, rows, seen[-1], ids[0])
+    for part in ids[1:]:
+        yield _part(shapes, rows, NONE, part)
+
+
+def _cut(count: int, most: int) -> list[slice]:
+    """At least one, maybe of nothing."""
+    return [slice(first, first + most) for first in range(0, max(count, 1), most)]
 
 
 def nothing_to_shape(rows: int, vocab: int) -> Shapes:
