@@ -85,6 +85,7 @@ def serve(
     max_queue: int | None = None,
     threads: int | None = None,
     state_dir: str | None = None,
+    otlp_endpoint: str | None = None,
     file: ConfigFile = None,
 ) -> int:
     """Gateway, conductor, workers and daemons on this machine.
@@ -170,6 +171,8 @@ def serve(
         Of each worker's backend (default: cores divided by workers).
     state_dir
         Secret and converted models (default: PYENGINE_STATE_DIR, else ~/.local/state/pyengine).
+    otlp_endpoint
+        OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
     file
         TOML file with the same settings, underscores for dashes; flags override it.
     """
@@ -232,6 +235,7 @@ def gateway(
     tls_cert: str | None = None,
     tls_key: str | None = None,
     cors_origin: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
+    otlp_endpoint: str | None = None,
     file: ConfigFile = None,
     listen_fd: int | None = None,
     ready_fd: int | None = None,
@@ -260,6 +264,8 @@ def gateway(
         Its private key (PEM).
     cors_origin
         Origin of web pages that may use the gateway; may be given several times.
+    otlp_endpoint
+        OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
     file
         TOML or JSON file with the fields of pyengine.config.GatewayConfig; flags override it.
     listen_fd

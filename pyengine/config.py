@@ -13,6 +13,7 @@ import re
 import ssl
 import tomllib
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,6 +109,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     of requests that choose no class, seconds; 0: none. Admission refuses what would miss them. slo_class: objectives
     that requests may choose by name (their `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see
     WorkerConfig. threads 0: cores divided by workers. state_dir: secret and converted models; "": see env.py.
+    otlp_endpoint: OpenTelemetry collector that gateways send traces to, as http://host:4318; "": none.
     """
 
     model: str = "smollm2"
@@ -150,10 +152,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024
     threads: int = 0
     state_dir: str = ""
+    otlp_endpoint: str = ""
 
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""
         self._check_backends()
+        check_traces(self.otlp_endpoint)
         _one_of("transport", self.transport, TRANSPORTS)
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma is not encrypted: use --transport auto or tcp with --tls, or leave --tls out")
@@ -371,6 +375,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft, slo_tbt, slo_class: as in ServeConfig.
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
+    otlp_endpoint: as in ServeConfig.
     """
 
     gateway: str = "gateway-0"
@@ -390,17 +395,36 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_class: tuple[SloClass, ...] = ()
     max_requests: int = 4096
     max_body_bytes: int = 16 << 20
+    otlp_endpoint: str = ""
 
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""
         check_classes(self.slo_class)
         check_front(self.tls_cert, self.tls_key, self.cors_origin)
+        check_traces(self.otlp_endpoint)
 
     def slo(self, tier: str | None) -> Slo | None:
         """Objectives of requests with this `service_tier`; None: there is no such class."""
         if tier is None or tier in DEFAULT_TIERS:
             return Slo(self.slo_ttft or None, self.slo_tbt or None)
         return next((known.slo() for known in self.slo_class if known.name == tier), None)
+
+
+def check_traces(endpoint: str) -> None:
+    """Raises ConfigError if traces cannot be sent there."""
+    if not endpoint:
+        return
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+        raise ConfigError(f"otlp_endpoint is {endpoint!r}: give the collector's address, as http://127.0.0.1:4318")
+    try:
+        there = find_spec("opentelemetry.exporter.otlp.proto.http") and find_spec("opentelemetry.sdk")
+    except ImportError:
+        there = None
+    if there is None:
+        raise ConfigError(
+            "otlp_endpoint: traces need OpenTelemetry: install the extra `otel` "
+            "(opentelemetry-sdk, opentelemetry-exporter-otlp-proto-http), or leave it out"
+        )
 
 
 S = TypeVar("S", bound=msgspec.Struct)

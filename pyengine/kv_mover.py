@@ -213,6 +213,9 @@ class Job:
     adopted: bool = False
     #: When all that the plan's sources offer is expected to be there (time.monotonic).
     not_before: float = 0.0
+    #: Decode: when the first KV came, and when all of it was there with the note (time.monotonic); 0: not yet.
+    came: float = 0.0
+    whole: float = 0.0
 
     @property
     def id(self) -> SequenceId:
@@ -570,6 +573,7 @@ class KvMover:
                         self._opened(job, committed, slots)
                 case _native.Arrived(tag, indices):
                     if (job := self._by_tag.get(tag)) and job.handoff is not None and job.handoff.tag == tag:
+                        job.came = job.came or time.monotonic()
                         for index in indices:
                             if index < len(job.handoff.committed):
                                 job.handoff.committed[index] = True
@@ -685,6 +689,8 @@ class KvMover:
     def _complete(self, job: Job, note: bytes) -> None:
         """Decode: all KV of the prompt is here. `Complete` is the authority: a late `Arrived` adds nothing."""
         assert job.handoff is not None, "only decode waits for a hand-off"
+        job.whole = time.monotonic()
+        job.came = job.came or job.whole
         job.handoff.committed = [True] * len(job.handoff.slots)
         try:
             token = msgspec.msgpack.decode(note, type=Note).first_token
@@ -860,6 +866,11 @@ class KvMover:
     def computed(self, sequence_id: SequenceId) -> None:
         """A step has computed part of the sequence. Prefill pushes what is complete; pins for loading serve no more."""
         self._in_pages(self.jobs[sequence_id])
+
+    def handed(self, sequence_id: SequenceId) -> tuple[float, float]:
+        """When the first KV of a hand-off came here, and when all was there (time.monotonic); 0: it did not."""
+        job = self.jobs.get(sequence_id)
+        return (job.came, job.whole) if job is not None else (0.0, 0.0)
 
     def hand_off(self, sequence_id: SequenceId, note: Note) -> None:
         """Prefill: the prompt is computed. Pushes the rest, the partial block and the note; see `copied_out`."""

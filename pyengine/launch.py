@@ -342,6 +342,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
         slo_ttft=config.slo_ttft,
         slo_tbt=config.slo_tbt,
         slo_class=config.slo_class,
+        otlp_endpoint=config.otlp_endpoint,
     )
     file = _write(run / "gateway.json", msgspec.json.encode(gateway))
     parts.append(

@@ -92,10 +92,10 @@ class Sums:
 class Worker:
     """One worker as last heard of.
 
-    moved: when its progress last changed, or it had nothing to do. told: when its numbers were last heard. assigned:
-    plans by (gateway, request) that its heartbeats cannot show yet, in the order in which they were made. correction:
-    by which its predicted times are multiplied, as `accuracy.py` has learnt. recent: what it was given in the last
-    minutes.
+    turned: when its progress last changed; moved: the same, or when it had nothing to do. left: it said goodbye.
+    told: when its numbers were last heard. assigned: plans by (gateway, request) that its heartbeats
+    cannot show yet, in the order in which they were made. correction: by which its predicted times are multiplied, as
+    `accuracy.py` has learnt. recent: what it was given in the last minutes.
     """
 
     info: WorkerInfo
@@ -103,6 +103,8 @@ class Worker:
     alive: bool = True
     progress: int = 0
     moved: float = 0.0
+    turned: float = 0.0
+    left: bool = False
     told: float = 0.0
     queued_requests: int = 0
     queued_tokens: int = 0
@@ -175,8 +177,8 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Daemon:
-    """One node's daemon as last heard of. blocks: published by it, once for each medium. _named: the counters of its
-    slots, which are asked for with each cold block.
+    """One node's daemon as last heard of. blocks: published by it, once for each medium. heard: when it said hello, or
+    how it does. _named: the counters of its slots, which are asked for with each cold block.
     """
 
     node: Node
@@ -184,6 +186,7 @@ class Daemon:
     counters: dict[str, int] = field(default_factory=dict)
     draining: bool = False
     blocks: int = 0
+    heard: float = 0.0
     _named: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -502,7 +505,7 @@ class Cluster:
         if known is not None and known.alive and known.info == info:
             known.heard = now
             return False
-        worker = Worker(info, now, moved=now)
+        worker = Worker(info, now, moved=now, turned=now)
         if known is not None:
             worker.counters = known.counters
             if known.info.namespace == info.namespace:
@@ -532,6 +535,8 @@ class Cluster:
         turned = message.progress != worker.progress or not (message.running or message.queued_requests)
         if turned:
             worker.moved = now
+        if message.progress != worker.progress:
+            worker.turned = now
         worker.progress = message.progress
         worker.queued_requests, worker.queued_tokens = message.queued_requests, message.queued_tokens
         worker.running, worker.free_pages = message.running, message.free_pages
@@ -596,11 +601,11 @@ class Cluster:
         if group is not None and worker.alive:
             group.charge(worker, self.daemons)
 
-    def daemon(self, node: Node) -> None:
+    def daemon(self, node: Node, now: float = 0.0) -> None:
         """The node's daemon has dialled in. Its counters of before stand until its next heartbeat."""
         known = self.daemons.get(node.node)
         draining = known is not None and known.draining and known.node == node
-        self.daemons[node.node] = Daemon(node, True, known.counters if known else {}, draining)
+        self.daemons[node.node] = Daemon(node, True, known.counters if known else {}, draining, heard=now)
         self.daemons.move_to_end(node.node)
         self._limit()
         self._groups.clear()

@@ -40,6 +40,7 @@ from .events import (
 )
 from .explanation import Explanation
 from .feed import Feed
+from .health import samples as health
 from .inflight import Expectations, Inflight
 from .messages import (
     DEAD_AFTER,
@@ -210,6 +211,7 @@ class Conductor:
     def counters(self) -> dict[str, float]:
         """Of the whole cluster, by Prometheus sample name: what workers and daemons report, and the conductor's own."""
         counters = self.cluster.counters()
+        counters.update(health(self.cluster, self._now))
         counters[f'pyengine_conductor_plans_total{{policy="{self.router.policy_name}"}}'] = self.router.plans
         counters["pyengine_conductor_replicated_blocks_total"] = self._replicated
         counters["pyengine_conductor_moved_blocks_total"] = self._moved
@@ -245,6 +247,8 @@ class Conductor:
                     self._odd["worker"] += 1
                     return self._greet(message.worker)
             case WorkerLeaving():
+                if (leaving := self.cluster.workers.get(message.worker)) is not None:
+                    leaving.left = True
                 return self._worker_lost([message.worker], now)
         return self._state(now) if changed else []
 
@@ -331,7 +335,7 @@ class Conductor:
                 self.draining.end(node)
             # It may not have got what was ordered on an earlier session.
             late = self.clearings.on_gone(node)
-            self.cluster.daemon(report.node)
+            self.cluster.daemon(report.node, now)
             self._members_changed = now
             return [*late, OrderDump(node)] if self.feed.on_hello(report, now) else late
         if daemon is None or daemon.node.incarnation != report.node.incarnation:
@@ -344,7 +348,7 @@ class Conductor:
             case BlockDump():
                 self.feed.on_dump(report, now)
             case DaemonHeartbeat():
-                daemon.counters = dict(report.counters)
+                daemon.counters, daemon.heard = dict(report.counters), now
                 daemon.blocks = report.count
                 order = self.feed.on_heartbeat(report, now)
                 actions = self._drain(report, now)

@@ -403,10 +403,23 @@ class PrefillReport(Message, frozen=True):
     computing: float = 0.0
 
 
+class Handoff(msgspec.Struct, frozen=True):
+    """How a decode worker came to its first token, in seconds, one part behind the other.
+
+    waited: from the work to the first KV. arriving: until all KV and the note were there. loading: until the first step
+    began with it, its KV in pages. computing: that step.
+    """
+
+    waited: float
+    arriving: float
+    loading: float
+    computing: float
+
+
 class Tokens(Message, frozen=True, omit_defaults=True):
     """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them.
 
-    logprobs: one for each token, if they were asked for.
+    logprobs: one for each token, if they were asked for. handoff: with the first that a decode worker has computed.
     """
 
     request: int
@@ -415,6 +428,7 @@ class Tokens(Message, frozen=True, omit_defaults=True):
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     logprobs: tuple[Logprobs, ...] | None = None
+    handoff: Handoff | None = None
 
 
 class Failed(Message, frozen=True):
@@ -500,4 +514,4 @@ def _refuse_another(frame: bytes) -> None:
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
-__all__ += ["ClearedNode", "Codec", "CostFit", "LoadSample", "Namespace", "Note", "ProtocolError"]
+__all__ += ["ClearedNode", "Codec", "CostFit", "Handoff", "LoadSample", "Namespace", "Note", "ProtocolError"]

@@ -31,6 +31,7 @@ from pyengine.gateway.errors import ApiError, api_error
 from pyengine.gateway.exchange import ClientGone, EventStream, Exchange, Prompt
 from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pyengine.gateway.parsing import ReasoningCount
+from pyengine.gateway.probes import Deep, add_probes
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.request_ids import RequestIds
 from pyengine.gateway.service import Model, Service
@@ -152,8 +153,12 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
     async def openapi() -> Response:
         return Response(schema.DOCUMENT, media_type=JSON)
 
+    deep = Deep(service)
+
     @app.get("/health")
     async def health(http: HttpRequest) -> Response:
+        if http.query_params.get("deep", "0") not in ("", "0", "false"):
+            return await deep.answer(http)
         body: dict[str, Any] = {"status": "ok" if service.healthy else "unavailable"}
         if visit_of(http).watches:
             body["workers"] = {worker.worker: worker.role.value for worker in service.cluster.workers}
@@ -166,6 +171,8 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+
+    add_probes(app, service)
 
     return RequestIds(app)
 
@@ -198,7 +205,10 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
     request, headers = await _understood(service, http, body, parse)
     number = http.state.request_id
     timed = "server-timing" in _preferences(http)
-    exchange = Exchange(service, asyncio.ensure_future(_gone(http.receive)), number)
+    trace = service.tracer.begin(endpoint, http.headers, arrived) if service.tracer is not None else None
+    if trace is not None:
+        headers["traceresponse"] = trace.header
+    exchange = Exchange(service, asyncio.ensure_future(_gone(http.receive)), number, trace)
     visit = visit_of(http)
     visit.on_revoked = exchange.deny
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,7 @@ from pyengine.gateway.openai import ChatRequest, CompletionRequest
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
 from pyengine.gateway.structured import Form
+from pyengine.gateway.tracing import Timeline, Trace
 from pyengine.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -39,13 +41,14 @@ class Prompt(NamedTuple):
 class Exchange:
     """The choices of one HTTP request, read together until all have ended or the client is gone.
 
-    number: the request's, for the log.
+    number: the request's, for the log. trace: if it is traced.
     """
 
-    def __init__(self, service: Service, gone: asyncio.Future[None], number: str) -> None:
+    def __init__(self, service: Service, gone: asyncio.Future[None], number: str, trace: Trace | None = None) -> None:
         self._service = service
         self._gone = gone
         self._number = number
+        self._trace = trace
         #: Done when there may be something new: a future, as an event costs twice as much, at each token.
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -82,8 +85,15 @@ class Exchange:
         for prompt, sampling in zip(prompts, settings, strict=True):
             for answer in range(request.choices):
                 own = openai.nth(sampling, answer)
+                timeline = None
+                if self._trace is not None:
+                    timeline = Timeline()
+                    self._trace.timelines.append(timeline)
                 generation = self._service.generate(
-                    model, prompt.ids, own, tokenizer, self._wake, terms, counted=not answer, keep=form.keep
+                    *(model, prompt.ids, own, tokenizer, self._wake, terms),
+                    counted=not answer,
+                    keep=form.keep,
+                    timeline=timeline,
                 )
                 self.open[len(self._generations)] = generation
                 self._generations.append(generation)
@@ -164,6 +174,11 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        if self._generations:
+            metrics = self._service.metrics.of(self._generations[0].request.model)
+            metrics.observe("vllm:request_params_n", self._answers)
+            longest = max(len(generation.request.tokens) for generation in self._generations)
+            metrics.observe("vllm:request_max_num_generation_tokens", longest)
         if self._generations and log.isEnabledFor(logging.INFO):
             ends = {_end(generation, why) for generation in self._generations}
             usage, spent = self.usage, self.timing
@@ -176,6 +191,25 @@ class Exchange:
             )
         for generation in self._generations:
             generation.close(why)
+        self._end_trace(why)
+
+    def _end_trace(self, why: str) -> None:
+        tracer, trace = self._service.tracer, self._trace
+        if tracer is None or trace is None:
+            return
+        attributes: dict[str, str | int] = {"pyengine.request_id": self._number}
+        requests = [generation.request for generation in self._generations]
+        if requests:
+            usage = self.usage
+            ends = sorted({_end(generation, why) for generation in self._generations})
+            attributes |= {
+                "gen_ai.request.model": requests[0].model,
+                "gen_ai.usage.input_tokens": usage.prompt,
+                "gen_ai.usage.output_tokens": usage.completion,
+                "pyengine.cached_tokens": usage.cached,
+                "pyengine.end": ",".join(ends),
+            }
+        tracer.end(trace, requests, attributes, time.monotonic())
 
 
 def _joined(index: int, pieces: list[Piece]) -> Piece:

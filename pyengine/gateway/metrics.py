@@ -1,17 +1,21 @@
 """Prometheus text for /metrics: the gateway's own counters and histograms, merged with the cluster's counters.
 
-Names are vLLM's where it has one, so that existing dashboards work; others begin with pyengine_.
+What each family is stands in catalog.py. Format: Prometheus' text exposition format 0.0.4.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
-#: Upper bounds in seconds, 1-2-5 steps: from one step of a small model on a GPU to a queue of minutes.
-TTFT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
-GAP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-REQUEST_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+from pyengine.gateway import timing
+from pyengine.gateway.catalog import ALIASES, FAMILIES
+from pyengine.gateway.request import Request
+from pyengine.scheduler.types import WorkerInfo
+
+#: What says that an answer is whole; all else is a failure.
+WHOLE = ("stop", "length", "tool_calls")
 
 
 class Histogram:
@@ -29,7 +33,7 @@ class Histogram:
     def samples(self, name: str, labels: str) -> list[str]:
         lines = []
         total = 0
-        for bound, count in zip([*(f"{bound:g}" for bound in self._buckets), "+Inf"], self._counts, strict=True):
+        for bound, count in zip([*map(_bound, self._buckets), "+Inf"], self._counts, strict=True):
             total += count
             lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}')
         return [*lines, f"{name}_sum{{{labels}}} {self._sum!r}", f"{name}_count{{{labels}}} {total}"]
@@ -39,20 +43,72 @@ class ModelMetrics:
     """What the gateway measures of one model."""
 
     def __init__(self) -> None:
-        self.ttft = Histogram(TTFT_BUCKETS)
+        self.ttft = self._of("vllm:time_to_first_token_seconds")
         #: Of that, for how long the first token was there and held for the second.
-        self.held = Histogram(GAP_BUCKETS)
-        self.second_gap = Histogram(GAP_BUCKETS)
-        self.gap = Histogram(GAP_BUCKETS)
-        self.duration = Histogram(REQUEST_BUCKETS)
+        self.held = self._of("pyengine_first_token_held_seconds")
+        self.second_gap = self._of("pyengine_second_token_gap_seconds")
+        self.gap = self._of("vllm:inter_token_latency_seconds")
+        self.histograms = {
+            "vllm:time_to_first_token_seconds": self.ttft,
+            "vllm:inter_token_latency_seconds": self.gap,
+            "pyengine_first_token_held_seconds": self.held,
+            "pyengine_second_token_gap_seconds": self.second_gap,
+        }
+        for name, family in FAMILIES.items():
+            if family.kind == "histogram" and "part" not in family.labels and name not in ALIASES:
+                self.histograms.setdefault(name, self._of(name))
+        #: By family and part.
+        self.parts: dict[tuple[str, str], Histogram] = {}
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0
         self.retries = 0
         self.finished: dict[str, int] = {}
 
+    @staticmethod
+    def _of(name: str) -> Histogram:
+        return Histogram(FAMILIES[name].buckets)
+
+    def observe(self, name: str, value: float) -> None:
+        """One value of a family without parts."""
+        self.histograms[name].observe(value)
+
+    def observe_part(self, name: str, part: str, value: float) -> None:
+        histogram = self.parts.get((name, part))
+        if histogram is None:
+            histogram = self.parts[name, part] = self._of(name)
+        histogram.observe(value)
+
     def finish(self, reason: str) -> None:
         self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def ended(self, request: Request, last: float, now: float) -> None:
+        """One answer has ended; its last token came at `last` (seconds, monotonic)."""
+        self.observe("vllm:e2e_request_latency_seconds", now - request.arrived)
+        self.observe("vllm:request_prompt_tokens", len(request.prompt))
+        self.observe("vllm:request_generation_tokens", len(request.tokens))
+        self.observe("vllm:request_params_max_tokens", request.sampling.max_tokens)
+        parts = timing.parts(request)
+        if not parts:
+            return
+        for part in timing.FIRST_TOKEN_PARTS:
+            if part in parts:
+                self.observe_part("pyengine_first_token_seconds", part, parts[part])
+        # What vLLM calls queued is here at the conductor and at the worker.
+        queue = parts["schedule"] + parts.get("queue", 0.0)
+        prefill = parts["ttft"] - parts["tokenize"] - queue
+        decode = max(last - request.came, 0.0)
+        self.observe("vllm:request_queue_time_seconds", queue)
+        self.observe("vllm:request_prefill_time_seconds", max(prefill, 0.0))
+        self.observe("vllm:request_decode_time_seconds", decode)
+        self.observe("vllm:request_inference_time_seconds", max(prefill, 0.0) + decode)
+        if len(request.tokens) > 1:
+            self.observe("vllm:request_time_per_output_token_seconds", decode / (len(request.tokens) - 1))
+        if request.handoff is not None:
+            for part in request.handoff.__struct_fields__:
+                self.observe_part("pyengine_handoff_seconds", part, getattr(request.handoff, part))
+            if not math.isnan(request.second):
+                self.observe_part("pyengine_handoff_seconds", "all", request.second - request.came)
 
 
 class Metrics:
@@ -65,12 +121,18 @@ class Metrics:
         known = self._models.get(model)
         return known if known is not None else self._models.setdefault(model, ModelMetrics())
 
-    def render(self, cluster: Mapping[str, float], running: Mapping[str, int], waiting: Mapping[str, int]) -> bytes:
+    def render(
+        self,
+        cluster: Mapping[str, float],
+        running: Mapping[str, int],
+        waiting: Mapping[str, int],
+        workers: Sequence[WorkerInfo] = (),
+    ) -> bytes:
         """cluster: counters by sample name with labels. running, waiting: requests of this gateway by model."""
-        families: dict[str, tuple[str, list[str]]] = {}
+        families: dict[str, list[str]] = {}
 
-        def put(name: str, kind: str, *lines: str) -> None:
-            families.setdefault(name, (kind, []))[1].extend(lines)
+        def put(name: str, *lines: str) -> None:
+            families.setdefault(name, []).extend(lines)
 
         for model in sorted({*self._models, *running, *waiting}):
             m = self.of(model)
@@ -78,36 +140,50 @@ class Metrics:
             # Not vLLM's num_requests_*: those are the workers', and a sum over both would count requests twice.
             for state, counts in (("running", running), ("waiting", waiting)):
                 sample = f'pyengine_gateway_requests{{{labels},state="{state}"}} {counts.get(model, 0)}'
-                put("pyengine_gateway_requests", "gauge", sample)
+                put("pyengine_gateway_requests", sample)
             for name, value in (
-                ("vllm:prompt_tokens", m.prompt_tokens),
-                ("vllm:prompt_tokens_cached", m.cached_tokens),
-                ("vllm:generation_tokens", m.generated_tokens),
-                ("pyengine_request_retries", m.retries),
+                ("vllm:prompt_tokens_total", m.prompt_tokens),
+                ("vllm:prompt_tokens_cached_total", m.cached_tokens),
+                ("vllm:generation_tokens_total", m.generated_tokens),
+                ("pyengine_request_retries_total", m.retries),
             ):
-                put(f"{name}_total", "counter", f"{name}_total{{{labels}}} {value}")
+                put(name, f"{name}{{{labels}}} {value}")
             for reason, count in sorted(m.finished.items()):
-                name = (
-                    "vllm:request_success_total" if reason in ("stop", "length") else "pyengine_request_failures_total"
-                )
-                put(name, "counter", f'{name}{{{labels},finished_reason="{reason}"}} {count}')
-            for name, histogram in (
-                ("vllm:time_to_first_token_seconds", m.ttft),
-                ("pyengine_first_token_held_seconds", m.held),
-                ("pyengine_second_token_gap_seconds", m.second_gap),
-                ("vllm:inter_token_latency_seconds", m.gap),
-                ("vllm:e2e_request_latency_seconds", m.duration),
-            ):
-                put(name, "histogram", *histogram.samples(name, labels))
+                name = "vllm:request_success_total" if reason in WHOLE else "pyengine_request_failures_total"
+                put(name, f'{name}{{{labels},finished_reason="{reason}"}} {count}')
+            for name, histogram in m.histograms.items():
+                put(name, *histogram.samples(name, labels))
+            for (name, part), histogram in sorted(m.parts.items()):
+                put(name, *histogram.samples(name, f'{labels},part="{part}"'))
+        for worker in workers:
+            labels = f'model_name="{escape(worker.model)}",worker="{escape(worker.worker)}"'
+            sizes = f'block_size="{worker.namespace.kv.block_tokens}",num_gpu_blocks="{worker.pages}"'
+            put("vllm:cache_config_info", f"vllm:cache_config_info{{{labels},{sizes}}} 1")
         for sample in sorted(cluster):
-            name = sample.partition("{")[0]
             number = cluster[sample]
             text = str(int(number)) if float(number).is_integer() else repr(float(number))
-            put(name, "counter" if name.endswith("_total") else "gauge", f"{sample} {text}")
+            put(sample.partition("{")[0], f"{sample} {text}")
+        for old, new in ALIASES.items():
+            put(old, *(old + line.removeprefix(new) for line in families.get(new, ())))
         lines = []
-        for name, (kind, samples) in families.items():
-            lines += [f"# TYPE {name} {kind}", *samples]
+        for name, samples in families.items():
+            if samples:
+                lines += [*_head(name), *samples]
         return ("\n".join(lines) + "\n").encode()
+
+
+def _bound(value: float) -> str:
+    """As Prometheus' own clients write it: sums over servers match these labels as texts."""
+    return f"{value:g}" if value >= 1e6 else repr(value)
+
+
+def _head(name: str) -> list[str]:
+    """What stands above a family's samples. One that nobody has described may come from a later worker."""
+    family = FAMILIES.get(name)
+    if family is None:
+        return [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"]
+    text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
+    return [f"# HELP {name} {text}", f"# TYPE {name} {family.kind}"]
 
 
 def escape(value: str) -> str:

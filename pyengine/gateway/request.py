@@ -142,6 +142,7 @@ class Request:
 
     key_of: uint32 LE token bytes -> 16 bytes per full block, under `root`. patience: seconds without progress that a
     failing request is given; longest: seconds after which any request is worthless, also one with no deadline.
+    excluded: workers that are not to have its first attempt.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Request:
         patience: float,
         longest: float,
         terms: Terms,
+        excluded: tuple[str, ...] = (),
     ) -> None:
         if not prompt:
             raise ValueError("a prompt has at least one token")
@@ -197,13 +199,17 @@ class Request:
         #: When the conductor was first asked, when the last plan came, and the second token.
         self.asked = self.planned = self.second = math.nan
         self.report: messages.PrefillReport | None = None
+        #: Of the first attempt that a decode worker went on with.
+        self.handoff: messages.Handoff | None = None
+        #: Attempts that were not the last: number, when it was over (seconds, monotonic), and why.
+        self.lost: list[tuple[int, float, str]] = []
         self._held_until = -math.inf
         self._early: dict[int, tuple[int, Logprobs | None]] = {}
         self._ends_at: int | None = None
         self._ends_as: FinishReason | None = None
         self._failing_since: float | None = None
         self._doubt: messages.Failed | None = None
-        self._excluded: tuple[str, ...] = ()
+        self._excluded = excluded
         self._base = 0
         self._ids = b""
         self._keys = b""
@@ -350,6 +356,8 @@ class Request:
         if message.finish is not None:
             self._ends_at = message.first + len(message.tokens)
             self._ends_as = message.finish
+        if message.handoff is not None:
+            self.handoff = self.handoff or message.handoff
         if len(message.tokens) == 1 and message.first == before < limit and not self._early:
             # Nearly all that ever comes: the next token, in its turn.
             self.tokens.append(message.tokens[0])
@@ -493,6 +501,7 @@ class Request:
         if self._failing_since is None:
             self._failing_since = now
         self.failures += 1
+        self.lost.append((self.attempt, now, reason))
         if self.failures > MAX_FAILURES or now - self._failing_since >= self._patience:
             return self._give_up(RequestError(ErrorKind.UNAVAILABLE, reason, 1.0), gone)
         actions = self._release(gone)

@@ -58,6 +58,11 @@ _ANSWERS: dict[str, dict[str, Any]] = {
     "Text": {"prompt": {"type": "string"}},
     "Version": {"version": {"type": "string"}},
     "ServerLoad": {"server_load": {"type": "integer", "minimum": 0}},
+    "Checks": {
+        "status": {"enum": ["ok", "unavailable"]},
+        "failing": {"type": "array", "items": {"type": "string"}},
+        "checks": {"type": "array"},
+    },
     "Health": {"status": {"enum": ["ok", "unavailable"]}, "workers": {"type": "object"}},
 }
 
@@ -72,6 +77,8 @@ _OPERATIONS: tuple[tuple[str, str, type[msgspec.Struct] | None, str | None, str]
     ("/version", "get", None, "Version", "This server's version"),
     ("/load", "get", None, "ServerLoad", "Requests that this gateway holds"),
     ("/health", "get", None, "Health", "Whether requests can be served, and by whom"),
+    ("/livez", "get", None, "Checks", "Whether this gateway lives"),
+    ("/readyz", "get", None, "Checks", "Whether requests can be served"),
     ("/cluster", "get", None, None, "What the workers can do"),
     ("/metrics", "get", None, None, "Counters for Prometheus"),
 )
@@ -120,7 +127,7 @@ def _document() -> dict[str, Any]:
         if answer == "Completion":
             content["text/event-stream"] = {}
         statuses["200"] = {"description": summary, "content": content}
-        if path == "/health":
+        if path in ("/health", "/readyz", "/livez"):
             statuses["503"] = {"description": "They cannot", "content": content}
         operation["responses"] = dict(sorted(statuses.items()))
         paths.setdefault(path, {})[method] = operation

@@ -23,6 +23,7 @@ from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Metrics
 from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
 from pyengine.gateway.threads import Threads
+from pyengine.gateway.tracing import Timeline, Tracer
 from pyengine.grammar import Grammars
 from pyengine.scheduler.messages import (
     Abort,
@@ -99,6 +100,8 @@ class Generation:
         self.request = request
         self.emitted = 0
         self.counted = counted
+        #: What it goes through, if somebody traces.
+        self.timeline: Timeline | None = None
         self._told = self._shown = 0
         self._service = service
         self._metrics = service.metrics.of(request.model)
@@ -107,7 +110,8 @@ class Generation:
         self._one_by_one = bool(stop)
         self._wake = wake
         self._closed = False
-        self.begun = self._last = request.arrived
+        #: When the client's tokens came last.
+        self.begun = self.last = request.arrived
 
     def take(self, *, each: bool = False) -> tuple[str, list[int], str | None, list[Logprobs] | None]:
         """New text, the tokens it came of, the finish reason once the last is there, and what is told of the tokens.
@@ -164,6 +168,8 @@ class Generation:
     def progressed(self, now: float) -> None:
         """Called by the service after each message: measures new tokens, wakes the reader."""
         request, metrics = self.request, self._metrics
+        if self.timeline is not None:
+            self.timeline.see(request, now)
         before, after = self._shown, request.shown
         if after > before:
             self._shown = after
@@ -172,11 +178,11 @@ class Generation:
                 metrics.ttft.observe(now - self.begun)
                 metrics.held.observe(now - request.came)
             if gaps := after - (before or 1):
-                gap = (now - self._last) / gaps
+                gap = (now - self.last) / gaps
                 metrics.gap.observe(gap, gaps)
                 if before <= 1:
                     metrics.second_gap.observe(gap)
-            self._last = now
+            self.last = now
         if after > before or request.state is State.DONE:
             self._wake()
 
@@ -187,15 +193,31 @@ class Generation:
             self._service.forget(self, why or "abort")
 
 
+class Asker(Protocol):
+    """Whose request is under way."""
+
+    request: Request
+    timeline: Timeline | None
+
+    def progressed(self, now: float) -> None:
+        """Something has come, or has happened."""
+        ...
+
+    def close(self, why: str = "") -> None: ...
+
+
 class Service:
     """All requests of one gateway process. Everything happens on the loop it was started on."""
 
     def __init__(self, config: GatewayConfig, session_key: bytes, keys: Keys) -> None:
         self.config = config
         self.metrics = Metrics()
+        self.tracer: Tracer | None = None
         self.cluster = ClusterState(workers=(), counters={})
         self.models: dict[str, Model] = {}
         self.threads = Threads()
+        #: Paths that health checks have tried so far.
+        self.probed = 0
         self._unknown: set[str] = set()
         #: More samples for /metrics: what the application counts itself.
         self.counters: Callable[[], dict[str, float]] = dict
@@ -206,7 +228,7 @@ class Service:
         self._conductor: Link | None = None
         self._workers: dict[str, Link] = {}
         self._incarnations: dict[str, int] = {}
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int, Asker] = {}
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
         self._grammars: dict[str, Grammars] = {}
         self._changed = asyncio.Event()
@@ -217,6 +239,8 @@ class Service:
 
     async def start(self) -> None:
         name = self.config.gateway
+        if self.config.otlp_endpoint and self.tracer is None:
+            self.tracer = Tracer.to(self.config.otlp_endpoint, "pyengine")
         self._conductor = Link(
             self._context,
             self.config.conductor,
@@ -242,15 +266,26 @@ class Service:
         self.threads.close()
         for grammars in self._grammars.values():
             grammars.close()
+        if self.tracer is not None:
+            # It sends what is left, and may wait for a collector.
+            await asyncio.to_thread(self.tracer.close)
         self._workers.clear()
         self._conductor = None
         self._context.term()
 
     @property
+    def conductor_up(self) -> bool:
+        return self._conductor is not None and self._conductor.up
+
+    @property
+    def ticking(self) -> bool:
+        """The clock by which retries and heartbeats go."""
+        return self._ticker is not None and not self._ticker.done()
+
+    @property
     def healthy(self) -> bool:
         """The conductor is there and some model has workers for every part."""
-        conductor = self._conductor is not None and self._conductor.up
-        return conductor and any(self.servable(name) for name in self.models)
+        return self.conductor_up and any(self.servable(name) for name in self.models)
 
     @property
     def active(self) -> int:
@@ -330,11 +365,33 @@ class Service:
         *,
         counted: bool = True,
         keep: Mapping[int, str] = NOTHING,
+        timeline: Timeline | None = None,
     ) -> Generation:
-        """Starts one sequence. counted: its prompt is no other choice's, too. keep: special tokens seen in its text."""
-        now = time.monotonic()
+        """Starts one sequence. counted: its prompt is no other choice's, too. keep: special tokens seen in its text.
+        timeline: of whoever traces it.
+        """
+        request = self.request(model, prompt, sampling, terms, patience=self.config.patience)
+        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted, keep)
+        generation.timeline = timeline
+        self._generations[request.id] = generation
+        if counted:
+            self.metrics.of(model.name).prompt_tokens += len(prompt)
+        self._act(generation, request.start(time.monotonic()))
+        return generation
+
+    def request(
+        self,
+        model: Model,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        terms: Terms,
+        *,
+        patience: float,
+        excluded: tuple[str, ...] = (),
+    ) -> Request:
+        """One that has not started. patience, excluded: see Request."""
         root = self._keys.root(model.namespace, terms.salt)
-        request = Request(
+        return Request(
             secrets.randbits(63),
             prompt,
             sampling,
@@ -343,16 +400,21 @@ class Service:
             block_tokens=model.block_tokens,
             root=root,
             key_of=lambda tokens: self._keys.blocks(tokens, model.block_tokens, root),
-            patience=self.config.patience,
+            patience=patience,
             longest=self.config.request_timeout,
             terms=terms,
+            excluded=excluded,
         )
-        generation = Generation(self, request, tokenizer, sampling.stop, wake, counted, keep)
-        self._generations[request.id] = generation
-        if counted:
-            self.metrics.of(model.name).prompt_tokens += len(prompt)
-        self._act(generation, request.start(now))
-        return generation
+
+    def send(self, probe: Asker) -> None:
+        """Starts a request that is no client's."""
+        self._generations[probe.request.id] = probe
+        self._act(probe, probe.request.start(time.monotonic()))
+
+    def withdraw(self, probe: Asker) -> None:
+        """It is over, or whoever asked is through with it. Idempotent."""
+        if self._generations.pop(probe.request.id, None) is not None:
+            self._act(probe, probe.request.abort())
 
     def stop(self, generation: Generation) -> None:
         """A stop string has been found."""
@@ -367,7 +429,7 @@ class Service:
         if self._generations.pop(request.id, None) is None:
             return
         metrics = self.metrics.of(generation.request.model)
-        metrics.duration.observe(time.monotonic() - generation.begun)
+        metrics.ended(request, generation.last, time.monotonic())
         if generation.counted:
             metrics.cached_tokens += request.cached or 0
         metrics.retries += max(request.attempt, 0)
@@ -383,7 +445,8 @@ class Service:
         for generation in self._generations.values():
             count = running if generation.request.state is State.RUNNING else waiting
             count[generation.request.model] = count.get(generation.request.model, 0) + 1
-        return self.metrics.render({**self.cluster.counters, **self.counters()}, running, waiting)
+        counters = {**self.cluster.counters, **self.counters()}
+        return self.metrics.render(counters, running, waiting, self.cluster.workers)
 
     # -- messages in -----------------------------------------------------------------------------------------------
 
@@ -468,8 +531,12 @@ class Service:
             actions: list[Action] = []
             if isinstance(message, Tokens):
                 actions = generation.request.on_tokens(message, now)
+                if message.handoff is not None and generation.timeline is not None:
+                    generation.timeline.hear(message.attempt, now, handoff=message.handoff)
             elif isinstance(message, PrefillReport):
                 generation.request.on_prefill_report(message)
+                if generation.timeline is not None:
+                    generation.timeline.hear(message.attempt, now, report=message)
             elif isinstance(message, Failed):
                 actions = generation.request.on_failed(message, now)
                 level = logging.INFO if actions else logging.DEBUG
@@ -499,7 +566,7 @@ class Service:
 
     # -- actions out -----------------------------------------------------------------------------------------------
 
-    def _act(self, generation: Generation, actions: list[Action]) -> None:
+    def _act(self, generation: Asker, actions: list[Action]) -> None:
         request = generation.request
         queue = deque(actions)
         while queue:

@@ -13,6 +13,9 @@ import math
 
 from pyengine.gateway.request import Request
 
+#: What adds up to the time to the first token, in order.
+FIRST_TOKEN_PARTS = ("tokenize", "schedule", "queue", "load", "prefill", "return")
+
 
 def parts(request: Request) -> dict[str, float]:
     """Seconds by part, as far as they are known yet, in the order of the picture. Empty before the first token."""

@@ -36,6 +36,7 @@ from pyengine.scheduler.messages import (
     Abort,
     CostFit,
     Failed,
+    Handoff,
     Message,
     Note,
     PrefillReport,
@@ -153,7 +154,7 @@ class Worker:
         #: Seconds so far: in the model, as predicted just before each step, and beside the model in the rounds of the
         #: loop that had a step (`WorkerService.serve`).
         self.model_seconds = self.predicted_seconds = self.loop_seconds = 0.0
-        self.counters = {"prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
+        self.counters = {"prompt": 0, "prefill": 0, "decode": 0, "recomputed": 0, "preempted": 0, "steps": 0}
         self.counters |= {f"cached_{tier}": 0 for tier in TIERS}
         self._hash_key = hash_key
         self._hopeless = 0
@@ -225,8 +226,7 @@ class Worker:
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
         self._taken.append(identity)
-        if work.part != "decode":
-            self._stages.accepted(identity, now)
+        self._stages.accepted(identity, now)
         self.mover.begin(sequence, work)
 
     def _turned_away(self, work: Work) -> bool:
@@ -552,6 +552,7 @@ class Worker:
         self.counters["recomputed"] += outcome.recomputed
         if outcome.prefilled and work.part != "decode":
             tiers = self.mover.cached_by_tier(sequence)
+            self.counters["prompt"] += sequence.prompt_tokens
             for tier, tokens in tiers.items():
                 self.counters[f"cached_{tier}"] += tokens
             self._out.append(
@@ -592,8 +593,13 @@ class Worker:
                 tokens=(token,),
                 finish=finish,
                 logprobs=logprobs,
+                handoff=self._handoff(work) if work.part == "decode" else None,
             )
         )
+
+    def _handoff(self, work: Work) -> Handoff | None:
+        identity = (work.request, work.attempt)
+        return self._stages.handed(identity, *self.mover.handed(identity)) if identity in self._stages else None
 
     def _forget_copied_out(self) -> None:
         while self.mover.copied_out:

@@ -351,7 +351,13 @@ def info_sample(config: WorkerConfig, namespace: Namespace) -> str:
 def sample_names(name: str, worker: Worker) -> dict[str, float]:
     """The worker's counters as Prometheus samples."""
     label = f'worker="{name}"'
+    model = worker.backend.model.replace("\\", "\\\\").replace('"', '\\"')
+    # What vLLM counts has the label by which its dashboards choose.
+    theirs = f'model_name="{model}",{label}'
     counters, moved, load = worker.counters, worker.mover.counters, worker.load
+    pool = worker.batcher.pool
+    queried, found = counters["prompt"], counters["cached_device"]
+    elsewhere = sum(counters[f"cached_{tier}"] for tier in TIERS) - found
     terms = zip(COST_TERMS, load.cost.coefficients, strict=True)
     return {
         f'pyengine_worker_tokens_total{{{label},phase="prefill"}}': counters["prefill"],
@@ -362,14 +368,19 @@ def sample_names(name: str, worker: Worker) -> dict[str, float]:
         f'pyengine_worker_seconds_total{{{label},of="model"}}': worker.model_seconds,
         f'pyengine_worker_seconds_total{{{label},of="predicted"}}': worker.predicted_seconds,
         f'pyengine_worker_seconds_total{{{label},of="loop"}}': worker.loop_seconds,
-        f"vllm:num_preemptions_total{{{label}}}": counters["preempted"],
+        f"vllm:num_preemptions_total{{{theirs}}}": counters["preempted"],
+        f"vllm:prefix_cache_queries_total{{{theirs}}}": queried,
+        f"vllm:prefix_cache_hits_total{{{theirs}}}": found,
+        f"vllm:external_prefix_cache_queries_total{{{theirs}}}": queried - found,
+        f"vllm:external_prefix_cache_hits_total{{{theirs}}}": elsewhere,
         f'pyengine_worker_blocks_total{{{label},event="stored"}}': moved["stored_blocks"],
         f'pyengine_worker_blocks_total{{{label},event="loaded"}}': moved["loaded_blocks"],
         f'pyengine_worker_blocks_total{{{label},event="uncached"}}': moved["uncached_blocks"],
         f"pyengine_worker_requests{{{label}}}": len(worker.work),
-        f'pyengine_worker_pages{{{label},state="referenced"}}': worker.batcher.pool.referenced,
-        f"vllm:num_requests_running{{{label}}}": load.running,
-        f"vllm:num_requests_waiting{{{label}}}": load.waiting,
+        f'pyengine_worker_pages{{{label},state="referenced"}}': pool.referenced,
+        f"vllm:kv_cache_usage_perc{{{theirs}}}": pool.referenced / pool.pages,
+        f"vllm:num_requests_running{{{theirs}}}": load.running,
+        f"vllm:num_requests_waiting{{{theirs}}}": load.waiting,
         f"pyengine_cost_error{{{label}}}": load.cost.error,
         f"pyengine_cost_samples_total{{{label}}}": load.cost.samples,
         **{f'pyengine_cost_seconds{{{label},per="{term}"}}': seconds for term, seconds in terms},

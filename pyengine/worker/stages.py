@@ -1,4 +1,6 @@
-"""How long a prompt waited, loaded and was computed at this worker: what the client is told of its first token."""
+"""How long a prompt waited, loaded and was computed at this worker, and what a hand-off took until its first step: what
+is told of a request's first token, and of its second.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pyengine.scheduler.messages import Handoff
 from pyengine.scheduler.sequence import Load, Planned, SequenceId
 
 
@@ -23,6 +26,9 @@ class Stages:
     def __init__(self) -> None:
         self._waiting: dict[SequenceId, tuple[float, float]] = {}
         self._computing: dict[SequenceId, tuple[float, float, float]] = {}
+
+    def __contains__(self, identity: SequenceId) -> bool:
+        return identity in self._computing
 
     def accepted(self, identity: SequenceId, now: float) -> None:
         self._waiting[identity] = (now, 0.0)
@@ -47,6 +53,19 @@ class Stages:
             return Spans(0.0, 0.0, 0.0)
         loading = loading or computing
         return Spans(loading - accepted, computing - loading, time.monotonic() - computing)
+
+    def handed(self, identity: SequenceId, came: float, whole: float) -> Handoff | None:
+        """The first token behind a hand-off is there. came, whole: see `KvMover.handed`. None: it was told before."""
+        times = self._computing.pop(identity, None)
+        if times is None or not whole:
+            return None
+        accepted, _, computing = times
+        return Handoff(
+            waited=max(came - accepted, 0.0),
+            arriving=whole - came,
+            loading=max(computing - whole, 0.0),
+            computing=time.monotonic() - computing,
+        )
 
     def forget(self, identity: SequenceId) -> None:
         self._waiting.pop(identity, None)
