@@ -38,6 +38,8 @@ app = App(
     version=installed_version,
 )
 
+app.command("pyengine.commands.keys:app", name="keys")
+
 ConfigFile = Annotated[Path | None, Parameter(name="--config")]
 
 
@@ -68,6 +70,11 @@ def serve(
     pages: int | None = None,
     host: str | None = None,
     port: int | None = None,
+    keys_file: str | None = None,
+    audit_log: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    cors_origin: tuple[str, ...] | None = None,
     policy: str | None = None,
     admission: str | None = None,
     roles: str | None = None,
@@ -129,9 +136,19 @@ def serve(
     pages
         Device pages per worker, instead of kv_bytes.
     host
-        Where the gateway listens (default 127.0.0.1; it asks nobody for a key).
+        Where the gateway listens (default 127.0.0.1; any other needs API keys: pyengine keys).
     port
         Default 8000.
+    keys_file
+        API keys (default: keys.json in the state directory; once it exists, everybody needs one).
+    audit_log
+        File that gets one line for each request of a key (default: none).
+    tls_cert
+        Certificate (PEM), for HTTPS. Needs tls_key.
+    tls_key
+        Its private key (PEM).
+    cors_origin
+        Origin of web pages that may use the gateway, as https://example.org; may be given several times.
     policy
         How the conductor chooses: random, round-robin, least-loaded, least-queue-time, cache-aware, kvcache-centric
         (default), least-harm; with settings if need be, as in kvcache-centric:threshold=2.
@@ -210,6 +227,11 @@ def gateway(
     port: int | None = None,
     conductor: str | None = None,
     secret_file: str | None = None,
+    keys_file: str | None = None,
+    audit_log: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    cors_origin: tuple[str, ...] | None = None,
     file: ConfigFile = None,
     listen_fd: int | None = None,
     ready_fd: int | None = None,
@@ -228,6 +250,16 @@ def gateway(
         ZeroMQ endpoint of the conductor.
     secret_file
         The cluster secret.
+    keys_file
+        API keys (pyengine keys). Without it nobody is asked for one, and only this machine is listened to.
+    audit_log
+        File that gets one line for each request of a key.
+    tls_cert
+        Certificate (PEM), for HTTPS. Needs tls_key.
+    tls_key
+        Its private key (PEM).
+    cors_origin
+        Origin of web pages that may use the gateway; may be given several times.
     file
         TOML or JSON file with the fields of pyengine.config.GatewayConfig; flags override it.
     listen_fd

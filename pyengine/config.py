@@ -10,6 +10,7 @@ import difflib
 import math
 import os
 import re
+import ssl
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}ib"] = 1024**_power
     _UNITS[f"{_letter}b"] = 1000**_power
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -132,6 +134,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
+    keys_file: str = ""
+    audit_log: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    cors_origin: tuple[str, ...] = ()
     policy: str = "kvcache-centric"
     admission: str = "none"
     roles: str = "fixed"
@@ -169,6 +176,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
         check_classes(self.slo_class)
+        check_front(self.tls_cert, self.tls_key, self.cors_origin)
         _one_of("roles", self.roles, ROLES)
         for name in ("nodes", "max_tokens_per_step", "max_sequences", "max_queue", "tp"):
             if getattr(self, name) < 1:
@@ -357,6 +365,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     gateway: its name, unique in the cluster. conductor: ZeroMQ endpoint. secret_file: the cluster secret, of which it
     derives the session and the hash key only.
+    keys_file, audit_log, tls_cert, tls_key, cors_origin: as in ServeConfig; no keys_file: nobody is asked for a key.
     patience: seconds a request waits for an absent conductor or worker before 503 (design: 5 s).
     request_timeout: seconds from arrival after which a request is worthless. 600: a long answer on a slow machine.
     slo_ttft, slo_tbt, slo_class: as in ServeConfig.
@@ -369,6 +378,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     conductor: str
     secret_file: str
+    keys_file: str = ""
+    audit_log: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    cors_origin: tuple[str, ...] = ()
     patience: float = 5.0
     request_timeout: float = 600.0
     slo_ttft: float = 0.0
@@ -380,6 +394,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""
         check_classes(self.slo_class)
+        check_front(self.tls_cert, self.tls_key, self.cors_origin)
 
     def slo(self, tier: str | None) -> Slo | None:
         """Objectives of requests with this `service_tier`; None: there is no such class."""
@@ -444,6 +459,25 @@ def check_ssd(directory: str, size: int) -> None:
     path = Path(directory).absolute()
     if any(path.is_relative_to(place) for place in NO_DISKS):
         raise ConfigError(f"ssd_dir is {directory}, which is no disk: nothing there survives; name a directory on one")
+
+
+def check_front(cert: str, key: str, origins: tuple[str, ...]) -> None:
+    """Raises ConfigError for a certificate that cannot be used, or an origin that no browser sends."""
+    if bool(cert) != bool(key):
+        raise ConfigError("a certificate needs its key and the reverse: give both --tls-cert FILE and --tls-key FILE")
+    if cert:
+        try:
+            # An empty password: who is asked for one is nobody's terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=str)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"cannot use the certificate {cert} with the key {key}: {reason}; both are to be PEM files, the key"
+                " without a password and of this certificate"
+            ) from error
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(f"cors_origin {origin!r} is no origin: write it as https://example.org, with no path")
 
 
 def check_classes(classes: tuple[SloClass, ...]) -> None:

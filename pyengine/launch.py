@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -28,14 +29,15 @@ from typing import Any
 
 import msgspec
 
-from pyengine import env
+from pyengine import env, keys
 from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
-from pyengine.gateway.listener import listen
+from pyengine.gateway.listener import check_reach, listen
 from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
 from pyengine.scheduler.sharing import difference
 from pyengine.scheduler.types import Namespace
 from pyengine.secret import claim_ssd, secret_file
+from pyengine.tenants import quota_tables
 
 #: Exit status by which a child says that a restart would not help (cli.py, transferd, conductor).
 IMPOSSIBLE = 2
@@ -271,6 +273,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             front=False,
         )
     ]
+    quotas = quota_tables(keys.read_book(Path(config.keys_file)).tenants) if config.keys_file else ""
     for index in range(config.nodes):
         node = f"node-{index}"
         daemon = DaemonConfig(
@@ -285,7 +288,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             ssd_dirs=(str(Path(config.ssd_dir).absolute() / node),) if config.ssd_dir else (),
             ssd_bytes=config.ssd_bytes,
         )
-        file = _write(run / f"{node}.toml", daemon.toml().encode())
+        file = _write(run / f"{node}.toml", (daemon.toml() + quotas).encode())
         parts.append(
             Part(
                 name=f"transferd-{index}",
@@ -331,6 +334,11 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
         port=config.port,
         conductor=conductor,
         secret_file=str(secret),
+        keys_file=config.keys_file,
+        audit_log=config.audit_log,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
+        cors_origin=config.cors_origin,
         slo_ttft=config.slo_ttft,
         slo_tbt=config.slo_tbt,
         slo_class=config.slo_class,
@@ -366,7 +374,12 @@ def run_serve(config: ServeConfig) -> int:
         raise ConfigError(str(error)) from error
     if not config.state_dir:
         config = msgspec.structs.replace(config, state_dir=str(env.read().state_dir))
+    if not config.keys_file:
+        config = msgspec.structs.replace(config, keys_file=str(Path(config.state_dir) / keys.NAME))
+    asks = Path(config.keys_file).exists()
+    keys.read_book(Path(config.keys_file))
     with contextlib.closing(listen(config.host, config.port)) as listener:
+        check_reach(listener, asks, bool(config.tls_cert))
         return asyncio.run(_serve(config, listener))
 
 
@@ -435,25 +448,38 @@ def _say(line: str) -> None:
 async def _announce(config: ServeConfig, begun: float) -> None:
     """Says that all is ready when the gateway knows a model, with a line to try it."""
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    models: list[dict[str, Any]] = []
-    while not models:
+    model = ""
+    while not model:
         # The gateway may be between two lives: then it is asked again.
         with contextlib.suppress(OSError, ValueError):
-            if (await _get_json(host, config.port, "/health"))["status"] == "ok":
-                models = (await _get_json(host, config.port, "/v1/models"))["data"]
+            if (await _get_json(config, host, "/health"))[1]["status"] == "ok":
+                status, models = await _get_json(config, host, "/v1/models")
+                # Who needs a key is not told, and with one model need not say which.
+                model = models["data"][0]["id"] if status == 200 else "its only one"
         await asyncio.sleep(0.05)
-    base = f"http://{f'[{host}]' if ':' in host else host}:{config.port}"
+    base = f"{'https' if config.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{config.port}"
     message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": models[0]["id"], "messages": [message], "stream": True, "temperature": 0})
-    print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s. Try:\n", flush=True)
-    print(f"curl -N {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+    named = {"model": model} if status == 200 else {}
+    body = json.dumps({**named, "messages": [message], "stream": True, "temperature": 0})
+    headers = "-H 'Content-Type: application/json'" + ("" if status == 200 else ' -H "Authorization: Bearer $KEY"')
+    hint = "" if status == 200 else " with an API key (pyengine keys)"
+    print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s. Try{hint}:\n", flush=True)
+    print(f"curl -N {base}/v1/chat/completions {headers} -d '{body}'\n", flush=True)
 
 
-async def _get_json(host: str, port: int, path: str) -> Any:
-    reader, writer = await asyncio.open_connection(host, port)
+async def _get_json(config: ServeConfig, host: str, path: str) -> tuple[int, Any]:
+    """Status and body. Raises OSError, ValueError."""
+    # Nothing is told to it and nothing secret is asked: whose certificate it is does not matter.
+    context = None
+    if config.tls_cert:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(host, config.port, ssl=context)
     try:
         writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
-        return json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        return int(head[9:12]), json.loads(body)
     finally:
         writer.close()
 

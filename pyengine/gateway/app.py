@@ -17,11 +17,13 @@ import msgspec
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pyengine.gateway import openai
+from pyengine.gateway.auth import Door, Guard, Visit, visit_of
 from pyengine.gateway.openai import Answer, ApiError, ChatRequest, CompletionRequest, Piece, Usage
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
@@ -42,19 +44,36 @@ class ClientGone(Exception):
     """Nobody is there to answer."""
 
 
-def create_app(service: Service) -> FastAPI:
-    """The ASGI application of one gateway. Starting and closing `service` follows the application's life."""
+def create_app(service: Service, door: Door | None = None) -> FastAPI:
+    """The ASGI application of one gateway. Starting and closing `service` and `door` follows the application's life.
+
+    door: who is let in; without one, whoever is on this machine.
+    """
+    door = door or Door(origins=service.config.cors_origin)
+    service.counters = door.counters
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
+        await door.start()
         try:
             yield
         finally:
             await service.close()
+            await door.close()
 
     # No generated schema: bodies are parsed by msgspec, and a schema without them would mislead.
     app = FastAPI(title="pyengine", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(Guard, door=door)
+    if service.config.cors_origin:
+        # Around the door: browsers ask whether they may ask before they have a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
 
     @app.exception_handler(ApiError)
     async def on_api_error(_: HttpRequest, error: Exception) -> Response:
@@ -94,9 +113,10 @@ def create_app(service: Service) -> FastAPI:
         return Response(openai.models(names, positions), media_type=JSON)
 
     @app.get("/health")
-    async def health() -> Response:
-        workers = {worker.worker: worker.role.value for worker in service.cluster.workers}
-        body = {"status": "ok" if service.healthy else "unavailable", "workers": workers}
+    async def health(http: HttpRequest) -> Response:
+        body: dict[str, Any] = {"status": "ok" if service.healthy else "unavailable"}
+        if visit_of(http).watches:
+            body["workers"] = {worker.worker: worker.role.value for worker in service.cluster.workers}
         return Response(msgspec.json.encode(body), 200 if service.healthy else 503, media_type=JSON)
 
     @app.get("/cluster")
@@ -138,11 +158,16 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
     request = await asyncio.to_thread(parse, body) if len(body) > LONG_BODY else parse(body)
     gone = asyncio.ensure_future(_gone(http.receive))
     exchange = Exchange(service, gone)
+    visit = visit_of(http)
+    visit.on_revoked = exchange.deny
     try:
-        terms = _terms(service, request, arrived)
+        terms = _terms(service, request, arrived, visit)
         model = await exchange.unless_gone(_model(service, request.model))
+        visit.model = model.name
         tokenizer = await exchange.unless_gone(service.tokenizer(model.tokenizer))
         prompts = await exchange.unless_gone(_prompts(request, tokenizer, model))
+        visit.admit(sum(map(len, prompts)))
+        visit.usage = lambda: exchange.usage
         exchange.start(request, model, prompts, tokenizer, terms)
         answer = Answer(endpoint, model.name, request.include_usage, bool(request.return_token_ids))
         if not request.stream:
@@ -158,7 +183,7 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
     return stream
 
 
-def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: float) -> Terms:
+def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: float, visit: Visit) -> Terms:
     """What the client was promised, and how urgent it says it is. Raises ApiError 400."""
     slo = service.config.slo(request.service_tier)
     if slo is None:
@@ -168,7 +193,8 @@ def _terms(service: Service, request: ChatRequest | CompletionRequest, arrived: 
     if request.timeout is not None:
         slo = msgspec.structs.replace(slo, deadline=min(request.timeout, slo.deadline or request.timeout))
     # To vLLM's clients lower is earlier; among ourselves higher goes first.
-    return Terms(slo=slo, priority=-(request.priority or 0), tenant=request.cache_salt or "", arrived=arrived)
+    priority, salt = visit.priority(request.priority), request.cache_salt or ""
+    return Terms(slo=slo, priority=-priority, tenant=visit.tenant(salt), salt=visit.salt(salt), arrived=arrived)
 
 
 async def _model(service: Service, name: str | None) -> Model:
@@ -286,6 +312,11 @@ class Exchange:
         body = answer.whole(wholes, self.usage)
         self.close()
         return body
+
+    def deny(self, error: RequestError) -> None:
+        """The client may have no more: what runs fails with `error`."""
+        for generation in self._open.values():
+            self._service.deny(generation, error)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """The result of `work`, or ClientGone, whichever comes first."""

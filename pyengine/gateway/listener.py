@@ -18,7 +18,7 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; the log warns of one that other machines reach, as the gateway asks nobody for a key.
+    """A listening socket.
 
     Raises ConfigError when the address cannot be had, with what to do.
     """
@@ -39,10 +39,26 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or end what holds this one"
         ) from error
-    if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+    return listener
+
+
+def check_reach(listener: socket.socket, asks: bool, encrypted: bool) -> None:
+    """Whether such a gateway may listen there; the log warns of keys that cross a network in the clear.
+
+    asks: for API keys. encrypted: it speaks TLS. Raises ConfigError for one that other machines reach and asks for
+    none.
+    """
+    host = listener.getsockname()[0]
+    if ipaddress.ip_address(host).is_loopback:
+        return
+    if not asks:
+        raise ConfigError(
+            f"host {host}: other machines reach it, and there are no API keys, so whoever can reach it could use it: "
+            "add a key first (pyengine keys add TENANT), or use --host 127.0.0.1"
+        )
+    if not encrypted:
         log.warning(
-            "host %s: whoever can reach this machine can use its models, for the gateway asks nobody for a key and "
-            "speaks plain HTTP; put a proxy in front that does, or use --host 127.0.0.1",
+            "host %s: keys, prompts and answers cross the network in the clear, for whoever listens there; name a "
+            "certificate (--tls-cert, --tls-key), or put a proxy in front that has one",
             host,
         )
-    return listener

@@ -87,6 +87,7 @@ _STATUS = {
     ErrorKind.UNAVAILABLE: (503, "service_unavailable"),
     ErrorKind.TOO_LARGE: (400, "context_length_exceeded"),
     ErrorKind.TIMEOUT: (504, "timeout"),
+    ErrorKind.DENIED: (401, "invalid_api_key"),
     ErrorKind.BUG: (500, "internal_error"),
 }
 

@@ -55,6 +55,7 @@ class ErrorKind(enum.Enum):
     UNAVAILABLE = "unavailable"
     TOO_LARGE = "too_large"
     TIMEOUT = "timeout"
+    DENIED = "denied"
     BUG = "bug"
 
 
@@ -74,13 +75,15 @@ class RequestError(Exception):
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for beside the answer. slo: objectives, which count from `arrived` on (seconds, monotonic).
 
-    priority: higher goes first. tenant: its KV is shared with this tenant's only; "": with that of all who name none.
+    priority: higher goes first. tenant: for whom; whose share and quota it counts in; "": nobody in particular. salt:
+    KV is shared among requests of one salt only.
     """
 
     arrived: float
     slo: Slo = Slo()
     priority: int = 0
     tenant: str = ""
+    salt: bytes = b""
 
 
 class ToConductor(msgspec.Struct, frozen=True):
@@ -438,6 +441,10 @@ class Request:
         actions = self._release()
         self.state = State.DONE
         return actions
+
+    def deny(self, error: RequestError) -> list[Action]:
+        """The client may have no more."""
+        return [] if self.done else self._give_up(error)
 
     # -- transitions -----------------------------------------------------------------------------------------------
 

@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from pyengine import _native
 from pyengine.config import GatewayConfig
 from pyengine.gateway.app import create_app
+from pyengine.gateway.audit import AuditLog
+from pyengine.gateway.auth import Door
+from pyengine.gateway.listener import check_reach
+from pyengine.gateway.protocol import GuardedProtocol
 from pyengine.gateway.service import Service
 from pyengine.secret import read_secret
 
@@ -46,26 +51,37 @@ class Server(uvicorn.Server):
         yield
 
 
+def http_config(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
+    """How uvicorn serves this gateway."""
+    return uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=GRACE,
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
+    )
+
+
 def run_gateway(
     config: GatewayConfig, listener: socket.socket, ready: Callable[[dict[str, object]], None] = lambda _: None
 ) -> int:
     """Serves on `listener` until SIGTERM or SIGINT; returns the exit status.
 
-    ready: called once when the address answers, with its host and port.
+    ready: called once when the address answers, with its host and port. Raises ConfigError for an address that others
+    reach while nobody needs a key.
     """
     secret = read_secret(Path(config.secret_file))
     keys = ClusterKeys(_native.derive_key(secret, "hash"))
     service = Service(config, _native.derive_key(secret, "session"), keys)
-    server = Server(
-        uvicorn.Config(
-            create_app(service),
-            log_level="warning",
-            access_log=False,
-            ws="none",
-            lifespan="on",
-            timeout_graceful_shutdown=GRACE,
-        )
-    )
+    audit = AuditLog(Path(config.audit_log)) if config.audit_log else None
+    door = Door(Path(config.keys_file) if config.keys_file else None, audit, config.cors_origin)
+    check_reach(listener, door.asks, bool(config.tls_cert))
+    server = Server(http_config(create_app(service, door), config))
 
     async def serve() -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -164,6 +164,8 @@ class Service:
         self.metrics = Metrics()
         self.cluster = ClusterState(workers=(), counters={})
         self.models: dict[str, Model] = {}
+        #: More samples for /metrics: what the application counts itself.
+        self.counters: Callable[[], dict[str, float]] = dict
         self._session_key = session_key
         self._keys = keys
         self._incarnation = secrets.randbits(63)
@@ -262,7 +264,7 @@ class Service:
         if len(self._generations) >= self.config.max_requests:
             raise RequestError(ErrorKind.BUSY, f"this gateway holds {self.config.max_requests} requests already", 1.0)
         now = time.monotonic()
-        root = self._keys.root(model.namespace, terms.tenant.encode())
+        root = self._keys.root(model.namespace, terms.salt)
         request = Request(
             secrets.randbits(63),
             prompt,
@@ -286,6 +288,10 @@ class Service:
         """A stop string has been found."""
         self._act(generation, generation.request.stop())
 
+    def deny(self, generation: Generation, error: RequestError) -> None:
+        """Its client may have no more of it."""
+        self._act(generation, generation.request.deny(error))
+
     def forget(self, generation: Generation) -> None:
         request = generation.request
         if self._generations.pop(request.id, None) is None:
@@ -306,7 +312,7 @@ class Service:
         for generation in self._generations.values():
             count = running if generation.request.state is State.RUNNING else waiting
             count[generation.request.model] = count.get(generation.request.model, 0) + 1
-        return self.metrics.render(self.cluster.counters, running, waiting)
+        return self.metrics.render({**self.cluster.counters, **self.counters()}, running, waiting)
 
     # -- messages in -----------------------------------------------------------------------------------------------
 

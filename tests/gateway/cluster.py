@@ -15,7 +15,9 @@ import zmq
 
 from pyengine.config import GatewayConfig, SloClass
 from pyengine.gateway.app import create_app
+from pyengine.gateway.auth import Door
 from pyengine.gateway.listener import listen
+from pyengine.gateway.server import http_config
 from pyengine.gateway.service import Service
 from pyengine.scheduler import links
 from pyengine.scheduler.messages import (
@@ -256,7 +258,9 @@ class FakeConductor(Router):
 class Cluster:
     """Everything around one gateway, and the gateway itself behind a real HTTP server."""
 
-    def __init__(self, folder: Path, context: zmq.Context[Any], listener: socket.socket, patience: float) -> None:
+    def __init__(
+        self, folder: Path, context: zmq.Context[Any], listener: socket.socket, patience: float, **settings: Any
+    ) -> None:
         self.folder = folder
         self.context = context
         self.conductor_endpoint = f"ipc://{folder}/conductor"
@@ -268,6 +272,7 @@ class Cluster:
             patience=patience,
             slo_ttft=7.0,
             slo_class=(SloClass(name="batch", deadline=600.0),),
+            **settings,
         )
         self.service = Service(self.config, SESSION_KEY, HashKeys())
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -295,18 +300,21 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, *roles: Role, patience: float = 5.0) -> AsyncIterator[Cluster]:
-    """A served gateway with one worker per role, named "prefill-0" and so on."""
+async def cluster(
+    folder: Path, *roles: Role, patience: float = 5.0, door: Door | None = None, **settings: Any
+) -> AsyncIterator[Cluster]:
+    """A served gateway with one worker per role, named "prefill-0" and so on.
+
+    door: who is let in; all, without one. settings: fields of GatewayConfig.
+    """
     folder.chmod(0o700)
     context: zmq.Context[Any] = zmq.Context()
     with listen("127.0.0.1", 0) as listener:
-        made = Cluster(folder, context, listener, patience)
+        made = Cluster(folder, context, listener, patience, **settings)
         for index, role in enumerate(roles):
             count = sum(1 for earlier in roles[:index] if earlier is role)
             made.add(f"{role.value}-{count}", role)
-        server = uvicorn.Server(
-            uvicorn.Config(create_app(made.service), log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
-        )
+        server = uvicorn.Server(http_config(create_app(made.service, door), made.config))
         serving = asyncio.create_task(server._serve([listener]))
         try:
             while not server.started or not made.joined(len(roles)):

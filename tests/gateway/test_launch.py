@@ -22,11 +22,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from pyengine import launch
-from pyengine.config import ConfigError, ServeConfig, WorkerConfig
-from pyengine.gateway.listener import listen
+from bench.server import free_port
+from pyengine import keys, launch
+from pyengine.config import ConfigError, GatewayConfig, ServeConfig, WorkerConfig
+from pyengine.gateway.listener import check_reach, listen
 from pyengine.launch import Part, StartError, Supervisor, expect_shared_kv, plan_parts, run_directory, run_serve
-from pyengine.scheduler.types import KvGroup, KvSpec, Namespace
+from pyengine.scheduler.types import KvGroup, KvSpec, Namespace, tenant_number
+from pyengine.tenants import Book, Tenant
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,11 +214,26 @@ def test_host_that_is_not_here(host: str) -> None:
         listen(host, 0)
 
 
-@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
-def test_an_address_for_everybody_is_warned_of(host: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The gateway knows no keys, so whoever opens it to a network must hear what that means."""
-    listen(host, 0).close()
-    assert ["asks nobody for a key" in record.message for record in caplog.records] == [True] * warns
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::"])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_nobody_beyond_this_machine_is_let_in_without_a_key(
+    host: str, asks: bool, encrypted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listen(host, 0) as listener:
+        if host in ("0.0.0.0", "::") and not asks:
+            with pytest.raises(ConfigError, match="pyengine keys add"):
+                check_reach(listener, asks, encrypted)
+            return
+        check_reach(listener, asks, encrypted)
+    warned = host in ("0.0.0.0", "::") and not encrypted
+    assert ["in the clear" in record.message for record in caplog.records] == [True] * warned
+
+
+def test_serve_refuses_an_address_for_everybody_before_it_starts_anything(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add a key first"):
+        run_serve(ServeConfig(backend="fake", model="fake", host="0.0.0.0", port=free_port(), state_dir=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def described(namespace: Namespace, vocab_size: int = 258) -> dict[str, Any]:
@@ -324,3 +341,19 @@ def test_parts_of_a_machine(tmp_path: Path) -> None:
     assert daemon["drain_seconds"] + 3 < launch.STOP_SSD
     assert parts[0].arguments[parts[0].arguments.index("--daemons") + 1] == "127.0.0.1:7000"
     assert parts[-1].fds == (5,)
+
+
+def test_limits_of_tenants_reach_the_pools(tmp_path: Path) -> None:
+    """As tables that transferd reads: the daemon itself is asked in tests/worker/test_tenants.py."""
+    book = Book(tenants=(Tenant(name="a", dram_bytes=1 << 20, ssd_bytes=5), Tenant(name="b")))
+    keys.change(tmp_path / "keys.json", lambda _: (book, None))
+    config = msgspec.structs.replace(ServeConfig().derived(), state_dir="/state", keys_file=f"{tmp_path}/keys.json")
+    parts = plan_parts(config, tmp_path, tmp_path / "secret", 5, "127.0.0.1:7000")
+    daemon = tomllib.loads((tmp_path / "node-0.toml").read_text())
+    assert daemon["quota"] == [
+        {"tenant": f"{tenant_number('a'):016x}", "dram_bytes": 1 << 20, "ssd_bytes": 5},
+        {"share": 1},
+    ]
+    gateway = msgspec.json.decode((tmp_path / "gateway.json").read_bytes(), type=GatewayConfig)
+    assert gateway.keys_file == f"{tmp_path}/keys.json"
+    assert parts[-1].name == "gateway"

@@ -1,0 +1,153 @@
+"""HTTP/1.1 as uvicorn speaks it, with limits on what a client may send before anything looks at it.
+
+    connection --HEAD_SECONDS--> header complete --REQUEST_SECONDS--> body complete --> answer --5 s idle--> closed
+                  431: more than MAX_HEADER_BYTES or MAX_HEADERS, 408: too slow
+
+A client that is slow on purpose holds a descriptor and some kB for so long, and nobody else up. Tested against
+uvicorn's httptools protocol, whose callbacks these are. The size of a body is app.py's to refuse, by `max_body_bytes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pyengine.gateway.openai import ApiError
+
+#: Seconds for request line and header: hundreds of round trips.
+HEAD_SECONDS = 10.0
+#: Seconds for the whole request: the largest body (16 MiB) at 2 Mbit/s.
+REQUEST_SECONDS = 60.0
+#: Bytes of request line and header together, and fields: four times what browsers and proxies send at most.
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 100
+TOO_LARGE = f"the header is larger than {MAX_HEADER_BYTES} bytes: send less"
+
+
+class Refused(Exception):
+    """Ends the parsing of a request that has been answered already."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    head_seconds = HEAD_SECONDS
+    request_seconds = REQUEST_SECONDS
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._timer: asyncio.TimerHandle | None = None
+        #: Whether a header is what comes next, and whether some of it has come.
+        self._in_header = True
+        self._begun = False
+        self._header_bytes = 0
+        self._size = 0
+
+    # -- connection ------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._within(self.head_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._within(None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        idle = self.cycle is None or self.cycle.response_complete
+        if self._in_header:
+            if self._timer is None and idle:
+                # A further request on this connection, or what never becomes one.
+                self._within(self.head_seconds)
+            self._header_bytes += len(data)
+        super().data_received(data)
+        # Only a header that is still not complete: this read may have brought much of a body, too.
+        if self._in_header and self._header_bytes > MAX_HEADER_BYTES and self._timer is not None:
+            self._refuse(431, TOO_LARGE)
+
+    # -- parser ----------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._in_header = self._begun = True
+        self._size = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(431, f"the header has more than {MAX_HEADERS} fields: send less")
+            raise Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        self._header_bytes = 0
+        if self.transport.is_closing():
+            raise Refused
+        self._within(self.request_seconds)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_header, self._begun = True, False
+        self._within(None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_header and self._begun and not self.transport.is_closing():
+            # Half of the next request came while this one was answered.
+            self._unset_keepalive_if_required()
+            self._within(self.head_seconds)
+
+    # -- limits ----------------------------------------------------------------------------------------------------
+
+    def _within(self, seconds: float | None) -> None:
+        """What the client is to send next must have come by then. None: it is not waited for."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self._in_header:
+            self._refuse(408, f"the header did not come within {self.head_seconds:g} s")
+        else:
+            self._refuse(408, f"the request did not come within {self.request_seconds:g} s")
+
+    def _count(self, size: int) -> None:
+        # One read may bring a whole header, however long: the parser is stopped in it.
+        self._size += size
+        if self._size > MAX_HEADER_BYTES:
+            self._refuse(431, TOO_LARGE)
+            raise Refused
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is no HTTP/1.1 request")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answers, unless an answer has begun, and closes."""
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        begun = cycle is not None and cycle.response_started and not (cycle.response_complete and self._in_header)
+        if not begun:
+            self.transport.write(b"".join(_answer(status, text)))
+        self.transport.close()
+
+
+def _answer(status: int, text: str) -> Iterator[bytes]:
+    body = ApiError(status, text).body()
+    yield STATUS_LINE[status]
+    yield b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    yield body

@@ -1,0 +1,132 @@
+"""How much each tenant may ask for: requests and tokens a minute, and requests at once. Pure: time is an argument.
+
+Both rates are token buckets [1]: a bucket holds at most a minute's worth, refills steadily, and what is asked for is
+taken out. So a tenant who was silent may send its minute's worth at once, and in any span of t seconds at most
+(1 + t / 60) minutes' worth is admitted. Tokens of a prompt are taken when it is admitted; those of the answer when they
+have been made, however many they are: a bucket may owe, and nothing is admitted before it has paid.
+
+All numbers are kept in units of 1/60: a bucket of N a minute holds 60 N and gains N a second. With whole limits and
+times that are sums of powers of two the arithmetic is exact, which the tests use.
+
+[1] J. Turner, New directions in communications (or which way to the information age?), IEEE Communications Magazine
+24(10), 1986.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pyengine.tenants import Tenant
+
+#: Retry-After of who has too many requests under way, seconds: nobody knows when one ends.
+SOON = 1.0
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """limit: name of the limit, a field of Tenant. wait: seconds after which it would be admitted; None: never."""
+
+    limit: str
+    text: str
+    wait: float | None
+
+
+class Bucket:
+    """One rate. Full at first."""
+
+    def __init__(self, now: float) -> None:
+        self._missing = 0.0
+        self._at = now
+
+    def wait(self, amount: int, limit: int, now: float) -> float | None:
+        """Seconds until `amount` is there, of `limit` a minute; None: never, as the bucket holds less."""
+        if amount > limit:
+            return None
+        self._refill(limit, now)
+        return max(0.0, (self._missing - 60.0 * (limit - amount)) / limit)
+
+    def take(self, amount: int, limit: int, now: float) -> None:
+        """Takes it, there or not."""
+        self._refill(limit, now)
+        self._missing += 60.0 * amount
+
+    def _refill(self, limit: int, now: float) -> None:
+        # A clock that is told out of order takes nothing back.
+        if now > self._at:
+            self._missing = max(0.0, self._missing - limit * (now - self._at))
+            self._at = now
+
+
+class Usage:
+    """Of one tenant."""
+
+    def __init__(self, now: float) -> None:
+        self.under_way = 0
+        self.requests = Bucket(now)
+        self.tokens = Bucket(now)
+
+
+class Limiter:
+    """All tenants of one gateway. `now` in seconds, never less than before.
+
+    Limits come with each call, so they may change at any time; a tenant's usage stays.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, Usage] = {}
+
+    def begin(self, tenant: Tenant, now: float) -> Refusal | None:
+        """One more request: counted if it is admitted, which is `end`ed once then. Else why not."""
+        usage = self._usage(tenant.name, now)
+        limit = tenant.concurrent
+        if limit and usage.under_way >= limit:
+            return Refusal("concurrent", f"{usage.under_way} requests of this tenant are under way, of {limit}", SOON)
+        if limit := tenant.requests_per_minute:
+            wait = usage.requests.wait(1, limit, now)
+            if wait != 0.0:
+                text = f"this tenant has sent its {limit} requests a minute"
+                return Refusal("requests_per_minute", text, wait)
+            usage.requests.take(1, limit, now)
+        usage.under_way += 1
+        return None
+
+    def prompt(self, tenant: Tenant, tokens: int, now: float) -> Refusal | None:
+        """The prompt of a request that has begun: its tokens are taken if it is admitted."""
+        limit = tenant.tokens_per_minute
+        if not limit:
+            return None
+        bucket = self._usage(tenant.name, now).tokens
+        wait = bucket.wait(tokens, limit, now)
+        if wait is None:
+            text = f"the prompt has {tokens} tokens, and this tenant gets {limit} a minute: it must be shorter"
+            return Refusal("tokens_per_minute", text, None)
+        if wait > 0.0:
+            text = f"this tenant has used its {limit} tokens a minute; the prompt has {tokens}"
+            return Refusal("tokens_per_minute", text, wait)
+        bucket.take(tokens, limit, now)
+        return None
+
+    def generated(self, tenant: Tenant, tokens: int, now: float) -> None:
+        """Tokens of an answer, once they are there."""
+        if tenant.tokens_per_minute:
+            self._usage(tenant.name, now).tokens.take(tokens, tenant.tokens_per_minute, now)
+
+    def end(self, tenant: Tenant) -> None:
+        """A request that was admitted is over."""
+        usage = self._tenants[tenant.name]
+        assert usage.under_way > 0, f"{tenant.name}: a request ended that never began"
+        usage.under_way -= 1
+
+    def under_way(self) -> dict[str, int]:
+        """Requests of each tenant that has any."""
+        return {name: usage.under_way for name, usage in self._tenants.items() if usage.under_way}
+
+    def keep(self, names: set[str]) -> None:
+        """Forgets who is not among them and has nothing under way."""
+        for name in [name for name, usage in self._tenants.items() if name not in names and not usage.under_way]:
+            del self._tenants[name]
+
+    def _usage(self, name: str, now: float) -> Usage:
+        usage = self._tenants.get(name)
+        if usage is None:
+            usage = self._tenants[name] = Usage(now)
+        return usage

@@ -1,0 +1,115 @@
+"""Goal: what a tenant gets is what its limits say, whatever it does and however they change.
+Method: a naive model that keeps the whole history, in fractions; times are sums of powers of two, so both are exact.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyengine.limiter import Limiter
+from pyengine.tenants import Tenant
+
+
+class Naive:
+    """A bucket as its definition has it: the least of what is left over any stretch of the past, and never over
+    full."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken: list[tuple[Fraction, int]] = []
+
+    def level(self, now: Fraction) -> Fraction:
+        levels = [Fraction(self.limit)]
+        for at, (since, _) in enumerate(self.taken):
+            spent = sum(amount for _, amount in self.taken[at:])
+            levels.append(self.limit + (now - since) * self.limit / 60 - spent)
+        return min(levels)
+
+    def wait(self, amount: int, now: Fraction) -> Fraction | None:
+        if amount > self.limit:
+            return None
+        return max(Fraction(0), (amount - self.level(now)) * 60 / self.limit)
+
+
+#: (seconds since the one before, in 1/16; what is done; how many tokens)
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 1600), st.sampled_from(["begin", "prompt", "generated", "end"]), st.integers(0, 60)),
+    max_size=40,
+)
+LIMITS = st.integers(0, 40)
+
+
+@given(events=EVENTS, requests=LIMITS, tokens=LIMITS, concurrent=st.integers(0, 4))
+@settings(max_examples=300, deadline=None)
+def test_the_limiter_is_the_naive_one(events: list[Any], requests: int, tokens: int, concurrent: int) -> None:
+    tenant = Tenant(name="a", requests_per_minute=requests, tokens_per_minute=tokens, concurrent=concurrent)
+    limiter, now, running = Limiter(), Fraction(0), 0
+    buckets = {"requests_per_minute": Naive(requests), "tokens_per_minute": Naive(tokens)}
+    for pause, what, amount in events:
+        now += Fraction(pause, 16)
+        if what == "generated":
+            limiter.generated(tenant, amount, float(now))
+            buckets["tokens_per_minute"].taken.append((now, amount))
+            continue
+        if what == "end":
+            if running:
+                limiter.end(tenant)
+                running -= 1
+            continue
+        name, many = ("requests_per_minute", 1) if what == "begin" else ("tokens_per_minute", amount)
+        refusal = limiter.prompt(tenant, many, float(now)) if what == "prompt" else limiter.begin(tenant, float(now))
+        if what == "begin" and concurrent and running >= concurrent:
+            assert refusal is not None and refusal.limit == "concurrent"
+            continue
+        wait = buckets[name].wait(many, now) if getattr(tenant, name) else Fraction(0)
+        if wait == 0:
+            assert refusal is None
+            buckets[name].taken.append((now, many))
+            running += what == "begin"
+        else:
+            assert refusal is not None and refusal.limit == name
+            assert (refusal.wait is None) == (wait is None)
+            assert wait is None or abs(refusal.wait - wait) < 1e-9  # type: ignore[operator]
+        assert limiter.under_way() == ({"a": running} if running else {})
+
+
+def test_after_the_wait_that_was_told_it_is_admitted() -> None:
+    tenant = Tenant(name="a", requests_per_minute=3, tokens_per_minute=60)
+    limiter = Limiter()
+    assert [limiter.begin(tenant, 0.0) for _ in range(3)] == [None] * 3
+    refusal = limiter.begin(tenant, 0.0)
+    assert refusal is not None and refusal.wait == 20.0
+    assert limiter.begin(tenant, 19.875) is not None
+    assert limiter.begin(tenant, 20.0) is None
+    assert limiter.prompt(tenant, 50, 0.0) is None
+    limiter.generated(tenant, 40, 1.0)
+    refusal = limiter.prompt(tenant, 20, 1.0)
+    assert refusal is not None and refusal.wait == 49.0
+    assert limiter.prompt(tenant, 20, 50.0) is None
+
+
+def test_tenants_do_not_share_and_who_left_is_forgotten() -> None:
+    one, other = Tenant(name="a", concurrent=1), Tenant(name="b", concurrent=1)
+    limiter = Limiter()
+    assert limiter.begin(one, 0.0) is None
+    assert limiter.begin(other, 0.0) is None
+    assert limiter.begin(one, 0.0) is not None
+    limiter.end(other)
+    limiter.keep(set())
+    # Who still has requests under way is not forgotten before they have ended.
+    assert limiter.under_way() == {"a": 1}
+    limiter.end(one)
+    limiter.keep(set())
+    assert limiter._tenants == {}
+
+
+def test_a_limit_that_changes_counts_from_now_on() -> None:
+    limiter = Limiter()
+    assert limiter.begin(Tenant(name="a", requests_per_minute=1), 0.0) is None
+    assert limiter.begin(Tenant(name="a", requests_per_minute=1), 0.0) is not None
+    assert limiter.begin(Tenant(name="a", requests_per_minute=2), 0.0) is None
+    assert limiter.begin(Tenant(name="a"), 0.0) is None
