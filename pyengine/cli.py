@@ -38,6 +38,7 @@ app = App(
 )
 
 #: In the order of `--help`. They are imported when they are called.
+app.command("pyengine.commands.bench:bench", name="bench", help="Loads a gateway and measures it.")
 app.command(
     "pyengine.commands.config:config",
     name="config",
@@ -188,7 +189,7 @@ def serve(
         config.check()
         return run_serve(config)
 
-    return _guarded("serve", run)
+    return guarded("serve", run)
 
 
 @app.command
@@ -222,7 +223,7 @@ def worker(
 
         return run_worker(origins.load(WorkerConfig, file, flags), _announcer(ready_fd))
 
-    return _guarded("worker", run)
+    return guarded("worker", run)
 
 
 @app.command
@@ -284,7 +285,7 @@ def gateway(
         listener = listen(config.host, config.port) if listen_fd is None else socket.socket(fileno=listen_fd)
         return run_gateway(config, listener, _announcer(ready_fd))
 
-    return _guarded("gateway", run)
+    return guarded("gateway", run)
 
 
 def _announcer(descriptor: int | None) -> Callable[[dict[str, Any]], None]:
@@ -298,7 +299,7 @@ def _announcer(descriptor: int | None) -> Callable[[dict[str, Any]], None]:
     return announce
 
 
-def _guarded(command: str, run: Callable[[], int]) -> int:
+def guarded(command: str, run: Callable[[], int]) -> int:
     """Runs a command; an impossible wish becomes one readable line and status 2."""
     try:
         logging.basicConfig(level=env.read().log_level.upper(), format=f"{command} %(levelname)s %(name)s: %(message)s")
