@@ -38,7 +38,9 @@ app = App(
 )
 
 #: In the order of `--help`. They are imported when they are called.
+app.command("pyengine.commands.chat:chat", name="chat", help="Talks to a model.")
 app.command("pyengine.commands.bench:bench", name="bench", help="Loads a gateway and measures it.")
+app.command("pyengine.commands.doctor:doctor", name="doctor", help="Checks this machine, and says what to do.")
 app.command(
     "pyengine.commands.config:config",
     name="config",

@@ -211,7 +211,7 @@ class Watch:
             sys.stderr.flush()
 
     def _line(self) -> Text:
-        """The run so far; TTFT by p50 and p99. It is drawn by another thread: a copy of what there is now is looked at."""
+        """The run so far; TTFT by p50 and p99. Another thread draws it, so it looks at a copy."""
         replies: list[Reply] = list(self._live.replies)
         ended = [reply for reply in replies if reply.outcome != UNFINISHED]
         done = [reply for reply in ended if reply.outcome == DONE]
