@@ -15,10 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
-from pyengine import config as settings
-from pyengine import env
+from pyengine import env, origins
 from pyengine.config import ConfigError, GatewayConfig, ServeConfig, WorkerConfig
 
 DISTRIBUTION = "pyengine-llm"
@@ -38,7 +37,16 @@ app = App(
     version=installed_version,
 )
 
-app.command("pyengine.commands.keys:app", name="keys")
+#: In the order of `--help`. They are imported when they are called.
+app.command("pyengine.commands.chat:chat", name="chat", help="Talks to a model.")
+app.command("pyengine.commands.bench:bench", name="bench", help="Loads a gateway and measures it.")
+app.command("pyengine.commands.doctor:doctor", name="doctor", help="Checks this machine, and says what to do.")
+app.command(
+    "pyengine.commands.config:config",
+    name="config",
+    help="Shows what a command would run with, and where each value came from.",
+)
+app.command("pyengine.commands.keys:app", name="keys", help="API keys of a gateway, and what their tenants may have.")
 
 ConfigFile = Annotated[Path | None, Parameter(name="--config")]
 
@@ -174,18 +182,19 @@ def serve(
     otlp_endpoint
         OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
     file
-        TOML file with the same settings, underscores for dashes; flags override it.
+        TOML file with the same settings, underscores for dashes (default: PYENGINE_CONFIG). Flags override the
+        environment (PYENGINE_DRAM_BYTES), which overrides the file: pyengine config shows what comes of it.
     """
     flags = {name: value for name, value in locals().items() if name != "file"}
 
     def run() -> int:
         from pyengine.launch import run_serve
 
-        config = settings.load(ServeConfig, file, flags)
+        config = origins.load(ServeConfig, file, flags)
         config.check()
         return run_serve(config)
 
-    return _guarded("serve", run)
+    return guarded("serve", run)
 
 
 @app.command
@@ -217,9 +226,9 @@ def worker(
     def run() -> int:
         from pyengine.worker.service import run_worker
 
-        return run_worker(settings.load(WorkerConfig, file, flags), _announcer(ready_fd))
+        return run_worker(origins.load(WorkerConfig, file, flags), _announcer(ready_fd))
 
-    return _guarded("worker", run)
+    return guarded("worker", run)
 
 
 @app.command
@@ -279,12 +288,12 @@ def gateway(
         from pyengine.gateway.listener import listen
         from pyengine.gateway.server import run_gateway
 
-        config = settings.load(GatewayConfig, file, flags)
+        config = origins.load(GatewayConfig, file, flags)
         config.check()
         listener = listen(config.host, config.port) if listen_fd is None else socket.socket(fileno=listen_fd)
         return run_gateway(config, listener, _announcer(ready_fd))
 
-    return _guarded("gateway", run)
+    return guarded("gateway", run)
 
 
 def _announcer(descriptor: int | None) -> Callable[[dict[str, Any]], None]:
@@ -298,7 +307,7 @@ def _announcer(descriptor: int | None) -> Callable[[dict[str, Any]], None]:
     return announce
 
 
-def _guarded(command: str, run: Callable[[], int]) -> int:
+def guarded(command: str, run: Callable[[], int]) -> int:
     """Runs a command; an impossible wish becomes one readable line and status 2."""
     try:
         logging.basicConfig(level=env.read().log_level.upper(), format=f"{command} %(levelname)s %(name)s: %(message)s")
@@ -321,7 +330,11 @@ def _complain(command: str, error: Exception) -> None:
 
 
 def main() -> None:
-    sys.exit(app())
+    try:
+        sys.exit(app(exit_on_error=False))
+    except CycloptsError:
+        # It has said what is wrong with the command line, and what is near.
+        sys.exit(IMPOSSIBLE)
 
 
 if __name__ == "__main__":

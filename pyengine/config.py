@@ -1,7 +1,8 @@
 """Settings as data: one frozen struct per process, each field with its unit, default and the reason for the default.
 
-A setting has one name everywhere: `dram_bytes` here and in TOML is `--dram-bytes` on the command line. Flags override
-the file. 0 stands for "derive it" only where the field says so; `derived()` fills these in.
+A setting has one name everywhere: `dram_bytes` here and in TOML is `--dram-bytes` on the command line and
+PYENGINE_DRAM_BYTES in the environment: origins.py reads them. 0 stands for "derive it" only where the field says so;
+`derived()` fills these in.
 """
 
 from __future__ import annotations
@@ -11,11 +12,8 @@ import math
 import os
 import re
 import ssl
-import tomllib
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
@@ -92,23 +90,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: name, folder or file. The default comes with a small package, so that it works without a hub. backend: who
     computes: torch, jax, or fake, which computes no model (tests, benchmarks). prefill_backend, decode_backend: of the
     workers of one role; "": as backend. dtype: in which a worker computes and keeps its KV; auto: float32 on CPUs,
-    bfloat16 on accelerators. prefill_dtype, decode_dtype: likewise. convert_kv: prefill workers convert KV to the dtype
-    of the decode workers. Off, because tokens then depend on which blocks were reused. tp: over how many processes
-    (torch) or devices (jax) a worker spreads each layer. prefill_tp, decode_tp: likewise; 0: as tp. prefill, decode,
-    both: numbers of workers of each role. None named at all: one prefill and one decode worker. nodes: daemons (each
-    with its own pool); worker k sits on node k mod nodes, prefill workers first. One: hand-off through a shared arena,
-    the fastest on one machine. transport: how blocks cross between nodes. auto takes the best that stands: shm on one
-    host, then rdma, then tcp. tls: daemons and conductor encrypt what travels by TCP (TLS 1.3); rdma cannot be
-    encrypted and is not used then. dram_bytes: pool arena per node, bytes; 0: the lesser of 2 GiB and a tenth of the
-    memory. ssd_dir: directory where nodes keep KV that survives a restart, each in a folder of its own; "": none does.
-    ssd_bytes: what each node may take there, bytes. kv_bytes: device pages per worker, bytes; 0: as dram_bytes. pages:
-    device pages per worker; 0: derived from kv_bytes. host, port: where the gateway listens. Loopback, because it asks
-    nobody for a password. policy, admission: how the conductor chooses and refuses. kvcache-centric is Mooncake's
-    Algorithm 1; admission is off because its forecast needs a measured machine. roles: fixed, or auto: the conductor
-    tells workers to take on the role that is short. Fixed until that is measured. slo_ttft, slo_tbt: latency objectives
-    of requests that choose no class, seconds; 0: none. Admission refuses what would miss them. slo_class: objectives
-    that requests may choose by name (their `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see
-    WorkerConfig. threads 0: cores divided by workers. state_dir: secret and converted models; "": see env.py.
+    bfloat16 on accelerators. prefill_dtype, decode_dtype: of the workers of one role; "": as dtype. convert_kv: prefill
+    workers convert KV to the dtype of the decode workers. Off, because tokens then depend on which blocks were reused.
+    tp: over how many processes (torch) or devices (jax) a worker spreads each layer. prefill_tp, decode_tp: of the
+    workers of one role; 0: as tp. prefill, decode, both: numbers of workers of each role. None named at all: one
+    prefill and one decode worker. nodes: daemons (each with its own pool); worker k sits on node k mod nodes, prefill
+    workers first. One: hand-off through a shared arena, the fastest on one machine. transport: how blocks cross between
+    nodes. auto takes the best that stands: shm on one host, then rdma, then tcp. tls: daemons and conductor encrypt
+    what travels by TCP (TLS 1.3); rdma cannot be encrypted and is not used then. dram_bytes: pool arena per node,
+    bytes; 0: the lesser of 2 GiB and a tenth of the memory. ssd_dir: directory where nodes keep KV that survives a
+    restart, each in a folder of its own; "": none does. ssd_bytes: what each node may take there, bytes. kv_bytes:
+    device pages per worker, bytes; 0: as dram_bytes. pages: device pages per worker; 0: derived from kv_bytes. host,
+    port: where the gateway listens. Loopback: what others may reach asks for keys. keys_file: API keys; "": keys.json
+    in the state directory. Once it exists, everybody needs one. audit_log: file that gets one line for each request of
+    a key; "": none. tls_cert, tls_key: certificate and its private key (PEM), for HTTPS; "": HTTP. cors_origin: origins
+    of web pages that may use the gateway. None: it is for programs, not for pages of strangers. policy, admission: how
+    the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is off because its forecast
+    needs a measured machine. roles: fixed, or auto: the conductor tells workers to take on the role that is short.
+    Fixed until that is measured. slo_ttft, slo_tbt: latency objectives of requests that choose no class, seconds; 0:
+    none. Admission refuses what would miss them. slo_class: objectives that requests may choose by name (their
+    `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0: cores divided
+    by workers. state_dir: secret and converted models; "": PYENGINE_STATE_DIR, else ~/.local/state/pyengine.
     otlp_endpoint: OpenTelemetry collector that gateways send traces to, as http://host:4318; "": none.
     """
 
@@ -367,8 +369,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway process.
 
-    gateway: its name, unique in the cluster. conductor: ZeroMQ endpoint. secret_file: the cluster secret, of which it
-    derives the session and the hash key only.
+    gateway: its name, unique in the cluster. host, port: where it listens. conductor: ZeroMQ endpoint. secret_file: the
+    cluster secret, of which it derives the session and the hash key only.
     keys_file, audit_log, tls_cert, tls_key, cors_origin: as in ServeConfig; no keys_file: nobody is asked for a key.
     patience: seconds a request waits for an absent conductor or worker before 503 (design: 5 s).
     request_timeout: seconds from arrival after which a request is worthless. 600: a long answer on a slow machine.
@@ -425,45 +427,6 @@ def check_traces(endpoint: str) -> None:
             "otlp_endpoint: traces need OpenTelemetry: install the extra `otel` "
             "(opentelemetry-sdk, opentelemetry-exporter-otlp-proto-http), or leave it out"
         )
-
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-def build(kind: type[S], settings: Mapping[str, Any], where: str) -> S:
-    """Makes a config of named values. Unknown names and wrong types raise ConfigError naming `where` and the field."""
-    known = kind.__struct_fields__
-    for name in settings:
-        if name not in known:
-            close = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"known are: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown setting {name}; {hint}")
-    sized = {name: parse_size(value) if name.endswith("_bytes") else value for name, value in settings.items()}
-    try:
-        return msgspec.convert(sized, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Settings of a TOML or JSON file. Raises ConfigError when it cannot be read."""
-    try:
-        data = path.read_bytes()
-        settings = msgspec.json.decode(data) if path.suffix == ".json" else tomllib.loads(data.decode())
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold named settings")
-    return settings
-
-
-def load(kind: type[S], path: Path | None, flags: Mapping[str, Any]) -> S:
-    """A config from a file (if any), overridden by the flags that were given (those that are not None)."""
-    settings = read_file(path) if path is not None else {}
-    settings |= {name: value for name, value in flags.items() if value is not None}
-    return build(kind, settings, str(path) if path is not None else "command line")
 
 
 def check_ssd(directory: str, size: int) -> None:

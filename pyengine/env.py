@@ -9,6 +9,12 @@ from pathlib import Path
 import msgspec
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+#: Of every variable of ours: PYENGINE_DRAM_BYTES is the setting dram_bytes.
+PREFIX = "PYENGINE_"
+#: What is no setting of a process: the level of its log, the file of its settings, the key of a client.
+OTHERS = ("log_level", "config", "api_key")
+#: Variables of the tests, which change nothing here.
+TESTS = "test_"
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -36,6 +42,41 @@ def read() -> Environment:
     if log_level not in LOG_LEVELS:
         raise ValueError(f"PYENGINE_LOG_LEVEL is {log_level!r}; set it to one of {', '.join(LOG_LEVELS)}")
     return Environment(state_dir.expanduser().absolute(), runtime_dir, log_level)
+
+
+def settings() -> dict[str, str]:
+    """Settings by name (`dram_bytes`) as PYENGINE_... has them, whether there is such a setting or not.
+
+    An empty variable is none: that is how a shell takes one back for one command.
+    """
+    named = {name.removeprefix(PREFIX).lower(): text for name, text in os.environ.items() if name.startswith(PREFIX)}
+    return {name: text for name, text in named.items() if text and name not in OTHERS and not name.startswith(TESTS)}
+
+
+def variable(name: str) -> str:
+    """How the environment calls a setting."""
+    return PREFIX + name.upper()
+
+
+def config_file() -> Path | None:
+    """The file of settings where no flag names one (PYENGINE_CONFIG)."""
+    text = os.environ.get(variable("config"))
+    return Path(text) if text else None
+
+
+def api_key() -> str | None:
+    """The key that a client of a gateway shows (PYENGINE_API_KEY). No flag has it: other users see flags."""
+    return os.environ.get(variable("api_key")) or None
+
+
+def for_children() -> dict[str, str]:
+    """The environment without settings: what a launcher was told by it, its children are told by their files."""
+    kept = {variable(name) for name in ("state_dir", "log_level")}
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(PREFIX) or name in kept or name.startswith(variable(TESTS))
+    }
 
 
 def limit_xla_threads(threads: int) -> None:

@@ -208,6 +208,7 @@ def _spawn(part: Part) -> tuple[subprocess.Popen[bytes], int]:
             [*tied, part.module, *(argument.replace("{ready}", str(writing)) for argument in part.arguments)],
             stdin=subprocess.DEVNULL,
             pass_fds=(writing, *part.fds),
+            env=env.for_children(),
             # Ctrl-C in the terminal is for the launcher, which ends its children in order.
             process_group=0,
         )

@@ -18,9 +18,12 @@ MAX_BODY = 64 << 20
 
 
 class Address:
-    """Where a gateway is: http(s)://HOST:PORT[/BASE]. Raises BackendError if that is no such URL."""
+    """Where a gateway is: http(s)://HOST:PORT[/BASE], and the API key it is shown, if any.
 
-    def __init__(self, url: str) -> None:
+    Raises BackendError if that is no such URL, or no such key.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -34,6 +37,10 @@ class Address:
         self.base = parts.path.rstrip("/")
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.name = parts.netloc.rpartition("@")[2]
+        # It becomes a line of the head, where a line's end would begin another.
+        if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+            raise BackendError("the API key has a space or a character that no key has: look at PYENGINE_API_KEY")
+        self.key = key
 
 
 class _Answer:
@@ -67,7 +74,8 @@ async def ask(
     try:
         head = (
             f"{method} {address.base}{path} HTTP/1.1\r\nHost: {address.name}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            + (f"Authorization: Bearer {address.key}\r\n\r\n" if address.key else "\r\n")
         )
         writer.write(head.encode("latin-1") + body)
         answer = _Answer(on_body)

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from pyengine import env
+
 from ..explanation import Explanation
 from ..sim.report import DROPPED, Report
 from ..sim.trace import Request
@@ -33,14 +35,19 @@ OTHER_DESCRIPTORS = 64
 
 
 class LiveBackend:
-    """url: of the gateway. model: name there (default: the only one). timeout: seconds a request may take in all."""
+    """url: of the gateway. model: name there (default: the only one). timeout: seconds a request may take in all.
+    concurrency: requests that are under way at most; 0: as many as come. The API key is the environment's.
+
+    replies: of the run that goes on, or of the last one, as they come.
+    """
 
     name = "live"
     fidelity = "measured: a live cluster as its client sees it"
     deterministic = False
 
-    def __init__(self, *, url: str, model: str = "", timeout: str = str(TIMEOUT)) -> None:
-        self._address = Address(url)
+    def __init__(self, *, url: str, model: str = "", timeout: str = str(TIMEOUT), concurrency: str = "0") -> None:
+        self._address = Address(url, env.api_key())
+        self.replies: list[Reply] = []
         self._model = model
         try:
             self._timeout = float(timeout)
@@ -48,6 +55,9 @@ class LiveBackend:
             self._timeout = 0.0
         if not 0 < self._timeout < float("inf"):
             raise BackendError(f"backend live: timeout={timeout} is no number of seconds above 0")
+        if not concurrency.isdecimal():
+            raise BackendError(f"backend live: concurrency={concurrency} is no number of requests (0: as many as come)")
+        self._concurrency = int(concurrency)
 
     def cluster(self) -> Found:
         return asyncio.run(discovery.discover(self._address))
@@ -63,7 +73,10 @@ class LiveBackend:
     async def _run(self, task: Task, progress: Progress | None) -> Report:
         model = self._model or await self._only_model()
         limit = _connections()
+        capped = 0 < self._concurrency < limit
+        limit = self._concurrency if capped else limit
         sender = _Sender(self._address, model, self._timeout, task.cluster.block_tokens, limit, progress)
+        self.replies = sender.replies
         complete = True
         try:
             await sender.send(iter(task.requests))
@@ -74,7 +87,8 @@ class LiveBackend:
         replies = sender.replies
         notes = [f"{count} requests: {reason}" for reason, count in sender.errors.most_common(5)]
         if sender.full:
-            notes.append(f"{sender.full} requests waited for one of {limit} connections: raise the limit (ulimit -n)")
+            remedy = "as was asked" if capped else "raise the limit (ulimit -n)"
+            notes.append(f"{sender.full} requests waited for one of {limit} connections: {remedy}")
         return Report(
             records=records(replies),
             workers=[],
@@ -99,13 +113,20 @@ class LiveBackend:
     async def _only_model(self) -> str:
         try:
             status, body = await get(self._address, "/v1/models")
-            names = [str(model["id"]) for model in json.loads(body)["data"]]
         except OSError as error:
-            raise BackendError(f"no gateway answers at {self._address.url}: {error}") from None
+            raise BackendError(
+                f"no gateway answers at {self._address.url}: {error}; is it started (pyengine serve)?"
+            ) from None
+        if status in (401, 403):
+            raise BackendError(f"{self._address.url} answers {status}: set PYENGINE_API_KEY to a key it knows")
+        try:
+            names = [str(model["id"]) for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
             raise BackendError(f"{self._address.url}/v1/models answers {status}, and no list of models") from None
         if len(names) != 1:
-            raise BackendError(f"{self._address.url} serves {', '.join(names) or 'no model'}: name one (model=NAME)")
+            # As `conductor` spells it, and `pyengine`.
+            named = ", ".join(names) or "no model"
+            raise BackendError(f"{self._address.url} serves {named}: name one (model=NAME, --model NAME)")
         return names[0]
 
 

@@ -55,9 +55,13 @@ def plot_run(report: Report, slo: Slo, path: Path) -> None:
     for name in ("prefill load", "decode load"):
         if name in report.series:
             fourth.plot(*report.series[name], label=name)
+    load = bool(fourth.lines)
+    if not load and "running" in report.series:
+        # Nobody has told a client of loads.
+        fourth.step(*report.series["running"], where="post", label="running")
     if fourth.lines:
         fourth.legend()
-    fourth.set(xlabel="seconds", ylabel="load (1: the objective)")
+    fourth.set(xlabel="seconds", ylabel="load (1: the objective)" if load else "requests")
     _save(figure, path, _title(report.provenance))
 
 

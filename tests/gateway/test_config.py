@@ -22,10 +22,10 @@ from pyengine.config import (
     GatewayConfig,
     ServeConfig,
     WorkerConfig,
-    load,
     memory_bytes,
     parse_size,
 )
+from pyengine.origins import load
 from pyengine.scheduler.types import Role, Slo
 from pyengine.secret import MARK, claim_ssd, read_secret, secret_file
 

@@ -43,6 +43,7 @@ FLOORS = {
     "pyengine.sampling": 1,
     "pyengine.text": 2,
     "pyengine.config": 2,
+    "pyengine.origins": 2,
     "pyengine.env": 2,
     "pyengine.secret": 2,
     "pyengine.keys": 2,
