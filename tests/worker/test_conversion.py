@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from pyengine.backend import U32, Backend, Slice
-from pyengine.backends import load_backend
+from pyengine.backends import lacking, load_backend
 from pyengine.conversion import Converted, convert
 from pyengine.scheduler.types import SamplingParams
 from tests.model.checkpoints import write_tiny
@@ -160,6 +160,24 @@ def test_a_hand_off_between_dtypes(make: Callable[[str], Backend], prefill: str,
         if prefill == "bfloat16":
             # What was widened comes back exactly as it was.
             assert again.ids == request.ids
+        cluster.settle()
+
+
+def test_jax_hands_on_to_a_narrower_torch(make: Callable[[str], Backend], tiny: Path, tmp_path: Path) -> None:
+    """In float32 both frameworks compute the same bits, so the tokens are those of PyTorch alone."""
+    if reason := lacking("jax"):
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        jax = load_backend("jax", str(tiny), cache=tmp_path, threads=1, dtype="float32")
+        there, here = (Converted(each, "float32", "bfloat16") for each in (make("bfloat16"), jax))
+        cluster.add_node("n", 64, there)
+        cluster.add_worker("decode", "n", there)
+        cluster.add_worker("prefill", "n", here, pages=16, max_sequences=2)
+        here.warm_up(64, 2)  # to compile takes longer than an event may
+        request = cluster.submit(PROMPT, "prefill", "decode", sampling=GREEDY)
+        cluster.run(request)
+        assert request.failed is None
+        assert request.ids == expected(make, "float32", "bfloat16")
         cluster.settle()
 
 
