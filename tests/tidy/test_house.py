@@ -42,6 +42,7 @@ FLOORS = {
     "pyengine.checkpoint": 2,
     "pyengine.sampling": 1,
     "pyengine.text": 2,
+    "pyengine.grammar": 2,
     "pyengine.config": 2,
     "pyengine.origins": 2,
     "pyengine.env": 2,
