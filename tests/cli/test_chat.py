@@ -83,7 +83,7 @@ def api() -> Iterator[Api]:
 
 def test_a_conversation_in_a_terminal(api: Api, tmp_path: Path) -> None:
     api.models = ["tiny", "other"]
-    api.answers = [["# Tit", "le\n\nsome **bo", "ld** text"], ["sec\x1b[31mond"], ["third"], 503]
+    api.answers = [["# Tit", "le\n\nsome **bo", "ld** text"], ["sec\x1b[31mond"], ["third"], 503, ["fourth"]]
     terminal = Terminal(api.url, "--system", "be brief", state=tmp_path, PYENGINE_API_KEY="the-key")
     try:
         terminal.until("tiny")
@@ -107,6 +107,8 @@ def test_a_conversation_in_a_terminal(api: Api, tmp_path: Path) -> None:
         terminal.until("2 messages are in")
         terminal.type("no luck\r")
         terminal.until("ask again in a moment")
+        terminal.type("again\r")
+        terminal.until("1 tokens")
         terminal.type("/quit\r")
         assert terminal.process.wait(PATIENCE) == 0
     finally:
@@ -121,7 +123,8 @@ def test_a_conversation_in_a_terminal(api: Api, tmp_path: Path) -> None:
         "one\ntwo",
     ]
     assert bodies[2]["messages"] == [system, {"role": "user", "content": "a\nb"}] and bodies[2]["model"] == "other"
-    # The question without an answer is no part of what is said later, nor of what is saved.
+    # The question without an answer is no part of what is said later.
+    assert [each["content"] for each in bodies[4]["messages"]] == ["be brief", "a\nb", "third", "again"]
     assert json.loads(saved.read_text())["messages"][-1] == {"role": "assistant", "content": "third"}
     assert stat.S_IMODE(saved.stat().st_mode) == stat.S_IMODE((tmp_path / "chat_history").stat().st_mode) == 0o600
     assert "hello" in (tmp_path / "chat_history").read_text()

@@ -122,9 +122,7 @@ def test_packages_and_frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     machine = build(tmp_path, GOOD)
     have: dict[str, str | None] = {"numpy": "1.0", "msgspec": None, "torch": "2.15+cpu"}
     monkeypatch.setattr(checks, "version_of", lambda name: have.get(name, "99.0"))
-    monkeypatch.setattr(
-        checks.importlib.metadata, "requires", lambda _: ["numpy>=2", "msgspec>=0.20", "x; extra == 'y'"]
-    )
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["numpy>=2", "msgspec>=0.20", "x; extra == 'y'"])
     found = checks.packages(machine)
     assert found.status == "fail" and found.found == "numpy is 1.0, below 2; msgspec is missing"
     build(tmp_path, GPU)
