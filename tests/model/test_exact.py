@@ -113,11 +113,13 @@ def test_weights_stored_in_bfloat16_lose_nothing(load: Load, tmp_path: Path) -> 
     np.testing.assert_array_equal(logits(load("float32"), piece(tokens, 0, LENGTH, 0)), half)
 
 
-def rewrite(folder: Path, change: Callable[[Any], Any]) -> None:
+def rewrite(folder: Path, change: Callable[[Any], Any], prefix: str = "") -> None:
+    """Changes the tensors whose names begin so."""
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
-    save_file({name: change(tensor) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    tensors = {name: change(tensor) if name.startswith(prefix) else tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_bfloat16_is_near_float32_and_has_a_namespace_of_its_own(load: Load) -> None:
@@ -170,3 +172,15 @@ def test_jax_keeps_the_promise_and_in_float32_has_the_bits_of_pytorch(
     if dtype == "float32":
         np.testing.assert_array_equal(logits(other, piece(tokens, 0, LENGTH, 0)), expected)
         np.testing.assert_array_equal(kv(other, 0), pages)
+
+
+@pytest.mark.parametrize("half", [0, 1, 2])
+def test_jax_keeps_the_bits_of_a_checkpoint_whose_layers_differ_in_type(half: int, load: Load, tmp_path: Path) -> None:
+    """Layer `half` of three is stored in bfloat16, what else there is in float32."""
+    jax = pytest.importorskip("pyengine.backends.jax", reason="needs the jax extra")
+    write_tiny(tmp_path / "model")
+    rewrite(tmp_path / "model", lambda tensor: tensor.to(torch.bfloat16), f"model.layers.{half}.")
+    expected = logits(load("float32"), piece(tokens_of(1), 0, LENGTH, 0))
+    backend = jax.JaxBackend(resolve(str(tmp_path / "model"), tmp_path), compiled=tmp_path / "xla", dtype="float32")
+    backend.allocate(100)
+    np.testing.assert_array_equal(logits(backend, piece(tokens_of(1), 0, LENGTH, 0)), expected)

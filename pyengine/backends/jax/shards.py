@@ -142,17 +142,16 @@ class Shards:
         return self._parts((whole, hidden) if axis == 0 else (hidden, whole), axis, part)
 
     def _packed(self, layers: int, *names: str) -> Product:
-        """On the one device that there is then. A matrix that the checkpoint has in bfloat16 stays so: the same bits,
-        half of the memory.
+        """On the one device that there is then. Matrices that the checkpoint has in bfloat16 stay so, if those of all
+        layers are: the same bits, half of the memory.
         """
         shapes = [self._weights.shape(name.format(0)) for name in names]
         outputs, inputs = sum(shape[0] for shape in shapes), shapes[0][1]
-        values: Array | None = None
+        stored = {self._weights.dtype(name.format(layer)) for layer in range(layers) for name in names}
+        half = self._dtype == DTYPES["bfloat16"] or stored == {"bfloat16"}
+        values = aligned((layers, *ffi.packed_shape(outputs, inputs, half)), np.uint32 if half else np.float32)
         for layer in range(layers):
             parts = [self._weights.get(name.format(layer)) for name in names]
-            half = all(part.dtype == DTYPES["bfloat16"] for part in parts) or self._dtype == DTYPES["bfloat16"]
-            if values is None:
-                values = aligned((layers, *ffi.packed_shape(outputs, inputs, half)), np.uint32 if half else np.float32)
             ffi.pack(
                 [part if part.dtype in DTYPES.values() else part.astype(np.float32) for part in parts], values[layer]
             )
