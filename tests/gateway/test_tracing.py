@@ -105,6 +105,8 @@ async def test_one_request_is_one_trace_below_the_client_s(tmp_path: Path) -> No
     assert tree[f"{attempt}/prefill/compute"].attributes["pyengine.computed"] == 2
     lengths = {name: span.end_time - span.start_time for name, span in tree.items()}
     assert lengths[f"{attempt}/transfer"] == pytest.approx(2000, abs=2)
+    assert lengths[f"{attempt}/decode/load"] == pytest.approx(3000, abs=2)
+    assert tree[f"{attempt}/transfer"].end_time == tree[f"{attempt}/decode"].start_time
     assert lengths[f"{attempt}/decode/first step"] == pytest.approx(4000, abs=2)
     assert lengths[f"{attempt}/prefill/compute"] == pytest.approx(3000, abs=2)
 

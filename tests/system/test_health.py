@@ -6,13 +6,14 @@ Method: real processes over the fake backend: one that hangs in a step (its hear
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 
 from bench.server import Server
 from tests.system.conftest import complete, fake_server, prompt, stream, until
@@ -28,24 +29,41 @@ def fails(server: Server, *names: str) -> bool:
     return status == 503 and all(any(name in text for text in body["failing"]) for name in names)
 
 
+@contextlib.contextmanager
+def stopped(process: int) -> Iterator[None]:
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
 def well(server: Server) -> bool:
     return deep(server, 10.0)[0] == 200
 
 
-@pytest.mark.parametrize("flags", [("--prefill", "1", "--decode", "2", "--nodes", "2"), ("--both", "2")])
-def test_a_cluster_that_does_well(flags: tuple[str, ...], state_dir: Path) -> None:
-    with fake_server(state_dir, *flags) as server:
+def test_who_is_stopped_is_named(state_dir: Path) -> None:
+    """A worker, then a daemon: without that nothing can be handed over, and every other process does well."""
+    with fake_server(state_dir, "--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp") as server:
         until(lambda: well(server), "all is well")
-        status, body = deep(server)
-        checked = {check["check"] for check in body["checks"]}
-        workers = server.get_json("/health")[1]["workers"]
-        assert status == 200 and {f"worker {name}" for name in workers} <= checked
-        assert sum(name.startswith("path ") for name in checked) == 2
+        checked = {check["check"] for check in deep(server)[1]["checks"]}
+        workers = {f"worker {name}" for name in ("prefill-0", "decode-0")}
+        assert workers | {"node node-0", "node node-1", "path prefill-0 -> decode-0"} <= checked
         for path in ("/livez", "/readyz"):
             assert server.get_json(path)[0] == 200
         # Nothing that a probe brings stays.
         until(lambda: server.metric("pyengine_worker_requests") == 0, "all probes are over")
         assert server.metric("pyengine_pool_blocks", state="cached") == 0
+        with stopped(server.children()["decode-0"]):
+            until(lambda: fails(server, "decode-0"), "who is stopped is named")
+            until(lambda: server.get_json("/readyz")[0] == 503, "nobody is sent here any more")
+            assert "no worker for decode" in str(server.get_json("/readyz")[1]["failing"])
+            assert server.get_json("/livez")[0] == 200
+        until(lambda: well(server), "all is well again")
+        with stopped(server.children()["transferd-1"]):
+            until(lambda: fails(server, "node-1"), "its node is named")
+        until(lambda: well(server), "all is well again")
+        assert complete(server, prompt(40), 8)["usage"]["completion_tokens"] == 8
 
 
 def test_a_backend_that_hangs_is_named(state_dir: Path, tmp_path: Path) -> None:
@@ -61,33 +79,4 @@ def test_a_backend_that_hangs_is_named(state_dir: Path, tmp_path: Path) -> None:
         until(lambda: fails(server, "path prefill-0 -> decode-0: no first token of prefill-0"), "its path is named")
         hold.unlink()
         assert len(list(pieces)) > 0
-        until(lambda: well(server), "all is well again")
-
-
-def test_a_worker_that_is_stopped_is_named(state_dir: Path) -> None:
-    with fake_server(state_dir, "--prefill", "1", "--decode", "1") as server:
-        until(lambda: well(server), "all is well")
-        stopped = server.children()["decode-0"]
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            until(lambda: fails(server, "decode-0"), "who is stopped is named")
-            until(lambda: server.get_json("/readyz")[0] == 503, "nobody is sent here any more")
-            assert "no worker for decode" in str(server.get_json("/readyz")[1]["failing"])
-            assert server.get_json("/livez")[0] == 200
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        until(lambda: well(server), "all is well again")
-        assert complete(server, prompt(40), 8)["usage"]["completion_tokens"] == 8
-
-
-def test_a_daemon_that_is_stopped_is_named(state_dir: Path) -> None:
-    """Between two nodes nothing can be handed over any more: every process but the daemon does well."""
-    with fake_server(state_dir, "--prefill", "1", "--decode", "1", "--nodes", "2", "--transport", "tcp") as server:
-        until(lambda: well(server), "all is well")
-        stopped = server.children()["transferd-1"]
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            until(lambda: fails(server, "node-1"), "its node is named")
-        finally:
-            os.kill(stopped, signal.SIGCONT)
         until(lambda: well(server), "all is well again")
