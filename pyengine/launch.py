@@ -35,7 +35,7 @@ from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfi
 from pyengine.gateway.listener import check_reach, listen
 from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
 from pyengine.scheduler.sharing import difference
-from pyengine.scheduler.types import Namespace
+from pyengine.scheduler.types import Namespace, Role
 from pyengine.secret import claim_ssd, secret_file
 from pyengine.tenants import quota_tables
 
@@ -429,7 +429,9 @@ class Sharing(msgspec.Struct, frozen=True):
 
 def expect_shared_kv(facts: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises ConfigError, naming the field, if any two workers cannot share KV. facts: see `Supervisor.facts`."""
-    workers = [(name, msgspec.convert(each, Sharing)) for name, each in facts.items() if "namespace" in each]
+    # By role, and by number within it: not in the order in which they were ready.
+    names = sorted((name for name, each in facts.items() if "namespace" in each), key=_rank)
+    workers = [(name, msgspec.convert(facts[name], Sharing)) for name in names]
     for (one, mine), (other, others) in pairwise(workers):
         field = difference(mine, others)
         if field is None:
@@ -440,6 +442,12 @@ def expect_shared_kv(facts: Mapping[str, Mapping[str, Any]]) -> None:
             else "all workers must load the same model"
         )
         raise ConfigError(f"{one} and {other} cannot share KV: {field}; {remedy}")
+
+
+def _rank(worker: str) -> tuple[int, int, str]:
+    role, _, number = worker.rpartition("-")
+    known = [each.value for each in Role]
+    return known.index(role) if role in known else len(known), int(number) if number.isdecimal() else 0, worker
 
 
 def _say(line: str) -> None:

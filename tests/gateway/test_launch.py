@@ -268,6 +268,9 @@ def test_workers_that_cannot_share_kv_are_told_apart() -> None:
     for field, other in others.items():
         with pytest.raises(ConfigError, match=rf"decode-0 and both-0 cannot share KV: `{re.escape(field)}` differs: "):
             expect_shared_kv(same | {"both-0": described(other)})
+        # Whichever was ready first.
+        with pytest.raises(ConfigError, match=rf"decode-0 and both-0 cannot share KV: `{re.escape(field)}` differs: "):
+            expect_shared_kv({"both-0": described(other)} | same)
         assert other.digest() != space.digest(), f"{field} is no part of keys"
     with pytest.raises(ConfigError, match="`vocab_size` differs: 258 and 300; all workers must load the same model"):
         expect_shared_kv(same | {"both-0": described(space, 300)})

@@ -242,13 +242,21 @@ def test_a_rotten_hand_off_is_mended_at_decode() -> None:
 def test_a_step_that_fails_beside_a_load_is_computed_again() -> None:
     """Alone, as any: what was loaded is good."""
     failures = [1]
+    pools: list[Held] = []
+
+    def wrap(pool: _native.PoolClient) -> Held:
+        # What had come before the step began would not be asked for in it.
+        pools.append(Held(pool, LAYERS - 1))
+        return pools[-1]
 
     def fail(layer: int) -> None:
-        if layer == 1 and failures:
-            failures.pop()
-            raise ArithmeticError("a layer failed")
+        if layer == 1:
+            pools[0].gate.set()
+            if failures:
+                failures.pop()
+                raise ArithmeticError("a layer failed")
 
-    with two_workers(Asking(fail)) as cluster:
+    with two_workers(Asking(fail), wrap) as cluster:
         tokens = prompt(200)
         cache(cluster, tokens)
         request = again(cluster, tokens)
