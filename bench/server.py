@@ -15,6 +15,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,8 @@ class Server:
     flags: command-line flags of `pyengine serve`, without --model, --backend, --host, --port and --state-dir.
     model, backend: as these flags. state_dir: None leaves the default (with the converted models).
     environment: variables to set beside the inherited ones.
-    start_timeout: seconds until healthy with all workers the flags ask for.
+    start_timeout: seconds until healthy with all workers the flags ask for. key: an API key of scope "all", for a
+    server that asks for one.
     """
 
     def __init__(
@@ -58,10 +60,14 @@ class Server:
         state_dir: Path | str | None = None,
         environment: Mapping[str, str] | None = None,
         start_timeout: float = START_TIMEOUT,
+        key: str = "",
     ) -> None:
         self.flags = flags
         self.port = free_port()
-        self.base = f"http://127.0.0.1:{self.port}"
+        cert = flags[flags.index("--tls-cert") + 1] if "--tls-cert" in flags else ""
+        self.base = f"{'https' if cert else 'http'}://127.0.0.1:{self.port}"
+        self._trusted = ssl.create_default_context(cafile=cert) if cert else None
+        self._key = key
         self._start_timeout = start_timeout
         self._environment = {**os.environ, **(environment or {})}
         # Through child.py it dies with this process, also when that is killed and can stop nothing.
@@ -189,8 +195,10 @@ class Server:
 
     def get(self, path: str, timeout: float = 5.0) -> tuple[int, bytes]:
         """Status and body. Raises OSError if nobody answers."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        request = urllib.request.Request(self.base + path, headers=headers)
         try:
-            with urllib.request.urlopen(self.base + path, timeout=timeout) as response:
+            with urllib.request.urlopen(request, timeout=timeout, context=self._trusted) as response:
                 return int(response.status), response.read()
         except urllib.error.HTTPError as error:
             with error:

@@ -727,8 +727,9 @@ class KvMover:
             return
         if refusal == "too_large":
             reason = (
-                f"the request's KV needs {len(job.work.keys) // KEY_BYTES + 1} blocks, more than a node's whole pool: "
-                "shorten the prompt or start the nodes with a larger --dram-bytes"
+                f"the request's KV needs {len(job.work.keys) // KEY_BYTES + 1} blocks, more than a node's pool may "
+                "ever give it: shorten the prompt, start the nodes with a larger --dram-bytes, or raise its tenant's"
+                " limit"
             )
             self.failures.append(Failure(job.id, "too_large", reason))
         else:

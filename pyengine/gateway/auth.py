@@ -47,8 +47,8 @@ LOOK = 0.5
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
 #: What keys of scope "api" open, with all below it. Everything else is about all tenants: scope "watch".
 API = ("/v1", "/tokenize", "/detokenize", "/version", "/openapi.json")
-#: What makes work for the cluster, and so counts as a request.
-WORK = frozenset({"/v1/chat/completions", "/v1/completions"})
+#: What makes work, and so counts as a request.
+WORK = frozenset({"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"})
 
 #: Status of what nobody waited for, as in app.py.
 GONE = 499
@@ -166,6 +166,10 @@ class Door:
     def asks(self) -> bool:
         """Whether a key is needed."""
         return self._register is not None
+
+    @property
+    def audits(self) -> bool:
+        return self._audit is not None
 
     def look(self) -> None:
         """Takes in the file of keys if it has changed; ends what runs under keys that are gone.
@@ -332,15 +336,16 @@ class Guard:
         path = scope["path"]
         access: Access | None = None
         visit: Visit | None = None
-        status, request = 0, ""
+        status = 0
 
         async def watched(message: Message) -> None:
-            nonlocal status, request
+            nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                request = next((v.decode("latin-1") for k, v in message["headers"] if k.lower() == b"x-request-id"), "")
             await send(message)
 
+        # Every part of a stream goes through it: so only where somebody reads what it finds out.
+        answer = watched if self._door.audits else send
         try:
             query = scope.get("query_string", b"")
             access = self._door.identify(scope["headers"], path, query)
@@ -352,19 +357,20 @@ class Guard:
                 if scope["type"] == "websocket":
                     await _until_revoked(self._app(scope, receive, send), visit)
                 else:
-                    await self._app(scope, receive, watched)
+                    await self._app(scope, receive, answer)
         except ApiError as error:
             # Only the door's own: the application answers for its errors itself.
             if scope["type"] == "websocket":
                 with contextlib.suppress(RuntimeError):
                     await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": error.message[:100]})
                 return
-            await _refuse(error, basic=not _is_api(path), send=watched)
+            await _refuse(error, basic=not _is_api(path), send=answer)
         except Exception:
             status = status or 500
             raise
         finally:
             if scope["type"] == "http" and access is not None:
+                request = str(scope.get("state", {}).get("request_id", ""))
                 self._door.write(visit, access, path, status or GONE, request, (time.monotonic() - begun) * 1000)
 
 

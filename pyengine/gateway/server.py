@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from pyengine import _native
 from pyengine.config import GatewayConfig
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def http_config(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
+def http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
     """How uvicorn serves this gateway."""
     return uvicorn.Config(
         app,

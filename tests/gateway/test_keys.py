@@ -95,6 +95,8 @@ def test_no_salt_of_a_client_is_anothers(own: str) -> None:
     a, b = (Access("k", "api", Tenant(name=name)) for name in "ab")
     shared = Access("k", "api", Tenant(name="c", shared="s"))
     mine = [salt_of(access, "") for access in (a, shared, None)]
+    # Where one ends and the next begins is no matter of luck.
+    assert salt_of(Access("k", "api", Tenant(name="ab")), "c") != salt_of(a, "bc")
     assert salt_of(b, own) not in mine
     assert salt_of(None, own) not in mine
 

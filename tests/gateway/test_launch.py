@@ -347,7 +347,7 @@ def test_parts_of_a_machine(tmp_path: Path) -> None:
 
 
 def test_limits_of_tenants_reach_the_pools(tmp_path: Path) -> None:
-    """As tables that transferd reads: the daemon itself is asked in tests/worker/test_tenants.py."""
+    """As tables that transferd reads: what a pool makes of them is in tests/system/test_tenants.py."""
     book = Book(tenants=(Tenant(name="a", dram_bytes=1 << 20, ssd_bytes=5), Tenant(name="b")))
     keys.change(tmp_path / "keys.json", lambda _: (book, None))
     config = msgspec.structs.replace(ServeConfig().derived(), state_dir="/state", keys_file=f"{tmp_path}/keys.json")

@@ -20,6 +20,7 @@ import pytest
 from pyengine.config import ConfigError, GatewayConfig
 from pyengine.gateway.protocol import MAX_HEADER_BYTES, MAX_HEADERS, GuardedProtocol
 from pyengine.scheduler.types import Role
+from tests.certificate import make_certificate
 from tests.gateway.cluster import ANSWER, Cluster, cluster, tokens, whole_answer
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
@@ -145,8 +146,9 @@ async def test_a_long_answer_is_not_slow(folder: Path, monkeypatch: pytest.Monke
         worker = at.workers["both-0"]
         worker.script = lambda w, identity, work: w.send(identity, tokens(work, 0, 1))
         reader, writer = await dial(at)
-        writer.write(head + body + b"\r\n")
+        writer.write(head + body)
         await asyncio.wait_for(reader.readuntil(ANSWER[0].encode() + b'"}'), PATIENCE)
+        writer.write(b"\r\n")
         # Many times the limits, by the loop's own clock: what would close has had its turn.
         passed = asyncio.Event()
         asyncio.get_running_loop().call_later(0.5, passed.set)
@@ -179,13 +181,7 @@ async def test_a_flood_of_slow_clients_holds_nobody_up(folder: Path, monkeypatch
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """PEM files of a certificate for localhost, and of its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, "-out", cert, "-keyout", key], check=True, capture_output=True, timeout=60)
-    return cert, key
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 async def test_https(folder: Path, certificate: tuple[str, str]) -> None:
