@@ -26,7 +26,7 @@ from pyengine.backends.jax.mesh import COPY, cut, make_mesh
 from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
 from pyengine.backends.jax.programs import CACHE, COPIES, Programs
-from pyengine.backends.jax.shards import Shards
+from pyengine.backends.jax.shards import Shards, held
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, resolve
 from pyengine.checkpoint.files import locked
 from pyengine.checkpoint.room import check_room, free_memory
@@ -69,11 +69,12 @@ class JaxBackend:
         self.layerwise = False
         if dtype == "auto":
             dtype = "bfloat16" if self.overlaps else "float32"
+        kernels = choose(device, dtype, config.head_dim, self._mesh.size, env.xla_threads())
         # A device that does not say what is free will say so when it is full.
         free = (device.memory_stats() or {}).get("bytes_limit") if self.overlaps else free_memory()
         if free is not None:
-            check_room(checkpoint.name, config, dtype, int(free) * (tp if self.overlaps else 1))
-        kernels = choose(device, dtype, config.head_dim, self._mesh.size, env.xla_threads())
+            kept, beside = held(checkpoint, dtype, kernels)
+            check_room(checkpoint.name, config, kept, int(free) * (tp if self.overlaps else 1), beside=beside)
         shards = Shards(Weights(checkpoint), config, self._mesh, dtype, kernels)
         model = MODELS[config.architecture](shards, kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
