@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import env
-from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backend import U8, Deferred, Pending, Readable, Slice, WorkerBroken, Written
 from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, check_dtype
 from pyengine.backends.jax.buckets import Buckets, Call
 from pyengine.backends.jax.mesh import COPY, cut, make_mesh
@@ -159,6 +159,10 @@ class JaxBackend:
 
     def _launch(self, slices: list[Slice]) -> Launched:
         """Queues a step. One of more slices than there are places is several."""
+        with self._watched():
+            return self._launch_parts(slices)
+
+    def _launch_parts(self, slices: list[Slice]) -> Launched:
         most = self._buckets.slices
         if len(slices) > most and any(slice_.after is not None for slice_ in slices):
             raise ValueError(f"{len(slices)} slices continue a step, {most} at most can")
@@ -170,7 +174,7 @@ class JaxBackend:
                 self._compute(call, before)
             self._chosen.copy_to_host_async()
             parts.append((self._chosen, [slice_.sampling is not None for slice_ in part]))
-        return Launched(parts)
+        return Launched(parts, self._watched)
 
     def logits(self, slices: list[Slice]) -> npt.NDArray[np.float32]:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
@@ -204,13 +208,14 @@ class JaxBackend:
     def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
         assert layers is None, "it is not layerwise"
         blocks = page_tensor.as_blocks(self._pages, strips)
-        for first, ids in _copies(pages):
-            part = blocks[first : first + len(ids)]
-            if len(part) < len(ids):
-                part = np.concatenate([part, np.zeros((len(ids) - len(part), *part.shape[1:]), part.dtype)])
-            with uninterrupted():
-                self._cache = self._programs.scatter(self._pages, ids, part)
-        self._pages.block_until_ready()  # the strips are the caller's, and may be read until then
+        with self._watched():
+            for first, ids in _copies(pages):
+                part = blocks[first : first + len(ids)]
+                if len(part) < len(ids):
+                    part = np.concatenate([part, np.zeros((len(ids) - len(part), *part.shape[1:]), part.dtype)])
+                with uninterrupted():
+                    self._cache = self._programs.scatter(self._pages, ids, part)
+            self._pages.block_until_ready()  # the strips are the caller's, and may be read until then
 
     def close(self) -> None:
         self._cache = None
@@ -220,6 +225,23 @@ class JaxBackend:
         if self._cache is None:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Raises WorkerBroken if what fails within takes the pages with it: a program is given their memory, and if it
+        fails gives nothing back. Whoever is computed next would fail too.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._cache is None:
+                raise
+            self._chosen = self._nothing  # that of a step that has failed may be lost as well
+            try:
+                self._cache.block_until_ready()
+            except RuntimeError:
+                raise WorkerBroken(f"a step failed on the device, and all KV pages are lost with it: {error}") from error
+            raise
 
     def _set_buckets(self, max_tokens: int, max_sequences: int) -> None:
         pages, block_tokens = self._pages.shape[3], self.namespace.kv.block_tokens
@@ -252,11 +274,18 @@ class JaxBackend:
 class Launched:
     """A step on its way."""
 
-    def __init__(self, parts: list[tuple[jax.Array, list[bool]]]) -> None:
-        """parts: the tokens of some slices, and whose are wanted."""
+    def __init__(
+        self, parts: list[tuple[jax.Array, list[bool]]], watched: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """parts: the tokens of some slices, and whose are wanted. watched: held while they are waited for."""
         self._parts = parts
+        self._watched = watched
 
     def tokens(self) -> list[int]:
+        with self._watched():
+            return self._tokens()
+
+    def _tokens(self) -> list[int]:
         tokens: list[int] = []
         for chosen, wanted in self._parts:
             for token, asked in zip(np.asarray(chosen).tolist(), wanted, strict=False):
