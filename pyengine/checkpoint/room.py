@@ -22,12 +22,13 @@ _GROUPS = (
 )
 
 
-def check_room(name: str, config: ModelConfig, dtype: str, free: int, ranks: int = 1) -> None:
+def check_room(name: str, config: ModelConfig, dtype: str, free: int, ranks: int = 1, beside: int = 0) -> None:
     """Raises ModelError unless the weights, in `dtype`, fit into `free` bytes.
 
-    ranks: how many processes hold them, each its part.
+    ranks: how many processes hold them, each its part. beside: bytes of what is held twice, or in a wider type.
     """
-    needed = sum(math.prod(shape) for shape in config.shapes().values()) * DTYPE_BYTES[dtype] // ranks
+    numbers = sum(math.prod(shape) for shape in config.shapes().values())
+    needed = (numbers * DTYPE_BYTES[dtype] + beside) // ranks
     if needed > free:
         half = "--dtype bfloat16, which needs half of it, " if DTYPE_BYTES[dtype] > 2 else ""
         raise ModelError(

@@ -4,6 +4,7 @@ Method: a machine made of files, one fault at a time; a bundle of inputs into wh
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import socket

@@ -82,6 +82,16 @@ def into_a_copy() -> Any:
     return call("rms_norm", (like(array), like(array)))(array, jnp.ones(4), array, eps=np.float32(1e-5))
 
 
+def a_stream_of_another_type() -> Any:
+    """In place, as it has to be: twice as much would be written as there is."""
+    function: Any = jax.jit(
+        lambda x, weight, residual: call("rms_norm", (like(x), like(residual)), {2: 1})(
+            x, weight, residual, eps=np.float32(1e-5)
+        )
+    )
+    return function(jnp.ones((4, 8)), jnp.ones(8), jnp.ones((4, 8), jnp.bfloat16))
+
+
 def more_tokens_than_positions() -> Any:
     sequences = Sequences(np.array([0, 3], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32))
     return ffi.prefill_attention(sequences, 3)(jnp.ones((3, 1, 8)), jnp.zeros((1, 2, 1, 4, 16, 8)), 0)
@@ -105,6 +115,7 @@ def without_its_arguments() -> Any:
         (of_another_type, "I32"),
         (beyond_the_pages, "slot 64 is in none of 4 pages"),
         (into_a_copy, "input_output_aliases"),
+        (a_stream_of_another_type, "stream is Bf16"),
         (more_tokens_than_positions, "no sequences of 3 rows"),
         (without_its_setting, "no setting"),
         (without_its_arguments, "query and pages are"),

@@ -20,11 +20,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from pyengine.backend import Shaping, Slice
+from pyengine._native import LINEAR_LEVELS
+from pyengine.backend import Shaping, Slice, WorkerBroken
 from pyengine.backends import lacking, load_backend
 from pyengine.checkpoint import ModelError
 from pyengine.kernels import reference
-from pyengine.kernels.inputs import Shapes
+from pyengine.kernels.inputs import Sequences, Shapes
 from pyengine.scheduler.types import BLOCK_TOKENS, SamplingParams
 from tests.model import checkpoints
 from tests.model.checkpoints import LLAMA3_ROPE, MISTRAL, QWEN2, QWEN3, QWEN_WINDOW, write_tiny
@@ -90,6 +91,35 @@ def test_logits_equal_transformers_and_torch(shape: str, tmp_path: Path) -> None
         ours = backend.logits(slices)[0]
         np.testing.assert_allclose(ours, expected[end - 1], atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(ours, twin.logits(slices)[0].numpy(), atol=TOLERANCE, rtol=0)
+
+
+def test_a_step_that_takes_the_pages_with_it_ends_the_worker(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong before it is computed is that step's alone. What fails on the device leaves no pages, and what
+    comes after says so as well.
+    """
+    if LINEAR_LEVELS[-1] == "scalar":
+        pytest.skip("needs kernels of ours, which refuse what does not fit: this processor has not the instructions")
+    tokens = np.arange(20)
+    good, bad = slice_of(tokens, 0, [0, 1]), slice_of(tokens, 0, [3, 400])
+    for overlaps in (False, True):
+        backend = load(tiny, tmp_path)
+        backend.overlaps = overlaps  # made to queue its steps, as on a device
+        expected = backend.execute([good])
+        with pytest.raises(ValueError, match="400"):
+            backend.execute([bad])
+        assert backend.execute([good]) == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(Sequences, "check_pages", lambda *_, **__: None)
+            for _ in range(2):
+                with pytest.raises(WorkerBroken, match="all KV pages are lost"):
+                    backend.submit([bad]).tokens()
+        with pytest.raises(WorkerBroken, match="all KV pages are lost"):
+            backend.submit([good]).tokens()
+        strips = np.zeros((1, backend.namespace.kv.strips, backend.namespace.kv.strip_bytes), np.uint8)
+        with pytest.raises(WorkerBroken, match="all KV pages are lost"):
+            backend.write_pages([0], strips)
 
 
 @pytest.mark.parametrize("shape", sorted(checkpoints.SHAPES))

@@ -105,6 +105,31 @@ def test_matrices_that_stay_in_bfloat16_need_half(tmp_path: Path, monkeypatch: p
             TorchBackend(checkpoint, threads=1)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_jax_needs_what_it_will_hold(
+    tied: bool, bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of its parameters but the angles'; padding of packed matrices and vectors are a little more or less."""
+    if reason := lacking("jax"):
+        pytest.skip(reason)
+    import jax
+
+    from pyengine.backends.jax import JaxBackend, backend
+
+    folder = write_tiny(
+        tmp_path / "tiny", bfloat16=bfloat16, tie_word_embeddings=tied, hidden_size=128, max_position_embeddings=32
+    )
+    checkpoint = resolve(str(folder), tmp_path)
+    loaded = JaxBackend(checkpoint, compiled=tmp_path / "xla", dtype="float32")
+    needed = sum(array.nbytes for array in jax.tree.leaves(loaded._programs.state))
+    monkeypatch.setattr(backend, "free_memory", lambda: needed * 11 // 10)
+    JaxBackend(checkpoint, compiled=tmp_path / "xla", dtype="float32")
+    monkeypatch.setattr(backend, "free_memory", lambda: needed * 9 // 10)
+    with pytest.raises(ModelError, match="the weights of 'tiny' in"):
+        JaxBackend(checkpoint, compiled=tmp_path / "xla", dtype="float32")
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_pages_that_do_not_fit_are_refused_before_they_are_used(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

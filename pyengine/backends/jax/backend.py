@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyengine import env
-from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, Written
+from pyengine.backend import NOTHING_LEFT, U8, Deferred, Pending, Readable, Slice, WorkerBroken, Written
 from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, check_dtype
 from pyengine.backends.jax.buckets import Buckets, Call
 from pyengine.backends.jax.mesh import COPY, cut, make_mesh
@@ -27,7 +27,7 @@ from pyengine.backends.jax.models import MODELS
 from pyengine.backends.jax.models.decoder import Batch
 from pyengine.backends.jax.programs import CACHE, COPIES, Programs
 from pyengine.backends.jax.shaping import Told, nothing_to_shape, shape_calls
-from pyengine.backends.jax.shards import Shards
+from pyengine.backends.jax.shards import Shards, held
 from pyengine.checkpoint import Checkpoint, ModelError, Weights, resolve
 from pyengine.checkpoint.files import locked
 from pyengine.checkpoint.room import check_room, free_memory
@@ -70,11 +70,12 @@ class JaxBackend:
         self.layerwise = False
         if dtype == "auto":
             dtype = "bfloat16" if self.overlaps else "float32"
+        kernels = choose(device, dtype, config.head_dim, self._mesh.size, env.xla_threads())
         # A device that does not say what is free will say so when it is full.
         free = (device.memory_stats() or {}).get("bytes_limit") if self.overlaps else free_memory()
         if free is not None:
-            check_room(checkpoint.name, config, dtype, int(free) * (tp if self.overlaps else 1))
-        kernels = choose(device, dtype, config.head_dim, self._mesh.size, env.xla_threads())
+            kept, beside = held(checkpoint, dtype, kernels)
+            check_room(checkpoint.name, config, kept, int(free) * (tp if self.overlaps else 1), beside=beside)
         shards = Shards(Weights(checkpoint), config, self._mesh, dtype, kernels)
         model = MODELS[config.architecture](shards, kernels)
         self._programs = Programs(model, kernels, self._mesh, _kept(compiled))
@@ -169,6 +170,10 @@ class JaxBackend:
 
     def _launch(self, slices: list[Slice]) -> Launched:
         """Queues a step. One of more slices than there are places is several."""
+        with self._watched():
+            return self._launch_parts(slices)
+
+    def _launch_parts(self, slices: list[Slice]) -> Launched:
         most = self._buckets.slices
         if len(slices) > most and any(slice_.after is not None for slice_ in slices):
             raise ValueError(f"{len(slices)} slices continue a step, {most} at most can")
@@ -183,7 +188,7 @@ class JaxBackend:
                     told.append(logprobs)
             self._chosen.copy_to_host_async()
             parts.append(Part(self._chosen, part, told))
-        return Launched(parts)
+        return Launched(parts, self._watched)
 
     def logits(self, slices: list[Slice]) -> npt.NDArray[np.float32]:
         """As `execute`, but returns the float32 logits [sampled slices, vocab], in slice order, for tests."""
@@ -217,13 +222,14 @@ class JaxBackend:
     def write_pages(self, pages: list[int], strips: U8, layers: range | None = None) -> None:
         assert layers is None, "it is not layerwise"
         blocks = page_tensor.as_blocks(self._pages, strips)
-        for first, ids in _copies(pages):
-            part = blocks[first : first + len(ids)]
-            if len(part) < len(ids):
-                part = np.concatenate([part, np.zeros((len(ids) - len(part), *part.shape[1:]), part.dtype)])
-            with uninterrupted():
-                self._cache = self._programs.scatter(self._pages, ids, part)
-        self._pages.block_until_ready()  # the strips are the caller's, and may be read until then
+        with self._watched():
+            for first, ids in _copies(pages):
+                part = blocks[first : first + len(ids)]
+                if len(part) < len(ids):
+                    part = np.concatenate([part, np.zeros((len(ids) - len(part), *part.shape[1:]), part.dtype)])
+                with uninterrupted():
+                    self._cache = self._programs.scatter(self._pages, ids, part)
+            self._pages.block_until_ready()  # the strips are the caller's, and may be read until then
 
     def close(self) -> None:
         self._cache = None
@@ -233,6 +239,25 @@ class JaxBackend:
         if self._cache is None:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Raises WorkerBroken if what fails within takes the pages with it: a program is given their memory, and if it
+        fails gives nothing back. Whoever is computed next would fail too.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._cache is None:
+                raise
+            self._chosen = self._nothing  # that of a step that has failed may be lost as well
+            try:
+                self._cache.block_until_ready()
+            except RuntimeError:
+                raise WorkerBroken(
+                    f"a step failed on the device, and all KV pages are lost with it: {error}"
+                ) from error
+            raise
 
     def _set_buckets(self, max_tokens: int, max_sequences: int) -> None:
         pages, block_tokens = self._pages.shape[3], self.namespace.kv.block_tokens
@@ -291,10 +316,16 @@ class Part(NamedTuple):
 class Launched:
     """A step on its way."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[Part], watched: Callable[[], AbstractContextManager[None]]) -> None:
+        """watched: held while the tokens are waited for."""
         self._parts = parts
+        self._watched = watched
 
     def tokens(self) -> list[int]:
+        with self._watched():
+            return self._tokens()
+
+    def _tokens(self) -> list[int]:
         tokens: list[int] = []
         for part in self._parts:
             for token, slice_ in zip(np.asarray(part.chosen).tolist(), part.slices, strict=False):

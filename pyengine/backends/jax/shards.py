@@ -18,14 +18,25 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from pyengine.backends.jax.mesh import BOTH, cut
-from pyengine.checkpoint import ModelConfig, Weights, rotary_tables
+from pyengine.checkpoint import Checkpoint, ModelConfig, Weights, rotary_tables
 from pyengine.kernels.jax import ffi
 from pyengine.kernels.jax.contract import Kernels
+from pyengine.scheduler.types import DTYPE_BYTES
 
 Array = npt.NDArray[Any]
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 LAYER = "model.layers.{}."
 LARGE_PAGE = 2 << 20
+
+
+def held(checkpoint: Checkpoint, dtype: str, kernels: Kernels) -> tuple[str, int]:
+    """In which type matrices will be, and how many bytes are needed beside: the embedding is in `dtype`, and a head
+    that is tied to it is stored again.
+    """
+    config = checkpoint.config
+    matrices = "bfloat16" if kernels is ffi and checkpoint.in_bfloat16 else dtype
+    each = DTYPE_BYTES[dtype] if config.tied_head else DTYPE_BYTES[dtype] - DTYPE_BYTES[matrices]
+    return matrices, config.vocab_size * config.hidden_size * each
 
 
 class Whole(nnx.Param[jax.Array]):

@@ -84,6 +84,7 @@ fn norm(call: &Call<'_>) -> Result<(), Refused> {
         if let Some((residual, sum)) = residual {
             same(&[("residual", &residual, &[rows, width]), ("stream", &sum, &[rows, width])])?;
             in_place("the residual", &residual, &sum)?;
+            sum.expect(&[x.dtype], "stream")?;
             stream = sum.data.cast();
         }
         for (what, buffer) in [("weight", &weight), ("normed", &out)] {
