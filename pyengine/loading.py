@@ -78,7 +78,10 @@ class Loading:
         """Nobody needs it any more: returns when nothing is copied, soon."""
         assert self._copying is not None, "it was started"
         self._cancelled = True
-        self._copying.exception()
+        if self._copying.cancel():  # it waited for another, and never begins
+            self._end()
+        else:
+            self._copying.exception()
 
     def _copy(self, copier: Copier) -> None:
         """On the thread."""
@@ -94,10 +97,13 @@ class Loading:
                     self._layers = part.stop
                     self._moved.notify_all()
         finally:
-            with self._moved:
-                self.seconds = time.monotonic() - began
-                self._over = True
-                self._moved.notify_all()
+            self.seconds = time.monotonic() - began
+            self._end()
+
+    def _end(self) -> None:
+        with self._moved:
+            self._over = True
+            self._moved.notify_all()
 
 
 class Loader:

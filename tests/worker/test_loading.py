@@ -320,3 +320,27 @@ def test_a_request_that_cannot_be_computed_leaves_no_load_behind() -> None:
         cluster.run(request)
         assert request.failed is not None
         cluster.settle()
+
+
+def test_a_load_that_waits_for_another_is_cancelled_at_once() -> None:
+    gate = threading.Event()
+    loaded: list[int] = []
+
+    class Gated:
+        def load(self, slots: Any, pages: Any, layers: range | None = None) -> int:
+            assert gate.wait(PATIENCE), "nobody let it go on"
+            loaded.extend(pages)
+            return len(slots)
+
+    copier: Any = Gated()
+    loader = loading.Loader(copier, backend().namespace.kv)
+    first, second = (loader.begin([copier] * 2, pages) for pages in ([0, 1], [2, 3]))
+    second.cancel()
+    assert second.over and not second.whole and not first.over
+    with pytest.raises(loading.Unreadable):
+        second.wait(0)
+    second.cancel()
+    gate.set()
+    first.join()
+    assert first.whole and set(loaded) == {0, 1}
+    loader.close()
