@@ -148,9 +148,9 @@ def test_layerwise_is_whole(way: str) -> None:
             decode.backend.layerwise = layerwise
             begin = decode.mover.loader.begin
 
-            def noted(slots: Any, pages: Any, begin: Any = begin, began: list[int] = began) -> Any:
+            def noted(slots: Any, pages: Any, first: int, begin: Any = begin, began: list[int] = began) -> Any:
                 began.append(len(slots))
-                return begin(slots, pages)
+                return begin(slots, pages, first)
 
             decode.mover.loader.begin = noted  # type: ignore[method-assign]
             requests = [ask(cluster, prompt(length)) for length in lengths]
@@ -223,11 +223,11 @@ def test_a_rotten_hand_off_is_mended_at_decode() -> None:
         decode = cluster.workers["decode"]
         begin = decode.mover.loader.begin
 
-        def rot(slots: Any, pages: Any) -> Any:
+        def rot(slots: Any, pages: Any, first: int) -> Any:
             if not flipped:
                 flipped.append(slots[5].slot)
                 flip_arena(ARENA_HEAD + flipped[0] * BLOCK_BYTES + 2 * BLOCK_BYTES // LAYERS + 100, 1)
-            return begin(slots, pages)
+            return begin(slots, pages, first)
 
         decode.mover.loader.begin = rot  # type: ignore[method-assign]
         tokens = prompt(200)
@@ -343,4 +343,51 @@ def test_a_load_that_waits_for_another_is_cancelled_at_once() -> None:
     gate.set()
     first.join()
     assert first.whole and set(loaded) == {0, 1}
+    loader.close()
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_load_that_raises_is_one_request_s_alone(layerwise: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its prompt is computed, and nothing is said to be rotten."""
+    fails: list[int] = []
+
+    class Failing(Held):
+        def load(self, *arguments: Any) -> bool:
+            if fails:
+                fails.pop()
+                raise MemoryError("no memory for scratch")
+            return self._pool.load(*arguments)
+
+    with two_workers(Asking(layerwise=layerwise), Failing) as cluster:
+        cache(cluster, prompt(200))
+        other = again(cluster, prompt(40, 1))
+        cluster.until(lambda: len(other.tokens) > 0)
+        fails.append(1)
+        request = again(cluster, prompt(200))
+        cluster.run(request, other)
+        assert not fails and request.ids == oracle(prompt(200), 8) and other.ids == oracle(prompt(40, 1), 8)
+        assert request.cached == 0 and cluster.workers["second"].mover.counters["checksum_failures"] == 0
+        assert "its reused prefix could not be loaded" in caplog.text and "MemoryError: no memory" in caplog.text
+        once_more = cluster.submit(prompt(200), "first", "first")
+        cluster.run(once_more)
+        assert once_more.cached == 192, "all of it is in the pool"
+        cluster.settle()
+
+
+def test_what_a_load_raises_is_told_to_the_step_that_waits_for_it() -> None:
+    class Raising:
+        def load(self, slots: Any, pages: Any, layers: range | None = None) -> int:
+            if layers is not None and layers.start == 0:
+                return len(slots)
+            raise MemoryError("no memory for scratch")
+
+    copier: Any = Raising()
+    loader = loading.Loader(copier, backend().namespace.kv)
+    begun = loader.begin([copier] * 2, [0, 1], 5)
+    begun.wait(0)
+    with pytest.raises(loading.Unreadable, match="could not be loaded from block 5 on") as raised:
+        begun.wait(1)
+    assert isinstance(raised.value.__cause__, MemoryError)
+    with pytest.raises(MemoryError):
+        begun.join()
     loader.close()
