@@ -765,7 +765,7 @@ class KvMover:
                 self._rotten(job, load.first_block + good)
         except WorkerBroken:
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 (whatever was raised, only this job needs it)
             self._not_loaded(job)
         self._loaded(job, load, good, time.monotonic() - began, first=not job.sequence.started)
         self.batcher.loaded(job.id, self._tokens_in(job, load.first_block + good))
@@ -799,7 +799,7 @@ class KvMover:
             rotten = not loading.whole
         except WorkerBroken:
             raise
-        except Exception:
+        except Exception:  # noqa: BLE001 (as in `load`)
             self._not_loaded(job)
         self._stop_loading(job)
         if loading.whole:
