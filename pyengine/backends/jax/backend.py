@@ -240,7 +240,9 @@ class JaxBackend:
             try:
                 self._cache.block_until_ready()
             except RuntimeError:
-                raise WorkerBroken(f"a step failed on the device, and all KV pages are lost with it: {error}") from error
+                raise WorkerBroken(
+                    f"a step failed on the device, and all KV pages are lost with it: {error}"
+                ) from error
             raise
 
     def _set_buckets(self, max_tokens: int, max_sequences: int) -> None:
