@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pyengine import _native, loading
+from pyengine import _native, kv_mover, loading
 from pyengine.backend import Pending, Readable, Slice, Written
 from pyengine.backends import load_backend
 from pyengine.backends.fake import FakeBackend
@@ -213,6 +213,62 @@ def test_a_rotten_strip_is_found_by_the_step_that_needs_it(layer: int, block: in
         assert found in (1, 2), "each who reads it may say so"
         assert worker.counters["recomputed"] == 0, "nothing was computed twice"
         assert cluster.counter("a", "pyengine_checksum_failures_total", where="arena") == found
+        cluster.settle()
+
+
+def test_who_streams_to_another_node_beside_a_rotten_strip_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one step one sequence loads, and a hand-off leaves: what has left of it is good, and what is left follows."""
+    # However busy the machine is, what is asked of the pool is answered before the next step.
+    monkeypatch.setattr(kv_mover, "ANSWER", PATIENCE)
+    both: list[int] = []
+    pools: list[Held] = []
+
+    def wrap(pool: _native.PoolClient) -> Held:
+        pools.append(Held(pool, LAYERS - 1))
+        return pools[-1]
+
+    class Both(FakeBackend):
+        """told: of how many layers, in steps that stream and load."""
+
+        def submit(
+            self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+        ) -> Pending:
+            def tell(layer: int) -> None:
+                assert written is not None
+                written(layer)
+                both.extend([layer] * (readable is not None))
+
+            def ask(layer: int) -> None:
+                assert readable is not None
+                if layer == LAYERS - 1:
+                    pools[0].gate.set()
+                readable(layer)
+
+            return super().submit(slices, None if written is None else tell, None if readable is None else ask)
+
+    with Cluster() as cluster:
+        cluster.add_node("a", 256, backend())
+        cluster.add_node("b", 256, backend())
+        cluster.add_worker("first", "a", backend(), pages=256, max_tokens=CHUNK)
+        model = Both(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        model.layerwise = True
+        worker = cluster.add_worker("second", "a", model, pages=256, max_tokens=2 * CHUNK, wrap=wrap)
+        cluster.add_worker("decode", "b", backend(), pages=256, max_tokens=CHUNK)
+        tokens, long = prompt(200), prompt(8 * CHUNK, 1)
+        cache(cluster, tokens)
+        flip_arena(ARENA_HEAD + 7 * BLOCK_BYTES + (LAYERS - 1) * BLOCK_BYTES // LAYERS + 100, 1)
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        hand_off = cluster.submit(long, "second", "decode", sampling=sampling)
+        cluster.until(lambda: worker.counters["prefill"] > 0)
+        request = cluster.submit(tokens, "second", "second", changes={"priority": 1})
+        cluster.run(request, hand_off)
+        assert both == list(range(LAYERS - 1)), "all layers but the rotten one had left"
+        assert request.ids == oracle(tokens, 8) and hand_off.ids == oracle(long)
+        assert worker.mover.counters["checksum_failures"] == 1
+        said = [record for record in caplog.records if "step of 2 sequences" in record.message]
+        assert [(record.levelname, record.exc_info) for record in said] == [("WARNING", None)]
         cluster.settle()
 
 
