@@ -560,3 +560,30 @@ fn last_slot_is_for_staging() {
     assert_eq!(pool.advance().iter().map(|(holder, _)| *holder).collect::<Vec<_>>(), [holder(5), holder(2)]);
     pool.check();
 }
+
+// Goal: who asks whether a copy may begin learns why not: "full" is said only where waiting helps.
+// Method: a reserved and a committed block, a slot that holds another life, one that is free, and one whose reads are
+// as many as can be counted.
+#[test]
+fn a_copy_is_refused_for_what_it_lacks() {
+    let mut pool = Pool::new(Memory::default(), 4, 4, 10, lru());
+    assert!(matches!(pool.grant(holder(1), wish(0, 0..1), GrantMode::Now), Granting::Held(_)));
+    let slot = pool.granted_at(holder(1), 0).expect("it was granted").slot;
+    assert_eq!(pool.may_copy(slot), Ok(()), "its holder has written strips of it");
+    pool.commit(holder(1), 0, None).expect("nobody writes it");
+    for _ in 0..u16::MAX {
+        assert_eq!(pool.may_copy(slot), Ok(()));
+        assert!(pool.begin_copy_written(slot));
+    }
+    assert_eq!(pool.may_copy(slot), Err(Refusal::Full));
+    assert!(!pool.begin_copy_written(slot));
+    let other = SlotRef { generation: slot.generation + 1, ..slot };
+    let free = SlotRef { slot: (slot.slot + 1) % 4, generation: 0 };
+    let beyond = SlotRef { slot: 4, ..slot };
+    for lost in [other, free, beyond] {
+        assert_eq!(pool.may_copy(lost), Err(Refusal::Missing), "{lost:?}");
+    }
+    (0..u16::MAX).for_each(|_| pool.end_copy(slot));
+    assert_eq!(pool.may_copy(slot), Ok(()));
+    pool.check();
+}
