@@ -148,9 +148,11 @@ def test_layerwise_is_whole(way: str) -> None:
             decode.backend.layerwise = layerwise
             begin = decode.mover.loader.begin
 
-            def noted(slots: Any, pages: Any, first: int, begin: Any = begin, began: list[int] = began) -> Any:
+            def noted(
+                slots: Any, pages: Any, first_block: int = 0, begin: Any = begin, began: list[int] = began
+            ) -> Any:
                 began.append(len(slots))
-                return begin(slots, pages, first)
+                return begin(slots, pages, first_block)
 
             decode.mover.loader.begin = noted  # type: ignore[method-assign]
             requests = [ask(cluster, prompt(length)) for length in lengths]
@@ -279,11 +281,11 @@ def test_a_rotten_hand_off_is_mended_at_decode() -> None:
         decode = cluster.workers["decode"]
         begin = decode.mover.loader.begin
 
-        def rot(slots: Any, pages: Any, first: int) -> Any:
+        def rot(slots: Any, pages: Any, first_block: int = 0) -> Any:
             if not flipped:
                 flipped.append(slots[5].slot)
                 flip_arena(ARENA_HEAD + flipped[0] * BLOCK_BYTES + 2 * BLOCK_BYTES // LAYERS + 100, 1)
-            return begin(slots, pages, first)
+            return begin(slots, pages, first_block)
 
         decode.mover.loader.begin = rot  # type: ignore[method-assign]
         tokens = prompt(200)
