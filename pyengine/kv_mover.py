@@ -26,6 +26,7 @@ on, and nodes that prefill for each other cannot wait for each other in a circle
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import select
 import time
@@ -39,7 +40,7 @@ import msgspec
 
 from pyengine import _native
 from pyengine._native import NodeAddress, Slot, Tag
-from pyengine.backend import U8, Backend, Readable, Written
+from pyengine.backend import U8, Backend, Readable, WorkerBroken, Written
 from pyengine.copier import Copied, Copier
 from pyengine.group_copier import GroupCopier
 from pyengine.loading import Loader, Loading
@@ -48,6 +49,8 @@ from pyengine.scheduler.batcher import Batcher, Filled, Load, Planned, Sequence,
 from pyengine.scheduler.messages import LoadSample, Note, Work
 from pyengine.scheduler.types import KEY_BYTES, KvSpec, Medium, Node, cacheable_blocks
 from pyengine.streaming import Stream, Streamer
+
+logger = logging.getLogger(__name__)
 
 #: Blocks that may wait, copied out of their pages, for a free slot to be cached in; beyond it they are not cached.
 WRITE_THROUGH_BLOCKS = 256
@@ -758,13 +761,19 @@ class KvMover:
         # Where steps overlap a load is beside one in any case.
         beside = self.backend.layerwise and not self.backend.overlaps and job.work.part != "prefill"
         if beside and self.loader.gains(len(slots)):
-            job.loading, job.load = self.loader.begin(slots, pages), load
+            job.loading, job.load = self.loader.begin(slots, pages, load.first_block), load
             self._loading[job.id] = job
             self.batcher.loaded(job.id, self._tokens_in(job, load.first_block + len(slots)), verified=False)
             return
-        good = self.copier.load(slots, pages) if slots else 0
-        if good < len(slots):
-            self._rotten(job, load.first_block + good)
+        good = 0
+        try:
+            good = self.copier.load(slots, pages) if slots else 0
+            if good < len(slots):
+                self._rotten(job, load.first_block + good)
+        except WorkerBroken:
+            raise
+        except Exception:  # noqa: BLE001 (whatever was raised, only this job needs it)
+            self._not_loaded(job)
         self._loaded(job, load, good, time.monotonic() - began, first=not job.sequence.started)
         self.batcher.loaded(job.id, self._tokens_in(job, load.first_block + good))
         self._in_pages(job)
@@ -791,7 +800,14 @@ class KvMover:
         """Waits for what is copied into pages of the job."""
         loading, load = job.loading, job.load
         assert loading is not None and load is not None, "callers check"
-        loading.join()
+        rotten = False
+        try:
+            loading.join()
+            rotten = not loading.whole
+        except WorkerBroken:
+            raise
+        except Exception:  # noqa: BLE001 (as in `load`)
+            self._not_loaded(job)
         self._stop_loading(job)
         if loading.whole:
             believed = job.sequence.believed
@@ -800,12 +816,17 @@ class KvMover:
             self._in_pages(job)
             return
         block = load.first_block + loading.good
-        self._rotten(job, block)
+        if rotten:
+            self._rotten(job, block)
         if (found := job.find(block)) is not None:
             found[0].committed[block] = False
         self._unreadable(job)
         # Not before the step is over for the batcher as well.
         self._again.append(job)
+
+    def _not_loaded(self, job: Job) -> None:
+        """Called where copying has raised. What is in the pool may be intact: it is computed anew all the same."""
+        logger.exception("request %d, attempt %d: its reused prefix could not be loaded", *job.id)
 
     def _unreadable(self, job: Job) -> None:
         self.batcher.unreadable(job.id)

@@ -37,10 +37,13 @@ class Loading:
     copying took.
     """
 
-    def __init__(self, slots: Run[Slot], pages: Run[int], spec: KvSpec) -> None:
+    def __init__(self, slots: Run[Slot], pages: Run[int], spec: KvSpec, first_block: int = 0) -> None:
+        """first_block: which block of its sequence the first is."""
         self._slots = slots
         self._pages = pages
         self._spec = spec
+        self._first_block = first_block
+        self._error: Exception | None = None
         self._every = max(layers_at_once(spec, len(slots), PART_BYTES), -(-spec.layers // PARTS))
         self._moved = threading.Condition()
         self._layers = 0
@@ -66,8 +69,12 @@ class Loading:
         """Returns when this layer is in the pages. Raises Unreadable: it will not be."""
         with self._moved:
             self._moved.wait_for(lambda: self._layers > layer or self._over)
-        if self._layers <= layer:
-            raise Unreadable(f"block {self.good} of a reused prefix is not intact")
+        if self._layers > layer:
+            return
+        block = self._first_block + self.good
+        if self._error is not None:
+            raise Unreadable(f"a reused prefix could not be loaded from block {block} on") from self._error
+        raise Unreadable(f"block {block} of a reused prefix is not intact")
 
     def join(self) -> None:
         """Returns when nothing is copied any more. Raises what copying has raised."""
@@ -78,7 +85,10 @@ class Loading:
         """Nobody needs it any more: returns when nothing is copied, soon."""
         assert self._copying is not None, "it was started"
         self._cancelled = True
-        self._copying.exception()
+        if self._copying.cancel():  # it waited for another, and never begins
+            self._end()
+        else:
+            self._copying.exception()
 
     def _copy(self, copier: Copier) -> None:
         """On the thread."""
@@ -93,11 +103,18 @@ class Loading:
                 with self._moved:
                     self._layers = part.stop
                     self._moved.notify_all()
+        except Exception as error:
+            self.good = 0
+            self._error = error
+            raise
         finally:
-            with self._moved:
-                self.seconds = time.monotonic() - began
-                self._over = True
-                self._moved.notify_all()
+            self.seconds = time.monotonic() - began
+            self._end()
+
+    def _end(self) -> None:
+        with self._moved:
+            self._over = True
+            self._moved.notify_all()
 
 
 class Loader:
@@ -112,11 +129,13 @@ class Loader:
         """So many blocks are enough to be loaded beside their step."""
         return blocks > 0 and layers_at_once(self._spec, blocks, PART_BYTES) < self._spec.layers
 
-    def begin(self, slots: Run[Slot], pages: Run[int]) -> Loading:
-        """Has blocks copied into pages, layer by layer. The slots stay as they are until `join` or `cancel`."""
+    def begin(self, slots: Run[Slot], pages: Run[int], first_block: int = 0) -> Loading:
+        """Has blocks copied into pages, layer by layer; first_block: which of its sequence the first is. The slots stay
+        as they are until `join` or `cancel`.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "loading")
-        loading = Loading(slots, pages, self._spec)
+        loading = Loading(slots, pages, self._spec, first_block)
         loading.start(self._thread, self._copier)
         return loading
 

@@ -29,6 +29,7 @@ from pyengine import _native
 from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Shaping, Slice, WorkerBroken
 from pyengine.grammar import Grammars
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
+from pyengine.loading import Unreadable
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, State, Step, TooLarge
 from pyengine.scheduler.blocks import BlockPool
 from pyengine.scheduler.messages import (
@@ -428,6 +429,10 @@ class Worker:
                 chosen = self._read(planned, flight.pending)
             except WorkerBroken:
                 raise
+            except Unreadable as error:
+                # What has left is good: layers are told of in order, and this one nobody has computed.
+                logger.warning("a step of %d sequences is computed again, each alone: %s", len(planned), error)
+                self._void_later(flight)
             except Exception:
                 logger.exception("a step of %d sequences failed: computing each alone", len(planned))
                 self._void_later(flight)

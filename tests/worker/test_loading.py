@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pyengine import _native, loading
+from pyengine import _native, kv_mover, loading
 from pyengine.backend import Pending, Readable, Slice, Written
 from pyengine.backends import load_backend
 from pyengine.backends.fake import FakeBackend
@@ -148,9 +148,11 @@ def test_layerwise_is_whole(way: str) -> None:
             decode.backend.layerwise = layerwise
             begin = decode.mover.loader.begin
 
-            def noted(slots: Any, pages: Any, begin: Any = begin, began: list[int] = began) -> Any:
+            def noted(
+                slots: Any, pages: Any, first_block: int = 0, begin: Any = begin, began: list[int] = began
+            ) -> Any:
                 began.append(len(slots))
-                return begin(slots, pages)
+                return begin(slots, pages, first_block)
 
             decode.mover.loader.begin = noted  # type: ignore[method-assign]
             requests = [ask(cluster, prompt(length)) for length in lengths]
@@ -216,6 +218,62 @@ def test_a_rotten_strip_is_found_by_the_step_that_needs_it(layer: int, block: in
         cluster.settle()
 
 
+def test_who_streams_to_another_node_beside_a_rotten_strip_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one step one sequence loads, and a hand-off leaves: what has left of it is good, and what is left follows."""
+    # However busy the machine is, what is asked of the pool is answered before the next step.
+    monkeypatch.setattr(kv_mover, "ANSWER", PATIENCE)
+    both: list[int] = []
+    pools: list[Held] = []
+
+    def wrap(pool: _native.PoolClient) -> Held:
+        pools.append(Held(pool, LAYERS - 1))
+        return pools[-1]
+
+    class Both(FakeBackend):
+        """told: of how many layers, in steps that stream and load."""
+
+        def submit(
+            self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None
+        ) -> Pending:
+            def tell(layer: int) -> None:
+                assert written is not None
+                written(layer)
+                both.extend([layer] * (readable is not None))
+
+            def ask(layer: int) -> None:
+                assert readable is not None
+                if layer == LAYERS - 1:
+                    pools[0].gate.set()
+                readable(layer)
+
+            return super().submit(slices, None if written is None else tell, None if readable is None else ask)
+
+    with Cluster() as cluster:
+        cluster.add_node("a", 256, backend())
+        cluster.add_node("b", 256, backend())
+        cluster.add_worker("first", "a", backend(), pages=256, max_tokens=CHUNK)
+        model = Both(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        model.layerwise = True
+        worker = cluster.add_worker("second", "a", model, pages=256, max_tokens=2 * CHUNK, wrap=wrap)
+        cluster.add_worker("decode", "b", backend(), pages=256, max_tokens=CHUNK)
+        tokens, long = prompt(200), prompt(8 * CHUNK, 1)
+        cache(cluster, tokens)
+        flip_arena(ARENA_HEAD + 7 * BLOCK_BYTES + (LAYERS - 1) * BLOCK_BYTES // LAYERS + 100, 1)
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        hand_off = cluster.submit(long, "second", "decode", sampling=sampling)
+        cluster.until(lambda: worker.counters["prefill"] > 0)
+        request = cluster.submit(tokens, "second", "second", changes={"priority": 1})
+        cluster.run(request, hand_off)
+        assert both == list(range(LAYERS - 1)), "all layers but the rotten one had left"
+        assert request.ids == oracle(tokens, 8) and hand_off.ids == oracle(long)
+        assert worker.mover.counters["checksum_failures"] == 1
+        said = [record for record in caplog.records if "step of 2 sequences" in record.message]
+        assert [(record.levelname, record.exc_info) for record in said] == [("WARNING", None)]
+        cluster.settle()
+
+
 def test_a_rotten_hand_off_is_mended_at_decode() -> None:
     """Found in a later layer of a hand-off: its leading blocks are loaded once more, the rest is computed."""
     flipped: list[int] = []
@@ -223,11 +281,11 @@ def test_a_rotten_hand_off_is_mended_at_decode() -> None:
         decode = cluster.workers["decode"]
         begin = decode.mover.loader.begin
 
-        def rot(slots: Any, pages: Any) -> Any:
+        def rot(slots: Any, pages: Any, first_block: int = 0) -> Any:
             if not flipped:
                 flipped.append(slots[5].slot)
                 flip_arena(ARENA_HEAD + flipped[0] * BLOCK_BYTES + 2 * BLOCK_BYTES // LAYERS + 100, 1)
-            return begin(slots, pages)
+            return begin(slots, pages, first_block)
 
         decode.mover.loader.begin = rot  # type: ignore[method-assign]
         tokens = prompt(200)
@@ -320,3 +378,74 @@ def test_a_request_that_cannot_be_computed_leaves_no_load_behind() -> None:
         cluster.run(request)
         assert request.failed is not None
         cluster.settle()
+
+
+def test_a_load_that_waits_for_another_is_cancelled_at_once() -> None:
+    gate = threading.Event()
+    loaded: list[int] = []
+
+    class Gated:
+        def load(self, slots: Any, pages: Any, layers: range | None = None) -> int:
+            assert gate.wait(PATIENCE), "nobody let it go on"
+            loaded.extend(pages)
+            return len(slots)
+
+    copier: Any = Gated()
+    loader = loading.Loader(copier, backend().namespace.kv)
+    first, second = (loader.begin([copier] * 2, pages) for pages in ([0, 1], [2, 3]))
+    second.cancel()
+    assert second.over and not second.whole and not first.over
+    with pytest.raises(loading.Unreadable):
+        second.wait(0)
+    second.cancel()
+    gate.set()
+    first.join()
+    assert first.whole and set(loaded) == {0, 1}
+    loader.close()
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_load_that_raises_is_one_request_s_alone(layerwise: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Its prompt is computed, and nothing is said to be rotten."""
+    fails: list[int] = []
+
+    class Failing(Held):
+        def load(self, *arguments: Any) -> bool:
+            if fails:
+                fails.pop()
+                raise MemoryError("no memory for scratch")
+            return self._pool.load(*arguments)
+
+    with two_workers(Asking(layerwise=layerwise), Failing) as cluster:
+        cache(cluster, prompt(200))
+        other = again(cluster, prompt(40, 1))
+        cluster.until(lambda: len(other.tokens) > 0)
+        fails.append(1)
+        request = again(cluster, prompt(200))
+        cluster.run(request, other)
+        assert not fails and request.ids == oracle(prompt(200), 8) and other.ids == oracle(prompt(40, 1), 8)
+        assert request.cached == 0 and cluster.workers["second"].mover.counters["checksum_failures"] == 0
+        assert "its reused prefix could not be loaded" in caplog.text and "MemoryError: no memory" in caplog.text
+        once_more = cluster.submit(prompt(200), "first", "first")
+        cluster.run(once_more)
+        assert once_more.cached == 192, "all of it is in the pool"
+        cluster.settle()
+
+
+def test_what_a_load_raises_is_told_to_the_step_that_waits_for_it() -> None:
+    class Raising:
+        def load(self, slots: Any, pages: Any, layers: range | None = None) -> int:
+            if layers is not None and layers.start == 0:
+                return len(slots)
+            raise MemoryError("no memory for scratch")
+
+    copier: Any = Raising()
+    loader = loading.Loader(copier, backend().namespace.kv)
+    begun = loader.begin([copier] * 2, [0, 1], 5)
+    begun.wait(0)
+    with pytest.raises(loading.Unreadable, match="could not be loaded from block 5 on") as raised:
+        begun.wait(1)
+    assert isinstance(raised.value.__cause__, MemoryError)
+    with pytest.raises(MemoryError):
+        begun.join()
+    loader.close()

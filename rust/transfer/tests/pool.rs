@@ -571,17 +571,44 @@ fn copies_of_a_block_are_counted_to_their_limit() {
     for index in 0..2 {
         let slot = pool.granted_at(holder(2), index).expect("it was granted").slot;
         for _ in 0..COPIES_AT_ONCE {
-            assert!(pool.may_copy(slot) && pool.begin_copy_written(slot));
+            assert!(pool.may_copy(slot).is_ok() && pool.begin_copy_written(slot));
         }
         for _ in 0..2 {
-            assert!(!pool.may_copy(slot) && !pool.begin_copy_written(slot) && !pool.begin_copy(slot));
+            assert!(pool.may_copy(slot).is_err() && !pool.begin_copy_written(slot) && !pool.begin_copy(slot));
         }
         pool.check();
         pool.end_copy(slot);
-        assert!(pool.may_copy(slot) && pool.begin_copy_written(slot) && !pool.may_copy(slot));
+        assert!(pool.may_copy(slot).is_ok() && pool.begin_copy_written(slot) && pool.may_copy(slot).is_err());
         (0..COPIES_AT_ONCE).for_each(|_| pool.end_copy(slot));
     }
     pool.release(holder(2));
     assert_eq!(pool.occupancy(), Occupancy { free: 2, cached: 1, ..Occupancy::default() });
+    pool.check();
+}
+
+// Goal: who asks whether a copy may begin learns why not: "full" is said only where waiting helps.
+// Method: a reserved and a committed block, a slot that holds another life, one that is free, and one whose reads are
+// as many as can be counted.
+#[test]
+fn a_copy_is_refused_for_what_it_lacks() {
+    let mut pool = Pool::new(Memory::default(), 4, 4, 10, lru());
+    assert!(matches!(pool.grant(holder(1), wish(0, 0..1), GrantMode::Now), Granting::Held(_)));
+    let slot = pool.granted_at(holder(1), 0).expect("it was granted").slot;
+    assert_eq!(pool.may_copy(slot), Ok(()), "its holder has written strips of it");
+    pool.commit(holder(1), 0, None).expect("nobody writes it");
+    for _ in 0..COPIES_AT_ONCE {
+        assert_eq!(pool.may_copy(slot), Ok(()));
+        assert!(pool.begin_copy_written(slot));
+    }
+    assert_eq!(pool.may_copy(slot), Err(Refusal::Full));
+    assert!(!pool.begin_copy_written(slot));
+    let other = SlotRef { generation: slot.generation + 1, ..slot };
+    let free = SlotRef { slot: (slot.slot + 1) % 4, generation: 0 };
+    let beyond = SlotRef { slot: 4, ..slot };
+    for lost in [other, free, beyond] {
+        assert_eq!(pool.may_copy(lost), Err(Refusal::Missing), "{lost:?}");
+    }
+    (0..COPIES_AT_ONCE).for_each(|_| pool.end_copy(slot));
+    assert_eq!(pool.may_copy(slot), Ok(()));
     pool.check();
 }

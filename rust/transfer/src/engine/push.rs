@@ -188,9 +188,11 @@ impl Engine {
                     return self.refuse(client, tag, Refusal::Protocol);
                 }
                 let Some(link) = self.links.get_mut(&open.to.node) else { return };
-                let full = link.waiting.len() + copies.len() > self.settings.copies_waiting;
-                if full || !copies.iter().all(|(_, source, _)| pool.may_copy(*source)) {
+                if link.waiting.len() + copies.len() > self.settings.copies_waiting {
                     return self.refuse(client, tag, Refusal::Full);
+                }
+                if let Err(refusal) = copies.iter().try_for_each(|(_, source, _)| pool.may_copy(*source)) {
+                    return self.refuse(client, tag, refusal);
                 }
                 for (index, source, destination) in copies {
                     let twice = std::mem::replace(&mut filling.pushed[index as usize], end) == end;

@@ -686,18 +686,21 @@ impl<M: Lives> Pool<M> {
         record.is_some_and(|record| matches!(record.state, State::Committed { .. })) && self.begin_copy_written(slot)
     }
 
-    /// True if `begin_copy_written` would begin one now.
-    pub fn may_copy(&self, slot: SlotRef) -> bool {
-        self.slots.get(slot.slot as usize).is_some_and(|record| {
-            record.generation == slot.generation
-                && record.reads < COPIES_AT_ONCE
-                && matches!(record.state, State::Committed { .. } | State::Reserved)
-        })
+    /// Ok if `begin_copy_written` would begin one now. Full: as many read it as can be counted, in 16 bits. Missing: the
+    /// slot holds another block by now, or none.
+    pub fn may_copy(&self, slot: SlotRef) -> Result<(), Refusal> {
+        let record = self.slots.get(slot.slot as usize).filter(|record| record.generation == slot.generation);
+        let held = record.filter(|record| matches!(record.state, State::Committed { .. } | State::Reserved));
+        match held {
+            None => Err(Refusal::Missing),
+            Some(record) if record.reads >= COPIES_AT_ONCE => Err(Refusal::Full),
+            Some(_) => Ok(()),
+        }
     }
 
     /// As `begin_copy`, also of strips of a reserved block that its holder has written.
     pub fn begin_copy_written(&mut self, slot: SlotRef) -> bool {
-        if !self.may_copy(slot) {
+        if self.may_copy(slot).is_err() {
             return false;
         }
         self.slots[slot.slot as usize].reads += 1;
