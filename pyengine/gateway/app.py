@@ -125,12 +125,14 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> Response:
-        request, headers = await _parsed(service, http, lambda body: decode(body, TokenizeRequest))
+        body = await _body(http, service.config.max_body_bytes)
+        request, headers = await _understood(service, http, body, lambda body: decode(body, TokenizeRequest))
         model, tokenizer = await _tokenizer(service, request.model)
-        ids = await _ids(service, request, tokenizer)
+        ids = await _ids(service, request, tokenizer, len(body))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_positions, "tokens": ids}
         if request.return_token_strs:
-            answer["token_strs"] = [spell(tokenizer, token)[0] for token in ids]
+            spelled = lambda: [spell(tokenizer, token)[0] for token in ids]  # noqa: E731
+            answer["token_strs"] = await service.threads.run(len(ids), spelled)
         return Response(msgspec.json.encode(answer), headers=headers, media_type=JSON)
 
     @app.post("/detokenize")
@@ -215,13 +217,15 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         terms = _terms(service, request, arrived, visit)
         model, tokenizer = await exchange.unless_gone(_tokenizer(service, request.model))
         visit.model = model.name
-        prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model))
+        prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model, len(body)))
         visit.admit(sum(len(prompt.ids) for prompt in prompts))
-        visit.usage = lambda: exchange.usage
+        visit.usage = lambda: exchange.spent
         prompt = prompts[0].ids if endpoint == "chat" else None
-        form = form_of(request.wanted, tokenizer, prompt)
+        forming = service.threads.run(len(body), lambda: form_of(request.wanted, tokenizer, prompt))
+        form = await exchange.unless_gone(forming)
         if form.grammar is not None:
             await exchange.unless_gone(_followed(service, model, form.grammar, request.wanted))
+        visit.check()
         exchange.start(request, model, prompts, tokenizer, terms, form)
         answer = Answer(endpoint, model.name, number, _told(request, prompts, tokenizer, form))
         if not request.stream:
@@ -335,11 +339,11 @@ async def _tokenizer(service: Service, name: str | None) -> tuple[Model, Tokeniz
 
 
 async def _prompts(
-    service: Service, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: Model
+    service: Service, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: Model, size: int
 ) -> list[Prompt]:
-    """Raises ApiError 400."""
+    """size: of the request, bytes. Raises ApiError 400."""
     if isinstance(request, ChatRequest):
-        return [Prompt(await _chat_ids(service, request, tokenizer), "")]
+        return [Prompt(await _chat_ids(service, request, tokenizer, size), "")]
     prompts = []
     for prompt in request.prompts():
         if isinstance(prompt, str):
@@ -349,31 +353,37 @@ async def _prompts(
         else:
             ids = prompt
             _known_ids("prompt", ids, model)
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(ids) if request.echo else ""
+        text = prompt if isinstance(prompt, str) else ""
+        if request.echo and not text:
+            text = await service.threads.run(len(ids), lambda ids=ids: tokenizer.decode(ids))  # type: ignore[misc]
         prompts.append(Prompt(ids, text))
     return prompts
 
 
-async def _ids(service: Service, request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    """What /tokenize is asked for. Raises ApiError 400."""
+async def _ids(service: Service, request: TokenizeRequest, tokenizer: Tokenizer, size: int) -> list[int]:
+    """What /tokenize is asked for. size: of the request, bytes. Raises ApiError 400."""
     text = request.prompt
     if (text is None) == (request.messages is None):
         raise ApiError(400, "prompt: send either a prompt or messages", param="prompt")
     if text is None:
-        return await _chat_ids(service, request, tokenizer)
+        return await _chat_ids(service, request, tokenizer, size)
     special = request.add_special_tokens is not False
     return await service.threads.run(len(text), lambda: tokenizer.encode(text, special=special))
 
 
-async def _chat_ids(service: Service, request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a conversation, as the model's template has it. Raises ApiError 400."""
-    tools = request.wanted.shown if isinstance(request, ChatRequest) else []
-    messages, options = openai.templated(
-        request.messages or [], tools, request.chat_template_kwargs, tokenizer.template
-    )
-    size = sum(len(message["content"]) for message in messages)
+async def _chat_ids(
+    service: Service, request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, size: int
+) -> list[int]:
+    """Ids of a conversation, as the model's template has it. size: of the request, bytes, any of which the template may
+    show. Raises ApiError 400."""
+
+    def work() -> list[int]:
+        tools = request.wanted.shown if isinstance(request, ChatRequest) else []
+        given = (request.messages or [], tools, request.chat_template_kwargs)
+        return tokenizer.chat(*openai.templated(*given, tokenizer.template))
+
     try:
-        return await service.threads.run(size, lambda: tokenizer.chat(messages, options))
+        return await service.threads.run(size, work)
     except ChatError as error:
         raise ApiError(400, f"messages: {error}", param="messages") from error
 

@@ -108,13 +108,17 @@ class Visit:
 
     def admit(self, prompt_tokens: int) -> None:
         """To be called once, before work is sent. Raises ApiError 429 if the tenant has no tokens for it, 401, 400."""
-        if self.revoked:
-            raise _unauthorized(REVOKED)
+        self.check()
         if self.access is not None:
             refusal = self._door.limiter.prompt(self.access.tenant, prompt_tokens, self._door.clock())
             if refusal is not None:
                 self._door.refused[self.access.tenant.name, refusal.limit] += 1
                 raise _limited(refusal)
+
+    def check(self) -> None:
+        """To be called behind every wait before work is sent. Raises ApiError 401 if the key has been revoked."""
+        if self.revoked:
+            raise _unauthorized(REVOKED)
 
     def revoke(self) -> None:
         self.revoked = True
@@ -142,6 +146,8 @@ class Door:
         self._origins = frozenset(origins)
         self._register: Register | None = None
         self._seen: keys.Mark = None
+        #: Why the file could not be read last.
+        self._trouble = ""
         self._visits: set[Visit] = set()
         self._told = 0
         self._ticker: asyncio.Task[None] | None = None
@@ -182,11 +188,14 @@ class Door:
             seen = _mark(self._file)
             if seen == self._seen:
                 return
-            self._seen = seen
             book = keys.read_book(self._file)
         except ConfigError as error:
-            log.error("API keys stay as they were: %s", error)
+            if str(error) != self._trouble:
+                log.error("API keys stay as they were: %s", error)
+            # The file stays unseen: what cannot be read now (too many open files) may be a moment later, unchanged.
+            self._trouble = str(error)
             return
+        self._seen, self._trouble = seen, ""
         self._take(book)
 
     def _take(self, book: Book) -> None:

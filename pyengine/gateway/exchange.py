@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -116,6 +117,12 @@ class Exchange:
                 tiers[tier] = tiers.get(tier, 0) + tokens
         completion = sum(generation.emitted for generation in self._generations)
         return Usage(prompt=prompt, completion=completion, cached=cached, tiers=tiers)
+
+    @property
+    def spent(self) -> Usage:
+        """As `usage`, with all that was generated: also what the client did not take."""
+        completion = sum(len(generation.request.tokens) for generation in self._generations)
+        return msgspec.structs.replace(self.usage, completion=completion)
 
     @property
     def timing(self) -> str:

@@ -92,7 +92,7 @@ def add_probes(app: FastAPI, service: Service) -> None:
 
 
 class Deep:
-    """The deep check of one gateway: one at a time, and its answer is kept a while."""
+    """The deep check of one gateway: one at a time, whatever anybody asks for, and its answer is kept a while."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -101,11 +101,17 @@ class Deep:
         self._until = -math.inf
 
     async def answer(self, http: HttpRequest) -> Response:
-        """Raises ApiError 400 for a `within` that is none."""
+        """Who comes while one is under way is told what that finds, within its own time.
+
+        Raises ApiError 400 for a `within` that is none, 403 for what a page of another origin had a browser fetch.
+        """
+        # Such a request (of an image, say) has no Origin header: so the door does not know it.
+        if http.headers.get("sec-fetch-site") == "cross-site" and "origin" not in http.headers:
+            raise ApiError(403, "pages of other origins may not start a deep check", code="forbidden_origin")
         within = _within(http)
         now = time.monotonic()
         task = self._running
-        if task is None or self._key != within or (task.done() and now >= self._until):
+        if task is None or (task.done() and (self._key != within or now >= self._until)):
             task = self._running = asyncio.create_task(self._look(within))
             self._key = within
         return _answer(await asyncio.shield(task))

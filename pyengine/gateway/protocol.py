@@ -83,6 +83,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value))
+        if not self._in_header:
+            # Behind a chunked body. Nobody here knows any such field, and this one may be one that somebody in front of
+            # this server takes care to set or to drop.
+            return
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"the header has more than {MAX_HEADERS} fields: send less")
             raise Refused
@@ -93,8 +97,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         if self.transport.is_closing():
             raise Refused
-        self._within(self.request_seconds)
         super().on_headers_complete()
+        # While it waits for earlier ones nothing is read: its time begins with its turn.
+        self._within(None if self.pipeline else self.request_seconds)
 
     def on_message_complete(self) -> None:
         self._in_header, self._begun = True, False
@@ -103,10 +108,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_header and self._begun and not self.transport.is_closing():
+        if self.transport.is_closing() or self.pipeline:
+            return
+        done = self.cycle.response_complete
+        if self._in_header and self._begun and done:
             # Half of the next request came while this one was answered.
             self._unset_keepalive_if_required()
             self._within(self.head_seconds)
+        elif not self._in_header and not done:
+            # It is the next one's turn, of whose body half has come.
+            self._within(self.request_seconds)
 
     # -- limits ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +151,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         cycle = self.cycle
-        begun = cycle is not None and cycle.response_started and not (cycle.response_complete and self._in_header)
+        # An earlier request, whose answer anything written now would be part of; or this one's own answer.
+        begun = bool(self.pipeline)
+        if cycle is not None:
+            begun = begun or (not cycle.response_complete if self._in_header else cycle.response_started)
         if not begun:
             self.transport.write(b"".join(_answer(status, text)))
         self.transport.close()

@@ -16,13 +16,14 @@ from msgspec import Meta
 from pyengine.gateway.errors import ApiError
 from pyengine.gateway.parsing import THINK, THOUGHT, AnswerParser
 from pyengine.gateway.tools import Dialect, Tool, dialect_of
-from pyengine.grammar import WHITESPACE, GrammarError, choice
+from pyengine.grammar import LONGEST, WHITESPACE, GrammarError, choice
 from pyengine.scheduler.types import Grammar
 from pyengine.text import Tokenizer
 
 #: Functions of one request (the API's limit), and calls of one answer that are asked for: no model calls for ever.
 MAX_TOOLS, MAX_CALLS = 128, 16
 MAX_CHOICE = 1024
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 #: vLLM's names of before, and where they went.
 RENAMED = {
@@ -244,7 +245,7 @@ def _of_structured(wanted: StructuredOutputs) -> list[tuple[str, Grammar]]:
     where = "structured_outputs"
     forms = []
     if wanted.json is not None:
-        text = wanted.json if isinstance(wanted.json, str) else _schema(wanted.json, lenient=False)
+        text = wanted.json if isinstance(wanted.json, str) else _schema(wanted.json, lenient=False, where=where)
         forms.append((where, Grammar("json_schema", text)))
     if wanted.regex is not None:
         forms.append((where, Grammar("regex", wanted.regex)))
@@ -261,15 +262,22 @@ def _of_structured(wanted: StructuredOutputs) -> list[tuple[str, Grammar]]:
     return forms
 
 
-def _schema(schema: dict[str, Any] | bool, *, lenient: bool) -> str:
-    """As text, with what it asks of llguidance itself replaced by what we allow."""
+def _schema(schema: dict[str, Any] | bool, *, lenient: bool, where: str = "response_format") -> str:
+    """As text, with what it asks of llguidance itself replaced by what we allow. Raises ApiError 400."""
     options = {"whitespace_pattern": WHITESPACE} | ({"lenient": True} if lenient else {})
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": options}
+    parts, size = [], 0
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        # In Python, part by part: the whole at once keeps the interpreter's lock for as long as it takes.
+        for part in _ENCODER.iterencode(schema):
+            parts.append(part)
+            size += len(part)
+            if size > LONGEST:
+                raise _refused(where, f"the schema has more than {LONGEST} characters; send a shorter one")
     except RecursionError as error:
-        raise ApiError(400, "the schema is nested too deeply", param="response_format") from error
+        raise ApiError(400, "the schema is nested too deeply", param=where) from error
+    return "".join(parts)
 
 
 def _calls(
@@ -281,7 +289,7 @@ def _calls(
     tools = [
         Tool(
             tool.function.name,
-            _schema(tool.function.parameters or _NO_PARAMETERS, lenient=not tool.function.strict),
+            _schema(tool.function.parameters or _NO_PARAMETERS, lenient=not tool.function.strict, where="tools"),
         )
         for tool in wanted.tools
         if named in (None, tool.function.name)

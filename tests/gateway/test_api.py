@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,9 +22,14 @@ import pytest
 
 from pyengine.cli import installed_version
 from pyengine.gateway import exchange as gateway_exchange
+from pyengine.gateway import openai as gateway_openai
+from pyengine.gateway.errors import ApiError
 from pyengine.gateway.listener import STALL, listen
+from pyengine.gateway.spelling import spell
+from pyengine.gateway.structured import form_of
 from pyengine.scheduler.messages import PrefillReport, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Logprobs, Role
+from pyengine.text import _ByteTokenizer
 from tests.gateway.cluster import ANSWER, Cluster, FakeWorker, cluster, failing, silent
 from tests.gateway.test_gateway import APART, CHAT, PATIENCE, events, folder, http, post, read_stream
 
@@ -347,6 +353,102 @@ async def test_a_prompt_of_ten_megabytes_holds_nobody_up(folder: Path, http: aio
         status, answer = await post(http, at, "/v1/completions", b" " * (at.config.max_body_bytes + 1))
         assert status == 413
         assert at.service.active == 0
+
+
+LONG = "ab cd " * 2000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": LONG, "content": "x"}]},
+        {"messages": [{"role": "user", "name": LONG, "content": "x"}]},
+        {"messages": [{"role": "assistant", "reasoning_content": LONG, "content": "x"}]},
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({"a": LONG})}}],
+                }
+            ]
+        },
+        {"messages": CHAT["messages"], "chat_template_kwargs": {"a": LONG}},
+        {"messages": CHAT["messages"], "tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {
+            "messages": CHAT["messages"],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"description": LONG}}},
+        },
+    ],
+    ids=["role", "name", "reasoning", "calls", "options", "tools", "schema"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_whatever_is_long_in_a_conversation_is_no_work_of_the_loop(
+    folder: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    threads: list[tuple[str, bool]] = []
+
+    def watched(name: str, work: Any) -> Any:
+        def watch(*arguments: Any, **named: Any) -> Any:
+            threads.append((name, threading.current_thread() is threading.main_thread()))
+            return work(*arguments, **named)
+
+        return watch
+
+    monkeypatch.setattr(gateway_openai, "templated", watched("templated", gateway_openai.templated))
+    monkeypatch.setattr(_ByteTokenizer, "chat", watched("chat", _ByteTokenizer.chat))
+    monkeypatch.setattr("pyengine.gateway.app.form_of", watched("form", form_of))
+    async with cluster(folder, Role.BOTH) as at:
+        monkeypatch.setattr(FakeWorker, "info", property(lambda self: long_context(self)))
+        at.conductor.announce()
+        while at.service.models["fake"].max_positions < 1 << 20:
+            await asyncio.sleep(0)
+        await post(http, at, path, {"model": "fake", "max_tokens": 1, **fields})
+    assert [name for name, _ in threads] == ["templated", "chat", "form"][: 3 if path != "/tokenize" else 2]
+    assert not any(on_loop for _, on_loop in threads)
+
+
+async def test_long_lists_of_ids_are_no_work_of_the_loop(
+    folder: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: set[tuple[str, bool]] = set()
+
+    def spelled(*arguments: Any) -> Any:
+        on_loop.add(("spell", threading.current_thread() is threading.main_thread()))
+        return spell(*arguments)
+
+    decode = _ByteTokenizer.decode
+
+    def decoded(own: Any, ids: Any) -> str:
+        if len(ids) > 5000:
+            on_loop.add(("decode", threading.current_thread() is threading.main_thread()))
+        return decode(own, ids)
+
+    monkeypatch.setattr("pyengine.gateway.app.spell", spelled)
+    monkeypatch.setattr(_ByteTokenizer, "decode", decoded)
+    async with cluster(folder, Role.BOTH) as at:
+        _, answer = await post(http, at, "/tokenize", {"prompt": "a" * 6000, "return_token_strs": True})
+        assert answer["token_strs"] == ["a"] * 6000
+        await post(http, at, "/v1/completions", {"prompt": [65] * 6000, "echo": True})
+    assert on_loop == {("spell", False), ("decode", False)}
+
+
+@pytest.mark.parametrize("where", ["response_format", "structured_outputs", "tools"])
+def test_a_schema_that_no_worker_takes_is_never_written_out(where: str) -> None:
+    """As nobody else runs while it is: only so much of it is as may be."""
+    schema: dict[str, Any] = {"enum": [[] for _ in range(300_000)]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    fields: dict[str, dict[str, Any]] = {
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        "structured_outputs": {"structured_outputs": {"json": schema}},
+        "tools": {"tools": [tool], "tool_choice": "required"},
+    }
+    body = json.dumps({"messages": CHAT["messages"], **fields[where]}).encode()
+    tokenizer = _ByteTokenizer()
+    tokenizer.template = "tools <tool_call>"
+    with pytest.raises(ApiError) as error:
+        form_of(gateway_openai.parse_chat(body)[0].wanted, tokenizer, [65])
+    assert (error.value.status, error.value.param) == (400, where)
+    assert "characters; send a shorter one" in error.value.message
 
 
 async def test_tokenizing_is_bounded(

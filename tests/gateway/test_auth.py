@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import errno
 import json
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +27,7 @@ from pyengine.gateway import auth
 from pyengine.gateway.audit import AuditLog
 from pyengine.gateway.auth import API, Door, Guard
 from pyengine.gateway.errors import ApiError
+from pyengine.gateway.service import Generation
 from pyengine.scheduler.types import FinishReason, Role, tenant_number
 from pyengine.tenants import SCOPES, Access, Book, Scope, Tenant
 from tests.gateway.cluster import Cluster, cluster, silent, tokens, whole_answer
@@ -305,6 +307,29 @@ async def test_a_file_that_breaks_while_it_runs_changes_nothing(
         assert (await ask(http, at, text, max_tokens=2))[0] == 401
 
 
+async def test_a_file_that_cannot_be_read_for_a_moment_is_read_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Descriptors run out just as a key is revoked: nothing changes in the file when there are some again."""
+    text = add(folder, "alice")
+    door = door_of(folder)
+    headers = [(b"authorization", f"Bearer {text}".encode())]
+    revoke(folder, text)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        door.look()
+        door.look()
+        assert door.identify(headers, "/v1/models") is not None
+        assert sum("Too many open files" in record.message for record in caplog.records) == 1
+    door.look()
+    with pytest.raises(ApiError):
+        door.identify(headers, "/v1/models")
+
+
 # -- tenants -------------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +429,40 @@ async def test_requests_at_once(folder: Path, http: aiohttp.ClientSession) -> No
         assert at.service.metrics_text().count(b'pyengine_tenant_refused_total{tenant="a",limit="concurrent"} 1') == 1
 
 
+async def test_what_was_generated_is_charged_also_if_nobody_takes_it(
+    folder: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client leaves with the first token; of the others it has taken none."""
+    text = add(folder, "a", tokens_per_minute=1000)
+    lines: list[dict[str, Any]] = []
+    audit = AuditLog(folder / "audit")
+    monkeypatch.setattr(audit, "put", lines.append)
+    door = door_of(folder, clock=Clock(), audit=audit)
+    async with cluster(folder, Role.BOTH, door=door) as at:
+        worker = at.workers["both-0"]
+        worker.script = lambda w, identity, work: w.send(identity, tokens(work, 0, 1))
+        # It reads the first part, and no other.
+        taken, reading = Generation.take, []
+
+        def take(own: Generation, **each: bool) -> Any:
+            reading.append(own)
+            return taken(own, **each) if not own.emitted else ("", [], None, None)
+
+        monkeypatch.setattr(Generation, "take", take)
+        url, body = f"{at.url}/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 500}
+        response = await asyncio.wait_for(http.post(url, json=body, headers=bearer(text)), PATIENCE)
+        (work,) = worker.work
+        for identity in worker.peers:
+            worker.send(identity, tokens(work, 1, 300))
+        while len(reading[0].request.tokens) < 301:
+            await asyncio.sleep(0)
+        response.close()
+        while door._visits or not lines:
+            await asyncio.sleep(0)
+        assert [line["completion_tokens"] for line in lines] == [301]
+        assert door.tokens["a", "generated"] == 301
+
+
 # -- revoked -------------------------------------------------------------------------------------------------------
 
 
@@ -469,6 +528,24 @@ async def test_a_key_revoked_before_work_is_sent(folder: Path, http: aiohttp.Cli
         held.set()
         response = await asyncio.wait_for(sending, PATIENCE)
         assert (response.status, at.conductor.routes) == (401, [])
+
+
+async def test_a_key_revoked_while_its_grammar_is_compiled(
+    folder: Path, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are admitted, and nothing of it runs that could be ended."""
+    text = add(folder, "alice")
+    door = door_of(folder)
+    async with cluster(folder, Role.BOTH, door=door) as at:
+
+        async def follow(*_: Any) -> None:
+            revoke(folder, text)
+            door.look()
+
+        monkeypatch.setattr(at.service, "follow", follow)
+        status, body, _ = await ask(http, at, text, structured_outputs={"regex": "a"})
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert (at.conductor.routes, at.service.active) == ([], 0)
 
 
 async def test_web_sockets_need_a_key_and_end_with_it(folder: Path) -> None:

@@ -150,6 +150,30 @@ async def test_many_who_ask_are_one_probe(tmp_path: Path) -> None:
         assert len(at.workers["prefill-0"].work) == 1
 
 
+async def test_many_who_ask_differently_are_one_probe_at_a_time(tmp_path: Path) -> None:
+    async with cluster(tmp_path, *APART) as at, aiohttp.ClientSession() as http:
+        paths = [f"/health?deep=1&within={1 + i / 1000}" for i in range(20)]
+        worker = at.workers["prefill-0"]
+        worker.script = silent
+        asking = [asyncio.create_task(look(http, at, path)) for path in paths]
+        answers = await asyncio.gather(*asking)
+        assert {status for status, _ in answers} == {503}
+        assert len(worker.work) == 1
+        # One that has ended answers for its own time only.
+        await look(http, at, paths[-1])
+        await look(http, at, paths[-2])
+        assert len(worker.work) >= 2
+
+
+async def test_pages_of_others_start_no_probe(tmp_path: Path) -> None:
+    """An image whose address is here: browsers send no Origin with it."""
+    async with cluster(tmp_path, *APART) as at, aiohttp.ClientSession() as http:
+        for site, expected in (("cross-site", 403), ("same-origin", 200), ("none", 200)):
+            async with http.get(f"{at.url}/health?deep=1", headers={"Sec-Fetch-Site": site}) as response:
+                assert response.status == expected
+        assert len(at.workers["prefill-0"].work) == 1
+
+
 async def test_the_loop_of_the_gateway(tmp_path: Path) -> None:
     async with cluster(tmp_path, *APART) as at, aiohttp.ClientSession() as http:
         assert at.service._ticker is not None

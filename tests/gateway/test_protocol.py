@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvicorn
 
 from pyengine.config import ConfigError, GatewayConfig
 from pyengine.gateway.protocol import MAX_HEADER_BYTES, MAX_HEADERS, GuardedProtocol
@@ -121,6 +123,80 @@ async def test_who_is_slow_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPat
         assert b"did not come within 0.2 s" in answers
         writer.close()
         assert at.service.active == 0
+
+
+def post(body: bytes, sent: bytes) -> bytes:
+    """A request of this body, of which only so much comes."""
+    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + sent
+
+
+@pytest.mark.parametrize(
+    ("behind", "complete"),
+    [
+        (post(b"ab", b"a"), 0),
+        (GET + b"\r\n" + post(b"ab", b"a"), 1),
+        (GET + b"\r\n" + GET, 1),
+        (b"\0\0\0\0", None),
+        (GET + b"\r\n" + b"\0\0\0\0", None),
+        (b"GET /" + b"a" * MAX_HEADER_BYTES, None),
+    ],
+    ids=["half a body", "half a third body", "half a third header", "nonsense", "nonsense third", "endless"],
+)
+async def test_nothing_is_written_into_an_earlier_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, behind: bytes, complete: int | None
+) -> None:
+    """Behind a request that is being answered come others, of which the last is never complete, or is none. complete:
+    how many answers there are behind the first before a 408; None: the connection ends, and no answer is another's."""
+    monkeypatch.setattr(GuardedProtocol, "head_seconds", 0.1)
+    monkeypatch.setattr(GuardedProtocol, "request_seconds", 0.1)
+    body = json.dumps({**CHAT, "max_tokens": len(ANSWER), "stream": True}).encode()
+    async with cluster(folder, Role.BOTH) as at:
+        worker = at.workers["both-0"]
+        arrived = asyncio.Event()
+        worker.script = lambda *_: arrived.set()
+        reader, writer = await dial(at)
+        writer.write(post(body, body))
+        await asyncio.wait_for(arrived.wait(), PATIENCE)
+        writer.write(behind)
+        if complete is None:
+            assert await rest(reader) == b""
+            return
+        # Many times the limits, by the loop's own clock: what would close has had its turn.
+        passed = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.5, passed.set)
+        await passed.wait()
+        (work,) = worker.work
+        for identity in worker.peers:
+            whole_answer(worker, identity, work)
+        answers = await rest(reader)
+        first, *others = answers.split(b"HTTP/1.1 ")[1:]
+        assert first.startswith(b"200 ") and first.count(b"data: [DONE]") == 1
+        assert [one[:4] for one in others] == [b"200 "] * complete + [b"408 "]
+        writer.close()
+
+
+async def test_fields_behind_a_body_are_no_headers() -> None:
+    """What stands in front of a server sets or drops fields of the header, and looks at no others."""
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        seen.append(scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = uvicorn.Server(uvicorn.Config(app, http=GuardedProtocol, log_level="error", lifespan="off", ws="none"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+    writer.write(b"0\r\nAuthorization: Bearer k\r\nX-Request-Id: t\r\n\r\n")
+    assert (await rest(reader)).startswith(b"HTTP/1.1 200 ")
+    assert [[name for name, _ in headers] for headers in seen] == [[b"host", b"transfer-encoding"]]
+    writer.close()
+    server.should_exit = True
+    await asyncio.wait_for(serving, PATIENCE)
 
 
 async def test_empty_lines_keep_no_connection_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
