@@ -62,6 +62,10 @@ class Elsewhere:
         number = self._ask("submit", slices)
         return Deferred(lambda: self._ask("tokens", number), lambda: self._ask("logprobs", number))
 
+    def logits(self, slices: list[Slice]) -> Any:
+        """float32 [sampled slices, vocab], for tests."""
+        return self._ask("logits", slices)
+
     def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         out[:] = self._ask("read_pages", pages, out.shape, layers)
 
