@@ -279,6 +279,25 @@ def test_of_indented_lines_only_the_launchers_are_kept() -> None:
     assert clean_log(shown).splitlines()[0] == "  transferd-0  ready after 0.4 s  <removed>"
 
 
+def test_the_state_directory_of_a_file_is_the_one_looked_at(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rights are judged, and its secret kept out of a bundle, whatever form it has."""
+    file, log, bundle = tmp_path / "serve.toml", tmp_path / "serve.log", tmp_path / "bundle.tar.gz"
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "secret").write_text("of-some-form")
+    (tmp_path / "there" / "secret").chmod(0o644)
+    file.write_text(f'state_dir = "{tmp_path}/there"\n')
+    log.write_text("conductor INFO pyengine.scheduler.service: the secret is of-some-form\n")
+    monkeypatch.delenv("PYENGINE_STATE_DIR", raising=False)
+    monkeypatch.setenv("PYENGINE_CONFIG", str(file))
+    _, out, _ = call("--json", "--bundle", str(bundle), "--log", str(log))
+    assert "chmod 600" in next(each["advice"] for each in json.loads(out) if "there" in each["advice"])
+    with tarfile.open(bundle) as tar:
+        told = tar.extractfile("logs/0-serve.log").read().decode()  # type: ignore[union-attr]
+    assert "the secret is <removed>" in told
+
+
 async def test_the_launchers_own_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it really says, through a crash, a restart and an end by force."""
     monkeypatch.setattr(launch, "STOP_FRONT", 0.5)
