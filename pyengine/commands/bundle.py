@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from pyengine.commands.checks import Finding
+from pyengine.commands.private import open_private
 from pyengine.origins import Setting
 from pyengine.scheduler.types import Role
 
@@ -70,10 +71,7 @@ def write_bundle(
     if metrics is not None:
         files["metrics.txt"] = clean_metrics(metrics)
     files |= {f"logs/{number}-{Path(name).name}": clean_log(text) for number, (name, text) in enumerate(logs.items())}
-    with (
-        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out,
-        tarfile.open(fileobj=out, mode="w:gz") as tar,
-    ):
+    with open_private(path) as out, tarfile.open(fileobj=out, mode="w:gz") as tar:
         for name, text in files.items():
             data = clean(text, secrets).encode()
             member = tarfile.TarInfo(name)
