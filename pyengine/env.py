@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,12 @@ PREFIX = "PYENGINE_"
 OTHERS = ("log_level", "config", "api_key")
 #: Variables of the tests, which change nothing here.
 TESTS = "test_"
+#: What Kubernetes gives to the containers beside a Service called pyengine or pyengine-...: its address, in the form of
+#: Docker's old links. An address is no port, so a port that somebody has set is told apart by its value.
+_SERVICE = re.compile(
+    r"(\w+_)?(service_host|service_port(_\w+)?|port_\d+_(tcp|udp|sctp)(_proto|_port|_addr)?)", re.ASCII
+)
+_SERVICE_PORT = re.compile(r"(\w+_)?port=(tcp|udp|sctp)://.*", re.ASCII)
 
 
 class Environment(msgspec.Struct, frozen=True):
@@ -47,10 +54,18 @@ def read() -> Environment:
 def settings() -> dict[str, str]:
     """Settings by name (`dram_bytes`) as PYENGINE_... has them, whether there is such a setting or not.
 
-    An empty variable is none: that is how a shell takes one back for one command.
+    An empty variable is none: that is how a shell takes one back for one command. Nor is what Kubernetes puts there.
     """
     named = {name.removeprefix(PREFIX).lower(): text for name, text in os.environ.items() if name.startswith(PREFIX)}
-    return {name: text for name, text in named.items() if text and name not in OTHERS and not name.startswith(TESTS)}
+    return {
+        name: text
+        for name, text in named.items()
+        if text and name not in OTHERS and not name.startswith(TESTS) and not _is_of_a_service(name, text)
+    }
+
+
+def _is_of_a_service(name: str, text: str) -> bool:
+    return bool(_SERVICE.fullmatch(name) or _SERVICE_PORT.fullmatch(f"{name}={text}"))
 
 
 def variable(name: str) -> str:

@@ -408,7 +408,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
             if starting.done():
                 await starting
                 expect_shared_kv(supervisor.facts)
-                ready = asyncio.create_task(_announce(config, begun))
+                ready = asyncio.create_task(_announce(config, listener.getsockname()[0], begun))
                 await stopped
                 ready.cancel()
             starting.cancel()
@@ -455,29 +455,33 @@ def _say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-async def _announce(config: ServeConfig, begun: float) -> None:
-    """Says that all is ready when the gateway knows a model, with a line to try it."""
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+async def _announce(config: ServeConfig, address: str, begun: float) -> None:
+    """Says that all is ready when the gateway knows a model, with a line to try it. address: where it listens."""
+    everywhere = address in ("0.0.0.0", "::")
+    address = "127.0.0.1" if everywhere else address
     model = ""
     while not model:
-        # The gateway may be between two lives: then it is asked again.
-        with contextlib.suppress(OSError, ValueError):
-            if (await _get_json(config, host, "/health"))[1]["status"] == "ok":
-                status, models = await _get_json(config, host, "/v1/models")
+        # The gateway may be between two lives, or not what answers there: then it is asked again.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if (await _get_json(config, address, "/health"))[1]["status"] == "ok":
+                status, models = await _get_json(config, address, "/v1/models")
                 # Who needs a key is not told, and with one model need not say which.
                 model = models["data"][0]["id"] if status == 200 else "its only one"
         await asyncio.sleep(0.05)
+    # A gateway that asks for no keys answers to addresses of this machine only, not to names that somebody gave it.
+    named = not everywhere and (status != 200 or config.host == "localhost")
+    host = config.host if named else address
     base = f"{'https' if config.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{config.port}"
     message = {"role": "user", "content": "What is the capital of France?"}
-    named = {"model": model} if status == 200 else {}
-    body = json.dumps({**named, "messages": [message], "stream": True, "temperature": 0})
+    said = {"model": model} if status == 200 else {}
+    body = json.dumps({**said, "messages": [message], "stream": True, "temperature": 0})
     headers = "-H 'Content-Type: application/json'" + ("" if status == 200 else ' -H "Authorization: Bearer $KEY"')
     hint = "" if status == 200 else " with an API key (pyengine keys)"
     print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s. Try{hint}:\n", flush=True)
     print(f"curl -N {base}/v1/chat/completions {headers} -d '{body}'\n", flush=True)
 
 
-async def _get_json(config: ServeConfig, host: str, path: str) -> tuple[int, Any]:
+async def _get_json(config: ServeConfig, address: str, path: str) -> tuple[int, Any]:
     """Status and body. Raises OSError, ValueError."""
     # Nothing is told to it and nothing secret is asked: whose certificate it is does not matter.
     context = None
@@ -485,9 +489,10 @@ async def _get_json(config: ServeConfig, host: str, path: str) -> tuple[int, Any
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    reader, writer = await asyncio.open_connection(host, config.port, ssl=context)
+    reader, writer = await asyncio.open_connection(address, config.port, ssl=context)
     try:
-        writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        # By a name that it always answers to, however its address is written.
+        writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         return int(head[9:12]), json.loads(body)
     finally:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
-from pyengine import env
+from pyengine import env, keys
 from pyengine.config import ConfigError, GatewayConfig, ServeConfig, WorkerConfig, parse_size
 
 #: All that are read from the environment. One environment may serve several processes: what is no setting of this one
@@ -79,6 +79,35 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold named settings")
     return settings
+
+
+def state_dir() -> Path:
+    """Of this installation: where `pyengine serve` keeps its secret if no flag says otherwise. Raises ConfigError."""
+    at, text = _named("state_dir")
+    # The variable and the default are the environment's own; only a file can say something else.
+    return Path(text) if text and at == env.config_file() else env.read().state_dir
+
+
+def keys_file() -> Path:
+    """Where gateways on this machine look for API keys if no flag says otherwise. Raises ConfigError."""
+    _, text = _named("keys_file")
+    return Path(text) if text else state_dir() / keys.NAME
+
+
+def _named(name: str) -> tuple[Path | None, str]:
+    """One setting by itself: the file that has it, None: the environment, and its text, "": nowhere.
+
+    For commands beside a server, whose file may be that of any kind of process. Raises ConfigError.
+    """
+    path = env.config_file()
+    if text := env.settings().get(name):
+        return None, text
+    if path is None:
+        return None, ""
+    text = read_file(path).get(name, "")
+    if not isinstance(text, str):
+        raise ConfigError(f"{path}: {name} is text, in quotation marks")
+    return path, text
 
 
 def _settings(

@@ -19,7 +19,9 @@ from pathlib import Path
 import msgspec
 
 from pyengine.commands.checks import Finding
+from pyengine.commands.private import open_private
 from pyengine.origins import Setting
+from pyengine.scheduler.types import Role
 
 #: Of a log's end.
 LOG_BYTES = 1 << 20
@@ -31,7 +33,14 @@ _LINE = re.compile(
     r"^[\w.\- ]{1,40} (?:DEBUG|INFO|WARNING|ERROR|CRITICAL) [\w.]+: |^\S*Z?\s+(?:DEBUG|INFO|WARN|ERROR) [\w:]+: "
 )
 _FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+), in (\w+|<\w+>)$')
-_PART = re.compile(r"^  [\w\-]{1,40}\s+(?:ready|ended|was|exited|did)\b.*$")
+#: What the launcher says of its parts (launch.py), to the last word: any other indented line may be somebody's text.
+_NAME = rf"(?:conductor|gateway|(?:transferd|{'|'.join(role.value for role in Role)})-\d+)"
+_PART = re.compile(
+    rf"  (?:{_NAME} +ready(?: again)? after [\d.]+ s(?:  \(.*\))?"
+    rf"|{_NAME} (?:was killed by SIG\w+|ended with status \d+): restarting it in [\d.]+ s"
+    rf"|{_NAME}(?:, {_NAME})* did not end in time: killed)",
+    re.ASCII,
+)
 #: From the first mark of a quotation on: pairs cannot be trusted, since what is quoted may hold such a mark.
 _QUOTED = re.compile(r"['\"`{\[(\u2018\u201c].*")
 _SECRET = re.compile(r"pye-[\w\-]+|(?i:bearer)\s+\S+|\b[0-9a-fA-F]{32,}\b|-----BEGIN.*|//[^/\s@]+@")
@@ -62,10 +71,7 @@ def write_bundle(
     if metrics is not None:
         files["metrics.txt"] = clean_metrics(metrics)
     files |= {f"logs/{number}-{Path(name).name}": clean_log(text) for number, (name, text) in enumerate(logs.items())}
-    with (
-        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out,
-        tarfile.open(fileobj=out, mode="w:gz") as tar,
-    ):
+    with open_private(path) as out, tarfile.open(fileobj=out, mode="w:gz") as tar:
         for name, text in files.items():
             data = clean(text, secrets).encode()
             member = tarfile.TarInfo(name)
@@ -95,7 +101,7 @@ def clean_log(text: str) -> str:
             kept.append(line)
         elif (head := _LINE.match(line)) is not None:
             kept.append(head[0] + _QUOTED.sub(REMOVED, line[head.end() :]))
-        elif _PART.match(line):
+        elif _PART.fullmatch(line):
             kept.append(_QUOTED.sub(REMOVED, line))
         else:
             left += 1

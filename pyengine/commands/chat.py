@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pyengine import env
+from pyengine.commands.private import open_private
 from pyengine.commands.screen import Screen, harmless
 from pyengine.commands.talking import Answer, Message, Refused, models, say
 from pyengine.scheduler.backends.http import Address
@@ -121,7 +122,7 @@ class Talk:
     def save(self, path: Path) -> None:
         """For its user's eyes only. Raises OSError."""
         data = msgspec.json.format(msgspec.json.encode({"model": self.model, "messages": self.all()}), indent=1)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with open_private(path) as file:
             file.write(data + b"\n")
 
 

@@ -36,6 +36,8 @@ PYENGINE_PORT=9000 pyengine config serve --dram-bytes 2GiB
 Sizes are bytes, or have a unit: `512MiB`, `2GiB`, `50GB`. In the environment a list is JSON, or words with commas
 between, truth is `true` or `false`, and an empty variable is none. Settings without a flag are for files and the
 environment.
+What Kubernetes adds for a Service whose name begins with pyengine (`PYENGINE_SERVICE_HOST`,
+`PYENGINE_PORT=tcp://...`) is passed over.
 `pyengine serve` tells its processes by files: they take no settings from the environment.
 
 ## The environment beside settings

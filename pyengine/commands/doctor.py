@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyengine import env
+from pyengine import env, origins
 from pyengine.commands.bundle import LOG_BYTES, write_bundle
 from pyengine.commands.checks import Finding, Machine, examine, versions
 from pyengine.commands.config import effective
@@ -53,7 +53,7 @@ def doctor(
     """
 
     def run() -> int:
-        state = env.read().state_dir
+        state = origins.state_dir()
         findings = examine(Machine(state, port, root))
         if json:
             sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(findings), indent=1) + b"\n")

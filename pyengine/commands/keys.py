@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import App, Parameter
 
-from pyengine import env, keys
+from pyengine import keys, origins
 from pyengine.config import ConfigError, parse_size
 from pyengine.tenants import Book, BookError, Scope, Tenant, quota_tables
 
@@ -41,7 +41,8 @@ def add(tenant: str, *, scope: Scope = "api", json: Json = False, keys_file: Key
     json
         As one JSON object.
     keys_file
-        The file of keys (default: keys.json in the state directory, where pyengine serve looks for it).
+        The file of keys (default: where pyengine serve looks for it, the setting keys_file, else keys.json in the
+        state directory).
     """
 
     def run(path: Path) -> None:
@@ -198,7 +199,7 @@ def quotas(*, keys_file: KeysFile = None) -> int:
 def _guarded(keys_file: Path | None, run: Callable[[Path], None]) -> int:
     """Runs a command; an impossible wish becomes one readable line and status 2."""
     try:
-        run(keys_file or env.read().state_dir / keys.NAME)
+        run(keys_file or origins.keys_file())
     except (ConfigError, ValueError) as error:
         print(f"pyengine keys: error: {error}", file=sys.stderr)
         return IMPOSSIBLE

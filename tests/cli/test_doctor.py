@@ -4,9 +4,12 @@ Method: a machine made of files, one fault at a time; a bundle of inputs into wh
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
+import re
+import signal
 import socket
 import stat
 import tarfile
@@ -15,10 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from pyengine import launch
 from pyengine.cli import app
 from pyengine.commands import checks
 from pyengine.commands.bundle import clean_log, clean_metrics
 from pyengine.commands.checks import Machine, examine
+from pyengine.launch import Part, Supervisor
 
 from .server import Api, serving
 
@@ -248,3 +253,72 @@ def test_the_command_as_json_and_its_mistakes(call: Call, tmp_path: Path) -> Non
 def test_nothing_of_a_log_or_metrics_is_kept_by_default() -> None:
     assert clean_log(f"{PROMPT}\n[{PROMPT}]\n") == "(2 lines of another form were left out)\n"
     assert clean_metrics(f"{PROMPT}\nx{{a\n") == ""
+
+
+def test_of_indented_lines_only_the_launchers_are_kept() -> None:
+    """What an error quotes may be indented, and begin with any word."""
+    own = [
+        "  conductor    ready after 0.4 s",
+        "  prefill-0    ready again after 12.3 s",
+        "  decode-11 was killed by SIGKILL: restarting it in 0.2 s",
+        "  transferd-0 ended with status 1: restarting it in 5.0 s",
+        "  both-0, gateway did not end in time: killed",
+    ]
+    private = [
+        "  Alice was treated in May",
+        "  she did not tell anyone",
+        "  gateway was what she called it",
+        "  prefill-0 ready or not",
+        "  prefill-0    ready after 1.0 s, said Alice",
+        "  decode-0 ended with status 1: Alice",
+        "  gateway, Alice did not end in time: killed",
+        "  worker was killed by SIGKILL: restarting it in 0.2 s",
+    ]
+    assert clean_log("\n".join(own + private)).splitlines() == [*own, "(8 lines of another form were left out)"]
+    shown = "  transferd-0  ready after 0.4 s  (127.0.0.1:1, 64 pages)"
+    assert clean_log(shown).splitlines()[0] == "  transferd-0  ready after 0.4 s  <removed>"
+
+
+def test_the_state_directory_of_a_file_is_the_one_looked_at(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rights are judged, and its secret kept out of a bundle, whatever form it has."""
+    file, log, bundle = tmp_path / "serve.toml", tmp_path / "serve.log", tmp_path / "bundle.tar.gz"
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "secret").write_text("of-some-form")
+    (tmp_path / "there" / "secret").chmod(0o644)
+    file.write_text(f'state_dir = "{tmp_path}/there"\n')
+    log.write_text("conductor INFO pyengine.scheduler.service: the secret is of-some-form\n")
+    monkeypatch.delenv("PYENGINE_STATE_DIR", raising=False)
+    monkeypatch.setenv("PYENGINE_CONFIG", str(file))
+    _, out, _ = call("--json", "--bundle", str(bundle), "--log", str(log))
+    assert "chmod 600" in next(each["advice"] for each in json.loads(out) if "there" in each["advice"])
+    with tarfile.open(bundle) as tar:
+        told = tar.extractfile("logs/0-serve.log").read().decode()  # type: ignore[union-attr]
+    assert "the secret is <removed>" in told
+
+
+async def test_the_launchers_own_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it really says, through a crash, a restart and an end by force."""
+    monkeypatch.setattr(launch, "STOP_FRONT", 0.5)
+    said: list[str] = []
+    again = asyncio.Event()
+
+    def report(line: str) -> None:
+        said.append(f"  {line}")
+        if "again" in line:
+            again.set()
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    parts = [
+        Part(name=name, module="tests.gateway.standin", arguments=(behaviour, "{ready}"), front=True)
+        for name, behaviour in (("prefill-0", "serve"), ("decode-0", "stubborn"))
+    ]
+    supervisor = Supervisor(parts, report)
+    await supervisor.start()
+    os.kill(supervisor.pids["prefill-0"], signal.SIGKILL)
+    await asyncio.wait_for(again.wait(), 60)
+    await supervisor.stop()
+    assert len(said) == 5
+    wanted = [re.sub(r"\(.*", "<removed>", line) for line in said]
+    assert clean_log("\n".join(said)).splitlines() == [*wanted, "(0 lines of another form were left out)"]

@@ -193,3 +193,30 @@ def test_every_flag_is_a_setting_of_the_same_name() -> None:
 def test_the_reference_is_what_the_code_says() -> None:
     """To write it anew: pyengine config --reference > docs/configuration.md."""
     assert (ROOT / "docs/configuration.md").read_text() == reference_text()
+
+
+def test_what_kubernetes_adds_for_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its documentation's list for a Service of two named ports, and for one whose name goes on."""
+    for service in ("PYENGINE", "PYENGINE_GATEWAY", "PYENGINE_HTTP_2"):
+        added = {
+            "SERVICE_HOST": "10.0.0.11",
+            "SERVICE_PORT": "8000",
+            "SERVICE_PORT_HTTP": "8000",
+            "SERVICE_PORT_DNS_UDP": "53",
+            "PORT": "tcp://10.0.0.11:8000",
+        }
+        for port, protocol in ((8000, "tcp"), (53, "udp"), (9, "sctp")):
+            address = f"{protocol}://10.0.0.11:{port}"
+            link = f"PORT_{port}_{protocol.upper()}"
+            added |= {link: address, f"{link}_PROTO": protocol, f"{link}_PORT": str(port), f"{link}_ADDR": "10.0.0.11"}
+        for name, text in added.items():
+            monkeypatch.setenv(f"{service}_{name}", text)
+    assert load(ServeConfig, None, {}) == ServeConfig()
+    # What somebody sets is still taken, and a mistake still said.
+    monkeypatch.setenv("PYENGINE_PORT", "8123")
+    assert load(ServeConfig, None, {}).port == 8123
+    monkeypatch.setenv("PYENGINE_CONDUCTOR", "tcp://10.0.0.11:8000")
+    assert "conductor" in env.settings()
+    monkeypatch.setenv("PYENGINE_SERVICE_HOTS", "x")
+    with pytest.raises(ConfigError, match="PYENGINE_SERVICE_HOTS"):
+        load(ServeConfig, None, {})

@@ -301,15 +301,20 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, *roles: Role, patience: float = 5.0, door: Door | None = None, **settings: Any
+    folder: Path,
+    *roles: Role,
+    patience: float = 5.0,
+    door: Door | None = None,
+    address: str = "127.0.0.1",
+    **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """A served gateway with one worker per role, named "prefill-0" and so on.
 
-    door: who is let in; all, without one. settings: fields of GatewayConfig.
+    door: who is let in; all, without one. address: where it listens. settings: fields of GatewayConfig.
     """
     folder.chmod(0o700)
     context: zmq.Context[Any] = zmq.Context()
-    with listen("127.0.0.1", 0) as listener:
+    with listen(address, 0) as listener:
         made = Cluster(folder, context, listener, patience, **settings)
         for index, role in enumerate(roles):
             count = sum(1 for earlier in roles[:index] if earlier is role)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine import keys
+from pyengine import env, keys
 from pyengine.cli import app
 from pyengine.config import ConfigError
 from pyengine.tenants import MAX_ENTRIES, Access, Book, BookError, Key, Register, Tenant, quota_tables, salt_of
@@ -169,6 +169,36 @@ def test_add_list_limit_revoke(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert Register(keys.read_book(path)).find(made["key"].encode()) is None
     assert keys.read_book(path).tenant("alice") == alice
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["keys.json", "keys.json.lock"]
+
+
+def test_without_a_flag_it_is_the_file_that_serve_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The state directory of the environment, of a file; the file of keys of either, too."""
+    file = tmp_path / "settings.toml"
+
+    def added_to(path: Path) -> bool:
+        assert app(["keys", "add", "alice"], exit_on_error=False, result_action="return_value") == 0
+        said = capsys.readouterr().out.strip()
+        return path.exists() and Register(keys.read_book(path)).find(said.encode()) is not None
+
+    for name in (*env.settings(), "config"):
+        monkeypatch.delenv(env.variable(name), raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert added_to(tmp_path / "xdg" / "pyengine" / "keys.json")
+    monkeypatch.setenv("PYENGINE_CONFIG", str(file))
+    file.write_text(f'state_dir = "{tmp_path}/of_file"\nport = 9000\n')
+    assert added_to(tmp_path / "of_file" / "keys.json")
+    monkeypatch.setenv("PYENGINE_STATE_DIR", str(tmp_path / "of_variable"))
+    assert added_to(tmp_path / "of_variable" / "keys.json")
+    file.write_text(f'keys_file = "{tmp_path}/of_gateway.json"\nconductor = "tcp://127.0.0.1:1"\n')
+    assert added_to(tmp_path / "of_gateway.json")
+    monkeypatch.setenv("PYENGINE_KEYS_FILE", str(tmp_path / "named.json"))
+    assert added_to(tmp_path / "named.json")
+    monkeypatch.delenv("PYENGINE_KEYS_FILE")
+    file.write_text("keys_file = 5\n")
+    assert app(["keys", "list"], exit_on_error=False, result_action="return_value") == 2
+    assert "keys_file is text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,14 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -25,10 +29,12 @@ from msgspec.structs import replace
 from bench.server import free_port
 from pyengine import keys, launch
 from pyengine.config import ConfigError, GatewayConfig, ServeConfig, WorkerConfig
+from pyengine.gateway.auth import Door
 from pyengine.gateway.listener import check_reach, listen
 from pyengine.launch import Part, StartError, Supervisor, expect_shared_kv, plan_parts, run_directory, run_serve
-from pyengine.scheduler.types import KvGroup, KvSpec, Namespace, tenant_number
+from pyengine.scheduler.types import KvGroup, KvSpec, Namespace, Role, tenant_number
 from pyengine.tenants import Book, Tenant
+from tests.gateway.cluster import cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +42,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Not tmp_path: the name of a unix socket must be short.
+    with tempfile.TemporaryDirectory(prefix="pyl") as name:
+        yield Path(name)
 
 
 class Report:
@@ -234,6 +247,63 @@ def test_serve_refuses_an_address_for_everybody_before_it_starts_anything(tmp_pa
     with pytest.raises(ConfigError, match="add a key first"):
         run_serve(ServeConfig(backend="fake", model="fake", host="0.0.0.0", port=free_port(), state_dir=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "asks", "said"),
+    [
+        ("127.0.0.1", "127.0.0.1", False, "127.0.0.1"),
+        ("127.0.0.1", "localhost", False, "localhost"),
+        ("::1", "::1", False, "[::1]"),
+        ("::1", "::1", True, "[::1]"),
+        # A name that this machine resolves to its loopback, as Debian does with its own.
+        ("127.0.1.1", "bookworm", False, "127.0.1.1"),
+        ("127.0.1.1", "bookworm", True, "bookworm"),
+        ("0.0.0.0", "0.0.0.0", True, "127.0.0.1"),
+        ("::", "::", True, "127.0.0.1"),
+    ],
+)
+async def test_ready_is_said_whatever_the_host_is_called(
+    address: str, host: str, asks: bool, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what is printed to try it is let in."""
+    if ":" in address and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    file = folder / keys.NAME
+    if asks:
+        keys.change(file, lambda book: (book.with_key("alice", "api", 0)[0], None))
+    # Nothing of a test listens beyond this machine.
+    reached = "127.0.0.1" if address in ("0.0.0.0", "::") else address
+    async with cluster(folder, Role.BOTH, door=Door(file), address=reached) as at:
+        port = int(at.url.rpartition(":")[2])
+        config = ServeConfig(backend="fake", model="fake", host=host, port=port)
+        await asyncio.wait_for(launch._announce(config, address, time.monotonic()), 60)
+        told = capsys.readouterr().out
+        assert f"Ready at http://{said}:{port} after" in told and ("$KEY" in told) == asks
+        if not asks:
+            async with aiohttp.ClientSession() as http, http.get(f"http://{said}:{port}/v1/models") as response:
+                assert response.status == 200
+
+
+async def test_ready_is_said_after_odd_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """What answers while the gateway is between two lives need not be it."""
+    models = {"data": [{"id": "fake"}]}
+    odd = [(403, {"error": {}}), (200, []), (200, None), (200, "ok"), (200, {"status": ["ok"]})]
+    whole = [(200, {"status": "ok"}), (200, {"data": []}), (200, {"status": "ok"}), (200, models)]
+    answers = iter([*odd, *whole])
+    asked: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        status, body = next(answers)
+        writer.write(f"HTTP/1.1 {status} X\r\n\r\n{json.dumps(body)}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        config = ServeConfig(backend="fake", model="fake", port=port)
+        await asyncio.wait_for(launch._announce(config, "127.0.0.1", time.monotonic()), 60)
+    assert "Ready at" in capsys.readouterr().out and len(asked) == len(odd) + len(whole)
 
 
 def described(namespace: Namespace, vocab_size: int = 258) -> dict[str, Any]:

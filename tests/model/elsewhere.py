@@ -12,7 +12,7 @@ import numpy as np
 
 from pyengine.backend import U8, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends import load_backend
-from pyengine.scheduler.types import Namespace
+from pyengine.scheduler.types import Logprobs, Namespace
 
 DESCRIPTION = (
     "model",
@@ -60,7 +60,11 @@ class Elsewhere:
 
     def submit(self, slices: list[Slice], written: Written | None = None, readable: Readable | None = None) -> Pending:
         number = self._ask("submit", slices)
-        return Deferred(lambda: self._ask("tokens", number))
+        return Deferred(lambda: self._ask("tokens", number), lambda: self._ask("logprobs", number))
+
+    def logits(self, slices: list[Slice]) -> Any:
+        """float32 [sampled slices, vocab], for tests."""
+        return self._ask("logits", slices)
 
     def read_pages(self, pages: list[int], out: U8, layers: range | None = None) -> None:
         out[:] = self._ask("read_pages", pages, out.shape, layers)
@@ -99,6 +103,9 @@ class Server:
 
     def tokens(self, number: int) -> list[int]:
         return self._pending[number].tokens()
+
+    def logprobs(self, number: int) -> list[Logprobs | None]:
+        return self._pending[number].logprobs()
 
     def read_pages(self, pages: list[int], shape: tuple[int, ...], layers: range | None) -> U8:
         out = np.full(shape, 0xAB, np.uint8)

@@ -22,9 +22,9 @@ from pyengine.kernels.inputs import words
 from pyengine.sampling import draws
 from pyengine.scheduler.types import MOST_LOGPROBS, Logprobs, SamplingParams
 from tests.kernels.test_conformance import allowed_tokens
-from tests.model.test_backend_conformance import GREEDY, make, pages_for, prompt, slice_of, tiny
+from tests.model.test_backend_conformance import GREEDY, make, pages_for, prompt, slice_of, spread, tiny
 
-__all__ = ["make", "tiny"]
+__all__ = ["make", "spread", "tiny"]
 
 LENGTHS = (1, 17, 40, 5)
 DRAWS = [

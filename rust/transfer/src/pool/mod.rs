@@ -693,7 +693,7 @@ impl<M: Lives> Pool<M> {
         let held = record.filter(|record| matches!(record.state, State::Committed { .. } | State::Reserved));
         match held {
             None => Err(Refusal::Missing),
-            Some(record) if record.reads >= COPIES_AT_ONCE => Err(Refusal::Full),
+            Some(record) if record.reads == COPIES_AT_ONCE => Err(Refusal::Full),
             Some(_) => Ok(()),
         }
     }
