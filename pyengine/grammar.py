@@ -28,6 +28,8 @@ from pyengine.text import Tokenizer
 LONGEST = 256 << 10
 #: Grammars kept compiled, and how many may wait to be compiled: each takes half a second at most, the limits below say.
 KEPT, MOST_WAITING = 64, 32
+#: Characters of all that are kept: compiled they take some 80 bytes each.
+KEPT_TEXT = 4 * LONGEST
 #: Whitespace between JSON's tokens: enough for four levels of indentation, and no model indents for ever.
 WHITESPACE = r"[ \n\t]{0,16}"
 
@@ -104,9 +106,17 @@ class Grammars:
         self._thread: ThreadPoolExecutor | None = None
         self._masks: llguidance.LLExecutor | None = None
 
+    def load(self) -> None:
+        """The vocabulary, before the first grammar needs it: that keeps all threads of the process waiting, for a third
+        of a second if it is a large one. What is wrong with it is told by each grammar.
+        """
+        with contextlib.suppress(Exception):
+            self._vocabulary = self._load()
+
     def prepare(self, grammar: Grammar) -> Future[llguidance.LLMatcher]:
         """Begins to compile, on a thread of its own; for `matcher`. The future raises GrammarError.
 
+        Who will need it holds the future: only some are kept here, for whoever asks for the same again.
         Raises BufferError if too many wait.
         """
         with self._lock:
@@ -118,14 +128,26 @@ class Grammars:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "grammar")
             future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            self._forget()
             return future
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """At the beginning of an answer; with a `flaw` if the grammar has one. Waits for it, and raises BufferError."""
+    def _forget(self) -> None:
+        """Those used longest ago, beyond what is kept. Who is still to be compiled stays, or too many might wait."""
+        size = sum(len(each.text) for each in self._compiled)
+        for grammar, future in list(self._compiled.items()):
+            if len(self._compiled) <= KEPT and size <= KEPT_TEXT:
+                return
+            if future.done():
+                del self._compiled[grammar]
+                size -= len(grammar.text)
+
+    def matcher(self, grammar: Grammar, compiled: Future[llguidance.LLMatcher] | None = None) -> Matcher:
+        """At the beginning of an answer; with a `flaw` if the grammar has one.
+
+        compiled: what `prepare` gave for it. Without, it is prepared and waited for; raises BufferError as that does.
+        """
         try:
-            return Matcher(grammar, self.prepare(grammar).result().deep_copy())
+            return Matcher(grammar, (compiled or self.prepare(grammar)).result().deep_copy())
         except GrammarError as error:
             return Matcher(grammar, None, str(error))
 

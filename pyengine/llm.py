@@ -256,6 +256,8 @@ class LLM:
             decode_incarnation=0,
             deadline=NEVER,
         )
+        if sampling.grammar is not None:  # of many in one batch the first may be forgotten by now
+            self._worker.grammars.prepare(sampling.grammar).result()
         self._worker.accept(work)
         text = Detokenizer(self._tokenizer, sampling.stop, sampling.min_tokens)
         return _Request(self._requests, len(ids), sampling, text)

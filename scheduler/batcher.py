@@ -4,8 +4,9 @@
              ^                 └────plan, nothing to load───────────^  │
              └──────────────────── preempted by plan ─────────────────┘
 
-HELD sequences hold nothing: the worker is asking pools for their KV. WAITING ones stand in line (`order.py`), or wait
-for a sequence that computes the same blocks (`underway.py`). Pages are taken at admission, in `plan`.
+HELD sequences hold nothing: the worker is asking pools for their KV, or has their grammar compiled before it asks.
+WAITING ones stand in line (`order.py`), or wait for a sequence that computes the same blocks (`underway.py`). Pages are
+taken at admission, in `plan`.
 Everything here is pure bookkeeping: no clock, no device, no socket. `remove` ends a sequence in any state.
 
 The loop around it: `step = plan(now)`; copy `step.loads` into their pages and report `loaded`; run `step.slices`

@@ -20,14 +20,17 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
+import llguidance
 import msgspec
 import numpy as np
 
 from pyengine import _native
 from pyengine.backend import I32, NOTHING_LEFT, Backend, Pending, Shaping, Slice, WorkerBroken
-from pyengine.grammar import Grammars
+from pyengine.grammar import GrammarError, Grammars
 from pyengine.kv_mover import LOCAL_ATTEMPT, TIERS, KvMover, Pool
 from pyengine.loading import Unreadable
 from pyengine.scheduler.batcher import Batcher, Busy, Outcome, Planned, Sequence, SequenceId, State, Step, TooLarge
@@ -166,6 +169,10 @@ class Worker:
         #: Of sequences whose choices are shaped or told of.
         self._shapers: dict[SequenceId, Shaper] = {}
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size, backend.eos_token_ids)
+        #: Of sequences that cannot begin before: no step waits for a grammar.
+        self._compiling: dict[SequenceId, Future[llguidance.LLMatcher]] = {}
+        #: Called by another thread when one of them can begin, so that `step` is called.
+        self.wake: Callable[[], None] = lambda: None
         self._stages = Stages()
         self._tables: dict[SequenceId, I32] = {}
         self._due: dict[SequenceId, float] = {}
@@ -206,10 +213,9 @@ class Worker:
             priority=work.priority,
             tenant=work.tenant,
         )
+        grammar = work.sampling.grammar
         try:
-            if work.sampling.grammar is not None:
-                # Compiled beside the loop, mostly while the prompt is computed.
-                self.grammars.prepare(work.sampling.grammar)
+            compiled = None if grammar is None else self.grammars.prepare(grammar)
             self.batcher.add(sequence)
         except (Busy, BufferError) as error:
             self._refuse(work, "retry", str(error))
@@ -222,13 +228,29 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
-        if (shaper := Shaper.of(sequence, self.backend.vocab_size, self.grammars)) is not None:
+        if (shaper := Shaper.of(sequence, self.backend.vocab_size, self.grammars, compiled)) is not None:
             self._shapers[identity] = shaper
         self._due[identity] = due = now + work.deadline
         self._next_due = min(self._next_due, due)
         self._taken.append(identity)
         self._stages.accepted(identity, now)
-        self.mover.begin(sequence, work)
+        if compiled is None:
+            self.mover.begin(sequence, work)
+            return
+        self._compiling[identity] = compiled
+        if not compiled.done():
+            compiled.add_done_callback(lambda _: self.wake())
+
+    def _begin_compiled(self) -> None:
+        """Who was HELD while its grammar was compiled, beside the loop, asks the pools for its KV now."""
+        for sequence_id, compiled in [each for each in self._compiling.items() if each[1].done()]:
+            del self._compiling[sequence_id]
+            error = compiled.exception()
+            if error is None or isinstance(error, GrammarError):  # that one the matcher tells
+                self.mover.begin(self._sequences[sequence_id], self.work[sequence_id])
+            else:
+                logger.error("request %d, attempt %d: its grammar", *sequence_id, exc_info=error)
+                self._fail(sequence_id, "bug", f"its grammar could not be compiled: {error}")
 
     def _turned_away(self, work: Work) -> bool:
         """Answers work that is not for this worker, or that nobody could do."""
@@ -299,6 +321,7 @@ class Worker:
         by Failed; the others go on.
         """
         self.progress += 1
+        self._begin_compiled()
         self.mover.pump()
         self._forget_copied_out()
         while self.mover.restarted:
@@ -662,6 +685,7 @@ class Worker:
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
         self._shapers.pop(sequence_id, None)
+        self._compiling.pop(sequence_id, None)
         self._stages.forget(sequence_id)
         self._tables.pop(sequence_id, None)
         self._due.pop(sequence_id, None)

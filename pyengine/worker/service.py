@@ -130,6 +130,7 @@ class WorkerService:
             incarnation=self._incarnation,
             role=config.role,
         )
+        self._worker.grammars.load()
         calibrate(
             self._backend,
             self._worker.batcher.cost,
@@ -142,6 +143,7 @@ class WorkerService:
         #: Who computes, as a sample: what is counted of a worker can be told by it.
         self._says = {info_sample(config, self.info.namespace): 1.0}
         self._links = WorkerLinks(self.info, config.conductor, self._session_key, self._alive)
+        self._worker.wake = self._links.wake
         self._poll = select.poll()
         self._poll.register(self._links.arrived, select.POLLIN)
         self._ranks = self._backend.ranks if isinstance(self._backend, Ranked) else None
@@ -226,6 +228,7 @@ class WorkerService:
     def close(self) -> None:
         """Leaves the cluster and frees the model. What ran here is retried elsewhere by its gateway."""
         self._closing = True
+        self._worker.wake = lambda: None  # a grammar may still be compiled
         self._links.stop()
         if self._redial is not None:
             self._redial.join()

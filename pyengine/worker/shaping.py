@@ -7,8 +7,10 @@ its tokens, and from these the same.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
+import llguidance
 import numpy as np
 import numpy.typing as npt
 
@@ -22,15 +24,24 @@ NEVER = -np.inf
 class Shaper:
     """Of one sequence, whose `tokens` grow.
 
-    grammars: of the model; needed only if the sequence has a grammar.
+    grammars, compiled: of the model, and what `prepare` of it gave; needed only if the sequence has a grammar. It is
+    compiled before the first choice is asked for.
     """
 
-    def __init__(self, sequence: Sequence, vocab_size: int, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        compiled: Future[llguidance.LLMatcher] | None = None,
+    ) -> None:
         sampling = sequence.sampling
         self._grammars = grammars
+        #: Held from the beginning: what is kept compiled for all may be forgotten meanwhile.
+        self._compiled = compiled
         self._matcher: Matcher | None = None
         self._matched = 0
-        assert sampling.grammar is None or grammars is not None, "who takes a grammar has somebody to follow it"
+        assert sampling.grammar is None or None not in (grammars, compiled), "who takes a grammar can follow it"
         self._tokens = sequence.tokens
         self._sampling = sampling
         self._stops = {token for token in sequence.stops if 0 <= token < vocab_size} if sampling.min_tokens else set()
@@ -52,11 +63,16 @@ class Shaper:
             self._set(token)
 
     @staticmethod
-    def of(sequence: Sequence, vocab_size: int, grammars: Grammars | None = None) -> Shaper | None:
+    def of(
+        sequence: Sequence,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        compiled: Future[llguidance.LLMatcher] | None = None,
+    ) -> Shaper | None:
         """None for a sequence whose choices nothing shapes, and of which nothing is told."""
         sampling = sequence.sampling
         shaped = sampling.follows_itself or sampling.logit_bias or sampling.min_tokens or sampling.logprobs is not None
-        return Shaper(sequence, vocab_size, grammars) if shaped else None
+        return Shaper(sequence, vocab_size, grammars, compiled) if shaped else None
 
     @property
     def flaw(self) -> str | None:
@@ -69,7 +85,9 @@ class Shaper:
         if grammar is None or self._grammars is None:
             return None
         if self._matcher is None:
-            self._matcher, self._matched = self._grammars.matcher(grammar), self._answer
+            assert self._compiled is not None and self._compiled.done(), "no step waits for a grammar"
+            self._matcher, self._matched = self._grammars.matcher(grammar, self._compiled), self._answer
+            self._compiled = None
         self._matcher.accept(self._tokens[self._matched :])
         self._matched = len(self._tokens)
         return self._matcher

@@ -191,6 +191,13 @@ def test_what_is_written_is_read(
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
+@pytest.mark.parametrize("dialect", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+def test_a_name_that_is_nested_for_ever_is_none(dialect: Dialect) -> None:
+    """A model may write brackets until its answer is full."""
+    text = written(dialect, [("add", {})], None, False).replace('"add"', "[" * 200_000 + "]" * 200_000)
+    assert parse(dialect, [text])[1:] == (text, [], "stop")
+
+
 THOUGHTS: dict[str, tuple[str, bool, str, str]] = {
     "thinks": ("<think>\nHm, 1 < 2.\n</think>\n\nYes.\n", False, "Hm, 1 < 2.", "Yes.\n"),
     "goes on thinking": ("\nHm.\n</think>\nYes.", True, "Hm.", "Yes."),

@@ -13,7 +13,7 @@ from pathlib import Path
 import jsonschema_rs
 
 from pyengine.scheduler.types import Grammar, SamplingParams
-from tests.system.conftest import FAKE_SLOW, PATIENCE, fake_server, prompt, stream
+from tests.system.conftest import FAKE_SLOW, PATIENCE, fake_server, prompt, stream, until
 from tests.worker.test_grammar import oracle, written
 
 SCHEMA = {
@@ -49,8 +49,13 @@ def test_a_killed_worker_costs_no_answer_its_form(state_dir: Path) -> None:
         with ThreadPoolExecutor(6) as threads:
             answers = [threads.submit(client, i) for i in range(6)]
             flowing.wait()
-            # No two workers are measured equally fast: one may have been given all there is.
-            requests = [server.metric("pyengine_worker_requests", worker=f"decode-{k}") for k in range(2)]
-            server.kill(f"decode-{requests.index(max(requests))}")
+
+            def requests() -> list[float]:
+                return [server.metric("pyengine_worker_requests", worker=f"decode-{k}") for k in range(2)]
+
+            # What a worker has is told with its heartbeats. No two are measured equally fast: one may have all.
+            until(lambda: any(requests()), "decode workers tell of their requests")
+            told = requests()
+            server.kill(f"decode-{told.index(max(told))}")
             assert [answer.result(PATIENCE) for answer in answers] == expected
         assert server.metric("pyengine_request_retries_total") > 0

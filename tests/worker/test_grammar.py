@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from tokenizers import Tokenizer as Trained
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pyengine.backends.fake import EOS, VOCAB, FakeBackend, chain, hashed, kv_rows, logits_of
-from pyengine.grammar import LONGEST, MOST_WAITING, GrammarError, Grammars, Matcher
+from pyengine.grammar import KEPT, KEPT_TEXT, LONGEST, MOST_WAITING, GrammarError, Grammars, Matcher
 from pyengine.llm import LLM
 from pyengine.scheduler.types import FinishReason, Grammar, SamplingParams
 from pyengine.text import Tokenizer
+from pyengine.worker.core import HOPELESS_STEPS
 from tests.worker.harness import Cluster
 from tests.worker.schemas import SCHEMAS
 from tests.worker.test_worker import backend, one_node, prompt, two_nodes
@@ -369,6 +370,117 @@ def test_too_many_wait() -> None:
     grammars.close()
 
 
+class Gated(Grammars):
+    """Compiles the grammars that begin with "slow" when `open` is set."""
+
+    def __init__(self, open: threading.Event) -> None:
+        super().__init__("bytes", VOCAB, frozenset({EOS}))
+        self._open = open
+
+    def _compile(self, grammar: Grammar) -> Any:
+        if grammar.text.startswith("slow"):
+            assert self._open.wait(60.0)
+        return super()._compile(grammar)
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Set at the end, or a test that fails leaves a thread behind that waits."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.mark.parametrize("parts", [("both", "both"), ("prefill", "decode")])
+def test_nobody_waits_for_the_grammar_of_another(parts: tuple[str, str], gate: threading.Event) -> None:
+    """While one is compiled others are answered; it can be aborted, and is answered when it is there."""
+    woken = threading.Event()
+    params = held_to("regex", "slow[a-z]{3}")
+    with Cluster() as cluster:
+        for name in dict.fromkeys(parts):
+            cluster.add_node(name, 64, backend())
+            worker = cluster.add_worker(name, name, backend())
+            worker.grammars, worker.wake = Gated(gate), woken.set
+        slow, dropped = (cluster.submit(prompt(20, i), *parts, sampling=params) for i in range(2))
+        free = cluster.submit(prompt(20, 2), *parts)
+        other = cluster.submit(prompt(20, 3), *parts, sampling=SamplingParams(max_tokens=4, logprobs=1))
+        cluster.run(free, other)
+        assert not slow.over and not woken.is_set()
+        cluster.abort(dropped)
+        gate.set()
+        assert woken.wait(60.0), "nobody says that it can begin"
+        cluster.run(slow)
+        assert slow.ids == oracle(prompt(20), params) and not dropped.tokens
+        cluster.settle()
+        for worker in cluster.workers.values():
+            worker.grammars.close()
+
+
+def test_who_waits_keeps_its_grammar(gate: threading.Event) -> None:
+    """More sequences than grammars are kept, and so many compiled at once that no further one may wait."""
+    with Cluster() as cluster:
+        cluster.add_node("a", 400, backend())
+        worker = cluster.add_worker("both", "a", backend(), pages=2000)
+        worker.grammars = Gated(gate)
+        requests = []
+        for i in range(KEPT + 40):
+            params = held_to("choice", f'["x{i}"]')
+            requests.append(cluster.submit(prompt(20, i), "both", "both", sampling=params))
+            assert params.grammar is not None
+            worker.grammars.prepare(params.grammar).result()
+        for i in range(MOST_WAITING):
+            worker.grammars.prepare(Grammar("regex", f"slow{i}"))
+        late = cluster.submit(prompt(20, 999), "both", "both", sampling=held_to("choice", '["y"]'))
+        cluster.run(*requests, late)
+        assert [written(each.ids) for each in requests] == [f"x{i}" for i in range(KEPT + 40)]
+        assert late.failed is not None and late.failed.kind == "retry"
+        gate.set()
+        cluster.settle()
+        worker.grammars.close()
+
+
+def test_a_compiler_that_breaks_is_the_fault_of_one() -> None:
+    class Breaks(Grammars):
+        def _compile(self, grammar: Grammar) -> Any:
+            if grammar.text == "bad":
+                raise MemoryError("none left")
+            return super()._compile(grammar)
+
+    with Cluster() as cluster:
+        cluster.add_node("a", 64, backend())
+        worker = cluster.add_worker("both", "a", backend())
+        worker.grammars = Breaks("bytes", VOCAB, frozenset({EOS}))
+        bad = []
+        for i in range(HOPELESS_STEPS):
+            bad.append(cluster.submit(prompt(20, i), "both", "both", sampling=held_to("regex", "bad")))
+            cluster.run(bad[-1])
+        good = cluster.submit(prompt(20), "both", "both", sampling=held_to("regex", "good"))
+        cluster.run(good)
+        assert written(good.ids) == "good"
+        assert all(each.failed and each.failed.kind == "bug" and "none left" in each.failed.reason for each in bad)
+        cluster.settle()
+
+
+def test_what_is_kept_is_bounded_by_its_text_too(gate: threading.Event) -> None:
+    """What is forgotten is compiled again; who is still to be compiled is not forgotten."""
+    grammars = Gated(gate)
+    big = [Grammar("regex", f"{chr(97 + i)}(" + "|" * (KEPT_TEXT // 4) + ")") for i in range(6)]
+    futures = []
+    for each in big:
+        futures.append(grammars.prepare(each))
+        futures[-1].exception()
+    assert grammars.prepare(big[-1]) is futures[-1] and grammars.prepare(big[-2]) is futures[-2]
+    assert sum(len(each.text) for each in grammars._compiled) <= KEPT_TEXT
+    waiting = grammars.prepare(Grammar("regex", "slow"))
+    more = [Grammar("regex", "slow" * (KEPT_TEXT // 40) + str(i)) for i in range(12)]
+    for each in more:
+        grammars.prepare(each)
+    assert grammars.prepare(Grammar("regex", "slow")) is waiting
+    gate.set()
+    assert waiting.result() is not None
+    grammars.close()
+
+
 def test_a_model_without_an_end_follows_none() -> None:
     with pytest.raises(GrammarError, match="ends an answer"):
         Grammars("bytes", VOCAB, frozenset()).prepare(Grammar("regex", "a")).result()
@@ -383,3 +495,7 @@ def test_an_llm_follows_one(tmp_path: Path) -> None:
         with pytest.raises(GrammarError, match="unclosed"):
             llm.generate(prompt(20), SamplingParams(grammar=BAD["no regex"][0]))
         assert llm.generate(prompt(20), GRAMMARS["schema"])[0].text == answer.text
+        # More than are kept compiled, in one batch.
+        many = [held_to("choice", f'["x{i}"]') for i in range(KEPT + MOST_WAITING + 4)]
+        answers = llm.generate([prompt(20)] * len(many), many)
+        assert [each.text for each in answers] == [f"x{i}" for i in range(len(many))]

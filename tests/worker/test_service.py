@@ -38,7 +38,7 @@ from pyengine.scheduler.messages import (
     WorkerToConductor,
     WorkerToGateway,
 )
-from pyengine.scheduler.types import Role, SamplingParams
+from pyengine.scheduler.types import Grammar, Role, SamplingParams
 from pyengine.secret import read_secret, secret_file
 from pyengine.worker import service as service_module
 from pyengine.worker.core import HOPELESS_STEPS
@@ -232,6 +232,29 @@ def test_a_worker_whose_requests_all_wait_for_kv_is_alive(running: Running) -> N
         if len(seen) == 3:
             break
     assert len(seen) == 3
+
+
+def test_a_grammar_that_is_compiled_wakes_the_loop(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else happens, and the loop sleeps for as long as it likes."""
+    monkeypatch.setattr(service_module, "IDLE_POLL", int(10 * PATIENCE * 1000))
+    gate = threading.Event()
+    grammars = running.service._worker.grammars
+    assert grammars._vocabulary is not None, "it is loaded before work comes"
+    compiles = grammars._compile
+
+    def compiled(grammar: Grammar) -> Any:
+        gate.wait(PATIENCE)
+        return compiles(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", compiled)
+    running.send("both", 1, sampling=SamplingParams(grammar=Grammar("regex", "[")), deadline=20 * PATIENCE)
+    beats = running.heartbeats()
+    before = next(beat.progress for beat in beats if beat.queued_requests == 1)
+    while (progress := next(beats).progress) != before:  # until it sleeps
+        before = progress
+    gate.set()
+    failed = running.failed()
+    assert failed.kind == "refused" and "unclosed" in failed.reason
 
 
 def test_the_conductor_follows_device_pages_and_roles(running: Running) -> None:

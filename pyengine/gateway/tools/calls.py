@@ -209,6 +209,6 @@ class Call:
 def _string(piece: str) -> str:
     try:
         value = json.loads(piece, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return value if isinstance(value, str) else ""
