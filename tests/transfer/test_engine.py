@@ -4,7 +4,6 @@ process over loopback; memory is compared with what was meant; every wait is for
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import multiprocessing
@@ -21,6 +20,7 @@ import torch
 from pyengine import TransferEngine
 from pyengine._native import BugError, GiveUpError, RetryError
 from pyengine.transfer import Copies, Peer, RemoteRegion, Transfer
+from tests.open_things import open_things
 
 SECRET = b"sixteen bytes or more"
 #: Generous: an event that takes longer never comes.
@@ -367,16 +367,7 @@ def test_waiting_releases_the_gil(a: TransferEngine, b: TransferEngine, peer: Pe
 
 
 def test_nothing_stays_open() -> None:
-    def things() -> set[str]:
-        """Open files, by what they are, and threads."""
-        there = {f"thread {thread}" for thread in os.listdir("/proc/self/task")}
-        for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of this very listing
-                there.add(f"{descriptor} {os.readlink(f'/proc/self/fd/{descriptor}')}")
-        return there
-
-    gc.collect()
-    before = things()
+    before = open_things()
     for close in (True, False):
         one, other = TransferEngine("127.0.0.1:0"), TransferEngine("127.0.0.1:0")
         memory = bytearray(10)
@@ -390,8 +381,7 @@ def test_nothing_stays_open() -> None:
         del one, other, region, peer
         gc.collect()
         memory.clear()
-    # What other tests had open may go meanwhile.
-    assert things() - before == set()
+    assert open_things() - before == set()
 
 
 # -- notifications and asyncio -------------------------------------------------------------------------------------
