@@ -257,7 +257,7 @@ fn find<'a>(parts: &[Part<'a>], mut row: usize) -> Row<'a> {
 /// miss no address translations.
 #[derive(Debug)]
 struct Memory {
-    first: NonNull<u8>,
+    first: NonNull<u32>,
     lanes: usize,
 }
 
@@ -273,7 +273,7 @@ impl Memory {
         }
         let layout = Self::layout(lanes).ok_or(Error::Memory(lanes.saturating_mul(4)))?;
         // SAFETY: the layout is not of size zero.
-        let first = NonNull::new(unsafe { alloc(layout) }).ok_or(Error::Memory(layout.size()))?;
+        let first: NonNull<u32> = NonNull::new(unsafe { alloc(layout) }.cast()).ok_or(Error::Memory(layout.size()))?;
         #[cfg(target_os = "linux")]
         if layout.size() >= LARGE_PAGE {
             use nix::sys::mman::{MmapAdvise, madvise};
@@ -301,7 +301,7 @@ impl Drop for Memory {
     fn drop(&mut self) {
         if let Some(layout) = Self::layout(self.lanes).filter(|layout| layout.size() > 0) {
             // SAFETY: allocated with this layout.
-            unsafe { dealloc(self.first.as_ptr(), layout) }
+            unsafe { dealloc(self.first.as_ptr().cast(), layout) }
         }
     }
 }

@@ -94,6 +94,14 @@ fn kind() -> impl Strategy<Value = Kind> {
     prop_oneof![Just(Kind::F32), Just(Kind::Bf16)]
 }
 
+/// Without a column there is nothing to read, and no memory to read it from: every number is a sum of nothing.
+#[test]
+fn weights_without_a_column_give_zeros() {
+    for kind in [Kind::F32, Kind::Bf16] {
+        check(3, 40, 0, kind, &all_threads());
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
