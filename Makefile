@@ -44,6 +44,7 @@ bench: $(VENV)/test ## the benchmarks, short form
 	$(BIN)/python -m bench.engine --quick
 	$(BIN)/python -m bench.kernels --quick
 	$(BIN)/python -m bench.loop --quick
+	$(BIN)/python -m bench.constrained --quick
 	$(BIN)/python -m bench.handoff --quick
 	$(BIN)/python -m bench.serve --compare --quick
 	$(BIN)/python -m bench.abort --quick

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.common import line
 from pyengine import _native
-from pyengine.backend import Deferred, Pending, Readable, Slice, Written
+from pyengine.backend import Backend, Deferred, Pending, Readable, Slice, Written
 from pyengine.backends.fake import FakeBackend, sleep_until
 from pyengine.scheduler.messages import Tokens, Work
 from pyengine.scheduler.types import Node, SamplingParams
@@ -55,11 +55,11 @@ class Device(Nothing):
 
 
 class Loop:
-    """A worker whose batch decodes, and its daemon. pooled: whether it has a pool at all."""
+    """A worker whose batch decodes, and its daemon. sampling: of each answer; pooled: whether it has a pool at all."""
 
-    def __init__(self, backend: FakeBackend, batch: int, answer: int, *, pooled: bool) -> None:
+    def __init__(self, backend: Backend, batch: int, sampling: SamplingParams, *, pooled: bool) -> None:
         spec = backend.namespace.kv
-        pages = batch * (-(-(PROMPT + answer) // spec.block_tokens) + 1)
+        pages = batch * (-(-(PROMPT + sampling.max_tokens) // spec.block_tokens) + 1)
         backend.allocate(pages)
         self.backend = backend
         self.daemon = _native.Daemon(node="a", dram_bytes=64 << 20, session_key=bytes(32), listen="127.0.0.1:0")
@@ -76,13 +76,13 @@ class Loop:
         if pooled:
             pool = self.daemon.attach(self.worker.mover.incarnation, spec.strips, spec.strip_bytes, 1)
             self.worker.attach(pool)
-        self.tokens = 0
+        self.batch, self.tokens = batch, 0
         for number in range(batch):
-            self.worker.accept(self._work(number, answer))
+            self.worker.accept(self._work(number, sampling))
         while self.tokens < batch:
             self.round()
 
-    def _work(self, number: int, answer: int) -> Work:
+    def _work(self, number: int, sampling: SamplingParams) -> Work:
         worker = self.worker
         tokens = np.random.default_rng(number).integers(0, 256, PROMPT).astype(np.uint32)
         root = _native.root_key(worker.namespace, b"", b"", HASH_KEY)
@@ -94,7 +94,7 @@ class Loop:
             generated=0,
             root=root,
             keys=_native.block_keys(tokens, worker.block_tokens, root, HASH_KEY),
-            sampling=SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True),
+            sampling=sampling,
             namespace=worker.namespace,
             decode_node=Node("a", "", 1),
             decode_incarnation=0,
@@ -113,9 +113,14 @@ class Loop:
         self.daemon.stop()
 
 
+def answers(tokens: int) -> SamplingParams:
+    """So long, whatever comes in them."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
 def overhead(batch: int, steps: int, *, pooled: bool) -> float:
     """Seconds of a step of a model that takes none: the median of runs of 16 steps, in which each fills one block."""
-    loop = Loop(Nothing(), batch, steps + 200, pooled=pooled)
+    loop = Loop(Nothing(), batch, answers(steps + 200), pooled=pooled)
     runs = []
     for _ in range(steps // 16):
         began = time.perf_counter()
@@ -128,7 +133,7 @@ def overhead(batch: int, steps: int, *, pooled: bool) -> float:
 
 def speed(milliseconds: float, steps: int, *, overlaps: bool) -> float:
     """Tokens/s of 64 sequences that decode."""
-    loop = Loop(Device(milliseconds * 1e-3, overlaps), 64, steps + 200, pooled=True)
+    loop = Loop(Device(milliseconds * 1e-3, overlaps), 64, answers(steps + 200), pooled=True)
     began = time.perf_counter()
     for _ in range(steps):
         loop.round()
