@@ -48,8 +48,11 @@ from .messages import (
     ClusterState,
     Explain,
     Explained,
+    FindHot,
     GatewayAlive,
     GatewayHello,
+    HotPrefix,
+    HotPrefixes,
     OrderRole,
     PagesChanged,
     Planned,
@@ -76,6 +79,8 @@ STATE_EVERY = 1.0
 COUNTERS_A_SECOND = 20_000
 #: Daemons are told who shares objects when nobody has come or gone for so long (seconds).
 MEMBERS_AFTER = 1.0
+#: Hot prefixes that are told at once.
+MOST_HOT = 100
 #: The parent of a prefix's first block in a replication order.
 NO_PARENT = bytes(KEY_BYTES)
 
@@ -189,6 +194,18 @@ class Conductor:
                 else:
                     found = self.router.foresee(name, message.route, now)
                 return [SendToGateway(name, Explained(number=message.number, explanation=found))]
+            case FindHot():
+                return [SendToGateway(name, self._hottest(message, now))]
+
+    def _hottest(self, asked: FindHot, now: float) -> HotPrefixes:
+        found = self.replicator.hottest(max(0, min(asked.most, MOST_HOT)), now)
+        return HotPrefixes(
+            number=asked.number,
+            prefixes=tuple(
+                HotPrefix(key, blocks, heat, now - at, tuple(self.index.holders(key)))
+                for key, blocks, heat, at in found
+            ),
+        )
 
     def _forget_gateway(self, name: str) -> None:
         self._gateways.pop(name, None)

@@ -146,6 +146,13 @@ class Explain(Message, frozen=True):
     route: Route | None = None
 
 
+class FindHot(Message, frozen=True):
+    """Which prefixes are reused most these days? -> HotPrefixes, at most `most` of them. Who may ask: as for Clear."""
+
+    number: int
+    most: int
+
+
 # -- conductor -> gateway ------------------------------------------------------------------------------------------
 
 
@@ -192,6 +199,25 @@ class Explained(Message, frozen=True):
 
     number: int
     explanation: Explanation | None
+
+
+class HotPrefix(msgspec.Struct, frozen=True):
+    """A prefix that requests reuse. key: of its last block. blocks: how many it has. heat: hits, each worth half after
+    a minute. ago: seconds since the last one. nodes: who has that block.
+    """
+
+    key: bytes
+    blocks: int
+    heat: float
+    ago: float
+    nodes: tuple[str, ...]
+
+
+class HotPrefixes(Message, frozen=True):
+    """Answer to a FindHot, the hottest first."""
+
+    number: int
+    prefixes: tuple[HotPrefix, ...]
 
 
 # -- worker -> conductor -------------------------------------------------------------------------------------------
@@ -454,11 +480,11 @@ class WorkerPing(Message, frozen=True):
     incarnation: int
 
 
-GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole | Explain
+GatewayToConductor: TypeAlias = GatewayHello | GatewayAlive | Route | RouteEnded | Clear | OrderRole | Explain | FindHot
 WorkerToConductor: TypeAlias = WorkerHello | WorkerAlive | PagesChanged | WorkerLeaving
 ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
-ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome | Explained
+ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome | Explained | HotPrefixes
 GatewayToWorker: TypeAlias = Work | Abort | GatewayPing
 WorkerToGateway: TypeAlias = PrefillReport | Tokens | Failed | WorkerPing
 
@@ -514,4 +540,14 @@ def _refuse_another(frame: bytes) -> None:
 
 
 __all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, Message)]
-__all__ += ["ClearedNode", "Codec", "CostFit", "Handoff", "LoadSample", "Namespace", "Note", "ProtocolError"]
+__all__ += [
+    "ClearedNode",
+    "Codec",
+    "CostFit",
+    "Handoff",
+    "HotPrefix",
+    "LoadSample",
+    "Namespace",
+    "Note",
+    "ProtocolError",
+]

@@ -7,6 +7,8 @@ as far as a copy is cheaper than to compute the prefix once more. `dropping.py` 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ HOT = 4.0
 HALF_LIFE = 60.0
 #: Keys whose heat is remembered; the coldest are forgotten first.
 MAX_KEYS = 65_536
+#: Of these, how many that were hit last are looked at for the hottest: what is hot was hit a moment ago.
+LOOKED_AT = 4096
 #: Blocks per order, and orders under way at once in the cluster: replication is background work.
 MAX_BLOCKS = 512
 MAX_ORDERS = 4
@@ -51,11 +55,15 @@ class _Order:
 
 @dataclass(slots=True)
 class _Heat:
-    """Hits of a block, each worth half after HALF_LIFE. stretch: the keys from the one kept before it up to it."""
+    """Hits of a block, each worth half after HALF_LIFE. stretch: the keys from the one kept before it up to it. blocks:
+    of the prefix that ends with it. before: the one that is kept before it, b"" if it is the first.
+    """
 
     heat: float
     at: float
     stretch: bytes
+    blocks: int
+    before: bytes
 
     def warm(self, now: float) -> float:
         return self.heat * math.exp2((self.at - now) / HALF_LIFE)
@@ -83,7 +91,9 @@ class Replicator:
             key = keys[(n - 1) * KEY_BYTES : n * KEY_BYTES]
             known = self._heat.get(key)
             if known is None:
-                known = self._heat[key] = _Heat(0.0, now, keys[before * KEY_BYTES : n * KEY_BYTES])
+                stretch = keys[before * KEY_BYTES : n * KEY_BYTES]
+                last = keys[(before - 1) * KEY_BYTES : before * KEY_BYTES] if before else b""
+                known = self._heat[key] = _Heat(0.0, now, stretch, n, last)
                 self.fresh.append(key)
             known.heat, known.at = known.warm(now) + 1.0, now
             self._heat.move_to_end(key)
@@ -142,6 +152,18 @@ class Replicator:
     def heat(self, now: float) -> dict[bytes, float]:
         """Of the blocks whose reuse is remembered."""
         return {key: heat.warm(now) for key, heat in self._heat.items()}
+
+    def hottest(self, most: int, now: float) -> list[tuple[bytes, int, float, float]]:
+        """Of the prefixes that were hit last (LOOKED_AT): key of the last block, blocks, heat, and when it was hit.
+
+        A prefix of a prefix is told only if it is reused by others as well: more than twice as often.
+        """
+        latest = list(itertools.islice(reversed(self._heat.items()), LOOKED_AT))
+        warm = {key: known.warm(now) for key, known in latest}
+        covered = {known.before for key, known in latest if 2.0 * warm[key] >= warm.get(known.before, 0.0)}
+        found = [(key, known) for key, known in latest if key not in covered]
+        found = heapq.nsmallest(most, found, key=lambda each: (-warm[each[0]], -each[1].blocks, each[0]))
+        return [(key, known.blocks, warm[key], known.at) for key, known in found]
 
     def remembered(self, key: bytes, now: float) -> tuple[float, float, bytes] | None:
         """Heat of a block, when it was last hit, and the keys for which that holds; None: it is forgotten."""

@@ -47,6 +47,7 @@ from .messages import (
     Clear,
     Codec,
     Explain,
+    FindHot,
     GatewayAlive,
     GatewayHello,
     Message,
@@ -192,7 +193,7 @@ class Service:
                 self._gateways[identity] = message.gateway
                 self._identity[message.gateway] = identity
                 self._on(FromGateway(message.gateway, message))
-            case GatewayAlive() | Route() | RouteEnded() | Clear() | OrderRole() | Explain():
+            case GatewayAlive() | Route() | RouteEnded() | Clear() | OrderRole() | Explain() | FindHot():
                 gateway = self._gateways.get(identity)
                 if gateway is not None:
                     self._on(FromGateway(gateway, message))

@@ -17,6 +17,7 @@ from pyengine.gateway.answers import Answer, Piece, Usage
 from pyengine.gateway.errors import api_error
 from pyengine.gateway.listener import STALL
 from pyengine.gateway.openai import ChatRequest, CompletionRequest
+from pyengine.gateway.recent import Record, record_of
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
 from pyengine.gateway.structured import Form
@@ -58,7 +59,9 @@ class Exchange:
         #: Choices that have not ended.
         self.open: dict[int, Generation] = {}
         self._user = ""
-        self._closed = False
+        self._closed, self._why = False, ""
+        #: What `Recent` calls it, once it has begun.
+        self._begun = 0
         #: Whoever asks for tokens has each at once, as its gaps are what it may be measuring.
         self._each = False
         gone.add_done_callback(lambda _: self._wake())
@@ -98,6 +101,7 @@ class Exchange:
                 )
                 self.open[len(self._generations)] = generation
                 self._generations.append(generation)
+        self._begun = self._service.recent.begin(self._number, self._record)
 
     @property
     def choices(self) -> int:
@@ -128,6 +132,11 @@ class Exchange:
     def timing(self) -> str:
         """Where the time to the first choice's first token went (see timing.py)."""
         return timing.header(self._generations[0].request)
+
+    def _record(self, now: float, wall: float) -> Record:
+        ends = [_end(generation, self._why) if self._closed else "" for generation in self._generations]
+        requests = [(generation.request, end) for generation, end in zip(self._generations, ends, strict=True)]
+        return record_of(self._number, requests, self.spent, ",".join(sorted({*ends} - {""})), now, wall)
 
     def _wake(self) -> None:
         if not self._ready.done():
@@ -180,7 +189,8 @@ class Exchange:
         self._gone.cancel()
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._why = True, why
+        self._service.recent.end(self._begun)
         if self._generations:
             metrics = self._service.metrics.of(self._generations[0].request.model)
             metrics.observe("vllm:request_params_n", self._answers)

@@ -187,7 +187,7 @@ class Request:
         self._root = root
         self._key_of = key_of
         self._patience = patience
-        self._terms = terms
+        self.terms = terms
         own = math.inf if terms.slo.deadline is None else terms.slo.deadline
         self._whose = "its deadline" if own <= longest else "this server"
         self._deadline = terms.arrived + min(own, longest)
@@ -203,6 +203,8 @@ class Request:
         self.handoff: messages.Handoff | None = None
         #: Attempts that were not the last: number, when it was over (seconds, monotonic), and why.
         self.lost: list[tuple[int, float, str]] = []
+        #: Whom the last plan gave its prefill, and whom its decode.
+        self.went = ("", "")
         self._held_until = -math.inf
         self._early: dict[int, tuple[int, Logprobs | None]] = {}
         self._ends_at: int | None = None
@@ -227,6 +229,12 @@ class Request:
         behind it. Where both are promised, the first is shown with the second, as long as its own objective allows.
         """
         return 0 if len(self.tokens) == 1 and not self.done and self._held_until > -math.inf else len(self.tokens)
+
+    @property
+    def tbt(self) -> float:
+        """Seconds: the mean of the longest tenth of the gaps between tokens of the last attempt; NaN if it has none."""
+        tbt = self._pace.tbt()
+        return tbt if tbt >= 0.0 else math.nan
 
     def check(self) -> None:
         """Invariants, for tests."""
@@ -262,10 +270,10 @@ class Request:
             keys=self._keys[: 16 * cacheable_blocks(length, self._block_tokens)],
             prompt_tokens=length,
             max_tokens=self.sampling.max_tokens - self._base,
-            slo=self._terms.slo,
-            tenant=self._terms.tenant,
+            slo=self.terms.slo,
+            tenant=self.terms.tenant,
             exclude=self._excluded,
-            priority=self._terms.priority,
+            priority=self.terms.priority,
             waited=max(now - self.arrived, 0.0),
             admitted=self._admitted,
         )
@@ -286,6 +294,7 @@ class Request:
         if not self.tokens:
             self.planned = now
         self.plan = plan
+        self.went = (plan.prefill.worker, plan.decode.worker)
         self._admitted = True
         self.wake_at = self._deadline
         alone = plan.prefill.worker == plan.decode.worker
@@ -307,11 +316,11 @@ class Request:
                     decode_incarnation=plan.decode.incarnation,
                     sources=plan.sources,
                     cached_blocks=plan.cached_blocks,
-                    tenant=tenant_number(self._terms.tenant),
+                    tenant=tenant_number(self.terms.tenant),
                     deadline=max(self._deadline - now, 0.0),
-                    slo=self._terms.slo,
+                    slo=self.terms.slo,
                     waited=max(now - self.arrived, 0.0),
-                    priority=self._terms.priority,
+                    priority=self.terms.priority,
                 ),
             )
             for part, worker in parts
@@ -394,7 +403,7 @@ class Request:
 
     def _hold(self, now: float) -> None:
         """The first token has come: whether it waits for the second, and until when at most."""
-        slo, plan = self._terms.slo, self.plan
+        slo, plan = self.terms.slo, self.plan
         apart = plan is not None and plan.prefill.worker != plan.decode.worker
         if apart and slo.ttft is not None and slo.tbt is not None:
             until = self.arrived + slo.ttft - PACE_SPARE

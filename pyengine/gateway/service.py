@@ -21,19 +21,28 @@ import zmq
 from pyengine.config import GatewayConfig
 from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Metrics
+from pyengine.gateway.recent import Recent
 from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
 from pyengine.gateway.threads import Threads
 from pyengine.gateway.tracing import Timeline, Tracer
 from pyengine.grammar import Grammars
+from pyengine.scheduler.explanation import Explanation
 from pyengine.scheduler.messages import (
     Abort,
+    ClearOutcome,
     ClusterState,
     Codec,
     ConductorToGateway,
+    Explain,
+    Explained,
     Failed,
+    FindHot,
     GatewayAlive,
     GatewayHello,
     GatewayPing,
+    HotPrefix,
+    HotPrefixes,
+    Message,
     Planned,
     PrefillReport,
     Tokens,
@@ -55,6 +64,8 @@ MAX_MODELS = 256
 MAX_FIELDS = 1024
 #: Seconds that a grammar may take to be compiled, with those before it: ten of the worst.
 GRAMMAR_PATIENCE = 5.0
+#: Seconds that the conductor has for an answer to a question: it answers at once, unless it hangs.
+ANSWER_PATIENCE = 5.0
 #: In place of what no worker told (one of an earlier version may not).
 UNTOLD = Logprobs(-math.inf, 0, ())
 
@@ -218,6 +229,11 @@ class Service:
         self.threads = Threads()
         #: Paths that health checks have tried so far.
         self.probed = 0
+        #: The requests of late.
+        self.recent = Recent()
+        #: What was asked of the conductor, by number.
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._asked = 0
         self._unknown: set[str] = set()
         #: More samples for /metrics: what the application counts itself.
         self.counters: Callable[[], dict[str, float]] = dict
@@ -439,6 +455,34 @@ class Service:
             metrics.finish(request.error.kind.value if request.error is not None else why)
         self._act(generation, request.abort())
 
+    async def explain(self, request: int) -> Explanation | None:
+        """Why it went where it went, if that is among the conductor's latest decisions. Raises RequestError
+        (unavailable).
+        """
+        answer = await self._ask(lambda number: Explain(number=number, request=request))
+        return answer.explanation if isinstance(answer, Explained) else None
+
+    async def hottest(self, most: int) -> tuple[HotPrefix, ...]:
+        """The prefixes that are reused most. Raises RequestError (unavailable)."""
+        answer = await self._ask(lambda number: FindHot(number=number, most=most))
+        return answer.prefixes if isinstance(answer, HotPrefixes) else ()
+
+    async def _ask(self, question: Callable[[int], Message]) -> Message:
+        """The conductor's answer. Raises RequestError (unavailable) if it gives none."""
+        self._asked += 1
+        number = self._asked
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._questions[number] = future
+        try:
+            if self._conductor is None or not self._conductor.send([question(number)]):
+                raise RequestError(ErrorKind.UNAVAILABLE, "the conductor is away", 1.0)
+            return await asyncio.wait_for(future, ANSWER_PATIENCE)
+        except TimeoutError as error:
+            text = f"the conductor has not answered within {ANSWER_PATIENCE:g} s"
+            raise RequestError(ErrorKind.UNAVAILABLE, text, 1.0) from error
+        finally:
+            del self._questions[number]
+
     def metrics_text(self) -> bytes:
         running: dict[str, int] = dict.fromkeys(self.models, 0)
         waiting: dict[str, int] = dict.fromkeys(self.models, 0)
@@ -456,6 +500,9 @@ class Service:
             if isinstance(message, ClusterState):
                 self._on_cluster(message)
                 continue
+            if isinstance(message, ClearOutcome | Explained | HotPrefixes):
+                self._on_answer(message.number, message)
+                continue
             answer = message.plan if isinstance(message, Planned) else message.rejection
             generation = self._generations.get(answer.request)
             if generation is None:
@@ -466,6 +513,11 @@ class Service:
                 servable = self.servable(generation.request.model)
                 actions = generation.request.on_rejected(message, now, servable)
             self._act(generation, actions)
+
+    def _on_answer(self, number: int, answer: Message) -> None:
+        question = self._questions.get(number)
+        if question is not None and not question.done():
+            question.set_result(answer)
 
     def _on_conductor_change(self, up: bool) -> None:
         log.info("conductor %s", "is there" if up else "is away")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from pyengine.scheduler import replication
-from pyengine.scheduler.events import DaemonGone, OrderReplicate
-from pyengine.scheduler.messages import LoadSample
+from pyengine.scheduler.events import DaemonGone, FromGateway, OrderReplicate, SendToGateway
+from pyengine.scheduler.messages import FindHot, HotPrefix, HotPrefixes, LoadSample
 from pyengine.scheduler.replication import ORDER_PATIENCE
 from pyengine.scheduler.types import Role
 
@@ -62,3 +62,45 @@ def test_what_is_computed_sooner_than_moved_is_not_copied(slower: float, copied:
         others = [f"node-{i}" for i in range(3) if f"both-{i}" != name]
         world.alive(name, loads=tuple(LoadSample(node, size, 100 * seconds) for node in others))
     assert bool(ordered(world)) is copied
+
+
+def test_the_hottest_prefixes_are_told_with_who_has_them() -> None:
+    """A shared head that others reuse as well is told, one that only leads to a longer prefix is not."""
+    world = three()
+    longer, other = chain(*range(1, 40)), chain(1, 2, 3, 4, 90, 91, 92, 93)
+    world.store("node-1", longer)
+    world.store("node-2", other)
+    for prefix, times in ((longer, 6), (other, 2)):
+        for _ in range(times):
+            world.route(prefix)
+            world.end(world.requests - 1)
+    found = hottest(world, 10)
+    assert found == tuple(sorted(found, key=lambda one: -one.heat))
+    keys = [one.key for one in found]
+    for one in found:
+        place = longer if one.key in longer else other
+        assert place[one.blocks - 1] == one.key
+        assert one.nodes == tuple(world.conductor.index.holders(one.key))
+        assert one.ago >= 0.0
+    reused = [key for key in longer if key in keys]
+    assert len(reused) == 1, "one prefix of the longer one, and the head that both share is not twice as hot"
+    assert hottest(world, 1) == found[:1] and hottest(world, 0) == () and hottest(world, -5) == ()
+
+
+def test_what_cools_is_told_as_cooler() -> None:
+    world = three()
+    for _ in range(4):
+        world.route([*KEYS, *chain(1, 2, 3, 50)[3:]])
+        world.end(world.requests - 1)
+    (before, *_) = hottest(world, 10)
+    world.wait(replication.HALF_LIFE)
+    (after, *_) = hottest(world, 10)
+    assert after.key == before.key and after.heat == pytest.approx(before.heat / 2)
+    assert after.ago == pytest.approx(before.ago + replication.HALF_LIFE)
+
+
+def hottest(world: World, most: int) -> tuple[HotPrefix, ...]:
+    (answer,) = world.on(FromGateway("gateway", FindHot(number=5, most=most)))
+    assert isinstance(answer, SendToGateway) and isinstance(answer.message, HotPrefixes)
+    assert answer.message.number == 5
+    return answer.message.prefixes
