@@ -1,0 +1,145 @@
+"""Goal: every command that a page shows can be run as it stands.
+
+Method: the programs' own parsers read it; what is cheap runs: curl and chat against one server of the fake backend.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from bench.server import Server
+
+from .pages import Snippet, inline_code, parse, snippets
+from .shell import NAMED, all_flags, calls, check, commands, expect_flags
+
+SHOWN = [(snippet.where, line) for snippet in snippets() for line in commands(snippet)]
+#: What a line must contain to be run; everything else is long, waits for somebody, or changes the machine.
+RUNS = re.compile(r"\bpyengine (?:config|keys)\b|\bcurl\b.*http://127\.0\.0\.1:8000|\| pyengine chat")
+#: Lines of that kind that do not run, with the reason.
+NOT_RUN = {
+    "pyengine config worker --config worker.toml --json": "the reader's own file",
+}
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+#: Of programs that are not ours.
+FOREIGN_FLAGS: set[str] = set()
+
+
+def test_there_are_commands() -> None:
+    programs = {call[0] for _, line in SHOWN for call in calls(line)}
+    assert programs >= {"pyengine", "conductor", "transferd", "make", "curl"}
+
+
+@pytest.mark.parametrize("where", sorted({where for where, _ in SHOWN}))
+def test_programs_know_what_they_are_asked(where: str) -> None:
+    for line in [line for shown, line in SHOWN if shown == where]:
+        for call in calls(line):
+            check(call)
+
+
+def test_commands_in_the_text_have_their_flags() -> None:
+    wrong = []
+    for where, text in inline_code():
+        program, *arguments = text.split() or [""]
+        if program in NAMED and arguments:
+            try:
+                expect_flags(FLAG.findall(text), NAMED[program](arguments), text)
+            except AssertionError as error:
+                wrong.append(f"{where}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_flags_in_the_text_are_some_programs() -> None:
+    known = all_flags() | FOREIGN_FLAGS
+    assert not [(where, flag) for where, text in inline_code() for flag in FLAG.findall(text) if flag not in known]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--nodes", "2", "--dram-bytes", "32MiB")
+    with Server(
+        *flags, model="fake:max_positions=256", backend="fake", state_dir=tmp_path_factory.mktemp("state")
+    ) as server:
+        # What the pages look at in /metrics: a request has crossed from node to node.
+        httpx2.post(f"{server.base}/v1/completions", json={"model": "fake", "prompt": "x" * 64, "max_tokens": 4})
+        seen = ("pyengine_transfer_bytes_total", "pyengine_transfer_blocks_total", "pyengine_worker_tokens_total")
+        server.wait_until(lambda: all(server.metric(name) > 0 for name in seen), 60.0, "told of a transfer")
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("where", "line"), [shown for shown in SHOWN if RUNS.search(shown[1]) and shown[1] not in NOT_RUN]
+)
+def test_it_runs(where: str, line: str, server: Server, tmp_path: Path) -> None:
+    line = line.replace(":8000", f":{server.port}").replace('"smollm2"', '"fake"').replace("curl ", "curl -f ")
+    line = re.sub(r"\| pyengine chat$", f"| pyengine chat {server.base}", line.partition("  #")[0].rstrip())
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYENGINE_")},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYENGINE_STATE_DIR": str(tmp_path / "state"),
+    }
+    (tmp_path / "docs").mkdir()  # pages are made into it
+    ran = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False
+    )  # fmt: skip
+    assert ran.returncode == 0, f"{where}: {line}\n{ran.stdout}\n{ran.stderr}"
+    assert ran.stdout or ">" in line, f"{where}: {line} says nothing"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\n$ pyengine serve --no-such-flag 1\n```",
+        "```\n$ pyengine sreve\n```",
+        "```\n$ pyengine serve --port eight\n```",
+        "```\nconductor simulate --trace generated --clutser small\n```",
+        "```\ntransferd status --confg d.toml\n```",
+        "```\n$ transferd stauts\n```",
+        "```\nmake sreve\n```",
+        "```\n.venv/bin/python -m bench.gaetway\n```",
+        "```\n.venv/bin/python -m bench.loop --quikc\n```",
+        "```sh\nno-such-program\n```",
+        "    pyengine chat --modle x\n",
+        "```\necho x | pyengine chat --modle x\n```",
+    ],
+)
+def test_a_command_that_is_wrong_is_found(text: str) -> None:
+    [snippet] = parse("page.md", text)
+    with pytest.raises(AssertionError):
+        for line in commands(snippet):
+            for call in calls(line):
+                check(call)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("```\n$ make docs\nwhat it says\n$ make test\n```", ["make docs", "make test"]),
+        ("```\nmake docs # why\n\nmake test\n```", ["make docs # why", "make test"]),
+        ("```\ncurl x -d '{\n}'\nmake test\n```", ["curl x -d '{\n}'", "make test"]),
+        ("```\nmake docs \\\n  test\n```", ["make docs   test"]),
+        ("```\n client --> gateway\n```", []),
+        ("```json\n{}\n```", []),
+    ],
+)
+def test_which_lines_are_commands(text: str, expected: list[str]) -> None:
+    [snippet] = parse("page.md", text)
+    assert commands(snippet) == expected
+
+
+def test_a_line_is_cut_into_calls() -> None:
+    line = "A_B=1 pyengine serve 2>&1 | tee log > file && make test; cd x"
+    assert calls(line) == [["pyengine", "serve"], ["tee", "log"], ["make", "test"], ["cd", "x"]]
+
+
+def test_an_output_stands_directly_behind_its_block() -> None:
+    code, output, other = parse("p", "```python\n1\n```\n```\n1\n```\n\ntext\n\n```\n2\n```\n")
+    assert output.output_of == code and other.output_of is None and isinstance(code, Snippet)
