@@ -1,4 +1,4 @@
-"""How much each tenant may ask for: requests and tokens a minute, and requests at once. Pure: time is an argument.
+"""How much each tenant may ask for: requests and tokens a minute, and answers at once. Pure: time is an argument.
 
 Both rates are token buckets [1]: a bucket holds at most a minute's worth, refills steadily, and what is asked for is
 taken out. So a tenant who was silent may send its minute's worth at once, and in any span of t seconds at most
@@ -18,7 +18,7 @@ import msgspec
 
 from pyengine.tenants import Tenant
 
-#: Retry-After of who has too many requests under way, seconds: nobody knows when one ends.
+#: Retry-After of who has too many answers under way, seconds: nobody knows when one ends.
 SOON = 1.0
 
 
@@ -60,6 +60,7 @@ class Usage:
     """Of one tenant."""
 
     def __init__(self, now: float) -> None:
+        #: Answers: of a request that has been read, one for each sequence; before, one.
         self.under_way = 0
         self.requests = Bucket(now)
         self.tokens = Bucket(now)
@@ -75,11 +76,10 @@ class Limiter:
         self._tenants: dict[str, Usage] = {}
 
     def begin(self, tenant: Tenant, now: float) -> Refusal | None:
-        """One more request: counted if it is admitted, which is `end`ed once then. Else why not."""
+        """One more request: one answer is counted if it is admitted, which is `end`ed once then. Else why not."""
         usage = self._usage(tenant.name, now)
-        limit = tenant.concurrent
-        if limit and usage.under_way >= limit:
-            return Refusal("concurrent", f"{usage.under_way} requests of this tenant are under way, of {limit}", SOON)
+        if (refusal := _too_many(usage, tenant.concurrent, 1)) is not None:
+            return refusal
         if limit := tenant.requests_per_minute:
             wait = usage.requests.wait(1, limit, now)
             if wait != 0.0:
@@ -87,6 +87,19 @@ class Limiter:
                 return Refusal("requests_per_minute", text, wait)
             usage.requests.take(1, limit, now)
         usage.under_way += 1
+        return None
+
+    def more(self, tenant: Tenant, answers: int) -> Refusal | None:
+        """A request that has begun is found to want so many answers beside its first: they are counted if they are
+        admitted, and `end`ed with it. Else why not.
+        """
+        limit, usage = tenant.concurrent, self._tenants[tenant.name]
+        if limit and answers + 1 > limit:
+            text = f"the request wants {answers + 1} answers, and this tenant gets {limit} at once: ask for fewer"
+            return Refusal("concurrent", text, None)
+        if answers and (refusal := _too_many(usage, limit, answers)) is not None:
+            return refusal
+        usage.under_way += answers
         return None
 
     def prompt(self, tenant: Tenant, tokens: int, now: float) -> Refusal | None:
@@ -110,14 +123,14 @@ class Limiter:
         if tenant.tokens_per_minute:
             self._usage(tenant.name, now).tokens.take(tokens, tenant.tokens_per_minute, now)
 
-    def end(self, tenant: Tenant) -> None:
-        """A request that was admitted is over."""
+    def end(self, tenant: Tenant, answers: int = 1) -> None:
+        """A request that was admitted is over. answers: all that were counted for it."""
         usage = self._tenants[tenant.name]
-        assert usage.under_way > 0, f"{tenant.name}: a request ended that never began"
-        usage.under_way -= 1
+        assert usage.under_way >= answers, f"{tenant.name}: {answers} ended of {usage.under_way} that have begun"
+        usage.under_way -= answers
 
     def under_way(self) -> dict[str, int]:
-        """Requests of each tenant that has any."""
+        """Answers of each tenant that has any."""
         return {name: usage.under_way for name, usage in self._tenants.items() if usage.under_way}
 
     def keep(self, names: set[str]) -> None:
@@ -130,3 +143,10 @@ class Limiter:
         if usage is None:
             usage = self._tenants[name] = Usage(now)
         return usage
+
+
+def _too_many(usage: Usage, limit: int, answers: int) -> Refusal | None:
+    if not limit or usage.under_way + answers <= limit:
+        return None
+    text = f"{usage.under_way} answers of this tenant are under way, of {limit}"
+    return Refusal("concurrent", text, SOON)

@@ -138,7 +138,7 @@ def limit(
     tokens_per_minute
         Of prompts and answers together, at each gateway.
     concurrent
-        Requests at once, at each gateway.
+        Answers at once, at each gateway: n choices are n.
     priority
         The most urgent that its requests may ask for; lower is earlier (default 0).
     shared

@@ -218,7 +218,7 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         model, tokenizer = await exchange.unless_gone(_tokenizer(service, request.model))
         visit.model = model.name
         prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model, len(body)))
-        visit.admit(sum(len(prompt.ids) for prompt in prompts))
+        visit.admit(sum(len(prompt.ids) for prompt in prompts), answers=len(prompts) * request.choices)
         visit.usage = lambda: exchange.spent
         prompt = prompts[0].ids if endpoint == "chat" else None
         forming = service.threads.run(len(body), lambda: form_of(request.wanted, tokenizer, prompt))

@@ -77,6 +77,8 @@ class Visit:
         #: Tokens so far.
         self.usage: Callable[[], Counts] | None = None
         self.revoked = False
+        #: Answers that its tenant's limit counts for it.
+        self.answers = 1
         #: Called when the key is revoked, with what the client is told.
         self.on_revoked: Callable[[RequestError], None] = lambda _: None
         self._door = door
@@ -106,13 +108,20 @@ class Visit:
             raise ApiError(403, text, param="priority", code="insufficient_permissions")
         return asked
 
-    def admit(self, prompt_tokens: int) -> None:
-        """To be called once, before work is sent. Raises ApiError 429 if the tenant has no tokens for it, 401, 400."""
+    def admit(self, prompt_tokens: int, answers: int) -> None:
+        """To be called once, before work is sent. answers: sequences that it will be. Raises ApiError 429 if the tenant
+        has no tokens for it, or too many answers under way; 401, 400.
+        """
         self.check()
         if self.access is not None:
-            refusal = self._door.limiter.prompt(self.access.tenant, prompt_tokens, self._door.clock())
+            limiter, tenant = self._door.limiter, self.access.tenant
+            # Answers first: tokens once taken are not given back.
+            refusal = limiter.more(tenant, answers - 1)
+            if refusal is None:
+                self.answers = answers
+                refusal = limiter.prompt(tenant, prompt_tokens, self._door.clock())
             if refusal is not None:
-                self._door.refused[self.access.tenant.name, refusal.limit] += 1
+                self._door.refused[tenant.name, refusal.limit] += 1
                 raise _limited(refusal)
 
     def check(self) -> None:
@@ -232,7 +241,7 @@ class Door:
         for (tenant, limit), count in self.refused.items():
             samples[f'pyengine_tenant_refused_total{{tenant="{tenant}",limit="{limit}"}}'] = count
         for tenant, count in self.limiter.under_way().items():
-            samples[f'pyengine_tenant_requests{{tenant="{tenant}"}}'] = count
+            samples[f'pyengine_tenant_answers{{tenant="{tenant}"}}'] = count
         return samples
 
     # -- one request -----------------------------------------------------------------------------------------------
@@ -298,7 +307,7 @@ class Door:
                 self._charge(tenant, visit)
 
     def _charge(self, tenant: Tenant, visit: Visit) -> None:
-        self.limiter.end(tenant)
+        self.limiter.end(tenant, visit.answers)
         if visit.usage is not None:
             usage = visit.usage()
             self.limiter.generated(tenant, usage.completion, self.clock())

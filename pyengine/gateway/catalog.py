@@ -135,7 +135,7 @@ GATEWAY = {
     "pyengine_gateway_audit_dropped_total": _counter("Lines that the audit log had no room for"),
     "pyengine_tenant_tokens_total": _counter("Tokens of a tenant", "tenant", "kind"),
     "pyengine_tenant_refused_total": _counter("Requests that a limit of their tenant refused", "tenant", "limit"),
-    "pyengine_tenant_requests": _gauge("Requests of a tenant under way", "tenant"),
+    "pyengine_tenant_answers": _gauge("Answers of a tenant under way: n choices are n", "tenant"),
 }
 
 CONDUCTOR = {

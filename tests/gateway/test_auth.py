@@ -32,7 +32,7 @@ from pyengine.gateway.errors import ApiError
 from pyengine.gateway.service import Generation
 from pyengine.scheduler.types import FinishReason, Role, tenant_number
 from pyengine.tenants import SCOPES, Access, Book, Scope, Tenant
-from tests.gateway.cluster import Cluster, cluster, silent, tokens, whole_answer
+from tests.gateway.cluster import Cluster, cluster, failing, silent, tokens, whole_answer
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
 PATIENCE = 60.0
@@ -87,10 +87,11 @@ def basic(text: str) -> dict[str, str]:
 
 
 async def ask(
-    http: aiohttp.ClientSession, at: Cluster, text: str = "", **fields: Any
+    http: aiohttp.ClientSession, at: Cluster, text: str = "", path: str = "/v1/chat/completions", **fields: Any
 ) -> tuple[int, Any, aiohttp.ClientResponse]:
     headers = bearer(text) if text else {}
-    async with http.post(f"{at.url}/v1/chat/completions", json={**CHAT, **fields}, headers=headers) as response:
+    known = CHAT if "prompt" not in fields else {}
+    async with http.post(at.url + path, json={**known, **fields}, headers=headers) as response:
         return response.status, json.loads(await response.read()), response
 
 
@@ -430,6 +431,57 @@ async def test_requests_at_once(folder: Path, http: aiohttp.ClientSession) -> No
             assert (await ask(http, at, text, **fields))[0] == expected
         assert door.limiter.under_way() == {}
         assert at.service.metrics_text().count(b'pyengine_tenant_refused_total{tenant="a",limit="concurrent"} 1') == 1
+
+
+async def test_answers_at_once_are_counted_and_not_requests(folder: Path, http: aiohttp.ClientSession) -> None:
+    """Two prompts with two choices each are four, from when that is known until the request ends, however it does."""
+    text, door = add(folder, "a", concurrent=4, tokens_per_minute=10_000), door_of(folder)
+    four = {"model": "fake", "prompt": ["ab", "cd"], "n": 2, "max_tokens": 3, "temperature": 1.0}
+
+    def completion(**fields: Any) -> asyncio.Task[tuple[int, Any, Any]]:
+        return asyncio.create_task(ask(http, at, text, "/v1/completions", **four | fields))
+
+    async def all_arrive(works: int) -> None:
+        while len(worker.work) < works:
+            worker.arrived.clear()
+            await asyncio.wait_for(worker.arrived.wait(), PATIENCE)
+
+    async with cluster(folder, Role.BOTH, door=door) as at:
+        worker = at.workers["both-0"]
+        # More than there ever is room for is not told to come again.
+        status, body, response = await completion(n=3)
+        assert (status, body["error"]["param"], "Retry-After" in response.headers) == (400, "concurrent", False)
+        worker.script = silent
+        three = completion(prompt="ab", n=3)
+        await all_arrive(3)
+        assert door.limiter.under_way() == {"a": 3}
+        # There is room for its first answer, not for the second: nothing of it is begun, nor left.
+        status, body, response = await completion(prompt="ab")
+        assert (status, body["error"]["param"], response.headers["Retry-After"]) == (429, "concurrent", "1")
+        assert (len(worker.work), door.limiter.under_way()) == (3, {"a": 3})
+        spent = door.limiter._tenants["a"].tokens._missing
+        assert (await completion(prompt="ab"))[0] == 429
+        assert door.limiter._tenants["a"].tokens._missing == spent, "tokens were taken for what was refused"
+        three.cancel()
+        while door.limiter.under_way():
+            await asyncio.sleep(0)
+        # A worker's failure ends all, a revoked key too, and so does the last token.
+        worker.script = failing("bug")
+        assert (await completion())[0] == 500
+        assert door.limiter.under_way() == {}
+        worker.script = whole_answer
+        assert (await completion())[0] == 200
+        assert door.limiter.under_way() == {}
+        worker.script = silent
+        worker.work.clear()
+        denied = completion()
+        await all_arrive(4)
+        assert door.limiter.under_way() == {"a": 4}
+        revoke(folder, text)
+        door.look()
+        assert (await denied)[0] == 401
+        assert door.limiter.under_way() == {}
+        assert at.service.active == 0
 
 
 async def test_what_was_generated_is_charged_also_if_nobody_takes_it(

@@ -37,7 +37,9 @@ class Naive:
 
 #: (seconds since the one before, in 1/16; what is done; how many tokens)
 EVENTS = st.lists(
-    st.tuples(st.integers(0, 1600), st.sampled_from(["begin", "prompt", "generated", "end"]), st.integers(0, 60)),
+    st.tuples(
+        st.integers(0, 1600), st.sampled_from(["begin", "more", "prompt", "generated", "end"]), st.integers(0, 60)
+    ),
     max_size=40,
 )
 LIMITS = st.integers(0, 40)
@@ -47,7 +49,9 @@ LIMITS = st.integers(0, 40)
 @settings(max_examples=300, deadline=None)
 def test_the_limiter_is_the_naive_one(events: list[Any], requests: int, tokens: int, concurrent: int) -> None:
     tenant = Tenant(name="a", requests_per_minute=requests, tokens_per_minute=tokens, concurrent=concurrent)
-    limiter, now, running = Limiter(), Fraction(0), 0
+    limiter, now = Limiter(), Fraction(0)
+    #: Answers of each request under way.
+    running: list[int] = []
     buckets = {"requests_per_minute": Naive(requests), "tokens_per_minute": Naive(tokens)}
     for pause, what, amount in events:
         now += Fraction(pause, 16)
@@ -57,24 +61,34 @@ def test_the_limiter_is_the_naive_one(events: list[Any], requests: int, tokens: 
             continue
         if what == "end":
             if running:
-                limiter.end(tenant)
-                running -= 1
+                limiter.end(tenant, running.pop(amount % len(running)))
+            continue
+        if what == "more":
+            if running:
+                at = amount % len(running)
+                refusal, extra = limiter.more(tenant, amount // 10), amount // 10
+                never = bool(concurrent) and 1 + extra > concurrent
+                if never or (concurrent and extra and sum(running) + extra > concurrent):
+                    assert refusal is not None and (refusal.limit, refusal.wait is None) == ("concurrent", never)
+                else:
+                    assert refusal is None
+                    running[at] += extra
             continue
         name, many = ("requests_per_minute", 1) if what == "begin" else ("tokens_per_minute", amount)
         refusal = limiter.prompt(tenant, many, float(now)) if what == "prompt" else limiter.begin(tenant, float(now))
-        if what == "begin" and concurrent and running >= concurrent:
+        if what == "begin" and concurrent and sum(running) >= concurrent:
             assert refusal is not None and refusal.limit == "concurrent"
             continue
         wait = buckets[name].wait(many, now) if getattr(tenant, name) else Fraction(0)
         if wait == 0:
             assert refusal is None
             buckets[name].taken.append((now, many))
-            running += what == "begin"
+            running += [1] if what == "begin" else []
         else:
             assert refusal is not None and refusal.limit == name
             assert (refusal.wait is None) == (wait is None)
             assert wait is None or abs(refusal.wait - wait) < 1e-9  # type: ignore[operator]
-        assert limiter.under_way() == ({"a": running} if running else {})
+        assert limiter.under_way() == ({"a": sum(running)} if running else {})
 
 
 def test_after_the_wait_that_was_told_it_is_admitted() -> None:
