@@ -130,7 +130,7 @@ class Streams:
     def __init__(self, port: int, body: bytes) -> None:
         self._port = port
         self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
         self.events = self.ended = 0
@@ -283,7 +283,7 @@ def _get(port: int, path: str) -> bytes:
 async def first_token(port: int, body: bytes) -> float:
     """Seconds to the first event, less what the prefill worker says that it took."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nPrefer: server-timing\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nPrefer: server-timing\r\nContent-Length: %d\r\n\r\n"
     began = time.perf_counter()
     writer.write(head % len(body) + body)
     answer = await reader.readuntil(b"data: {")

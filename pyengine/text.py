@@ -312,9 +312,13 @@ class Detokenizer:
         self._decode = _ByteDecoder(tokenizer) if tokenizer.token_bytes(0) is not None else _WindowDecoder(tokenizer)
         self._held = ""
         self.stopped = False
+        #: Text is as it is decoded: nothing is sought in it, and nothing is added.
+        self._bare = not self._stop and not keep
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that is certain now. After `stopped` always ""."""
+        if self._bare:
+            return self._decode.push(ids)
         if self.stopped:
             return ""
         if not self._exempt:
@@ -325,7 +329,7 @@ class Detokenizer:
         text = self._text(exempt)
         return text + self._release(self._text(rest)) if rest else text
 
-    def _text(self, ids: Iterable[int]) -> str:
+    def _text(self, ids: Sequence[int]) -> str:
         if not self._keep:
             return self._decode.push(ids)
         text = ""
@@ -376,8 +380,13 @@ class _ByteDecoder:
         #: The beginning of a character.
         self._rest = b""
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         bytes_of = self._bytes_of
+        if len(ids) == 1 and not self._rest:
+            # Nearly always one, and most often all of it is text.
+            data = bytes_of(ids[0]) or b""
+            if data.isascii():
+                return data.decode("ascii")
         data = self._rest + b"".join([bytes_of(token) or b"" for token in ids])
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._rest = data[used:]

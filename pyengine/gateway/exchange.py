@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from pyengine.gateway.answers import Answer, Piece, Usage
 from pyengine.gateway.errors import api_error
 from pyengine.gateway.listener import STALL
 from pyengine.gateway.openai import ChatRequest, CompletionRequest
+from pyengine.gateway.protocol import line_of
 from pyengine.gateway.recent import Record, record_of
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
@@ -51,7 +52,10 @@ class Exchange:
         self._gone = gone
         self._number = number
         self._trace = trace
-        #: Done when there may be something new: a future, as an event costs twice as much, at each token.
+        #: Who is called when there may be something new, and whether that has been asked for.
+        self._on_news: Callable[[], None] | None = None
+        self._due = False
+        #: Done when there may be something new, as long as nobody is called.
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._generations: list[Generation] = []
@@ -139,25 +143,43 @@ class Exchange:
         return record_of(self._number, requests, self.spent, ",".join(sorted({*ends} - {""})), now, wall)
 
     def _wake(self) -> None:
-        if not self._ready.done():
+        if self._on_news is not None:
+            if not self._due:
+                self._due = True
+                self._service.soon(self._on_news)
+        elif not self._ready.done():
             self._ready.set_result(None)
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """From now on `on_news` is called when there may be something new; nobody waits in `next`."""
+        self._on_news = on_news
+        # What has come since `next` was left has woken nobody.
+        self._wake()
+
+    def news(self) -> list[Piece]:
+        """New pieces, if there are any. Raises RequestError, ClientGone."""
+        self._due = False
+        if self._gone.done():
+            raise ClientGone
+        each = self._each
+        news, ended = [], False
+        for index, generation in self.open.items():
+            text, ids, finish, told = generation.take(each=each)
+            if text or ids or finish is not None:
+                news.append(Piece(index, text, ids, finish, told))
+                ended = ended or finish is not None
+        if ended:
+            for piece in news:
+                if piece.finish is not None:
+                    del self.open[piece.choice]
+        return news
 
     async def next(self) -> list[Piece]:
         """New pieces, at least one. Raises RequestError, ClientGone."""
         while True:
             await self._ready
             self._ready = self._loop.create_future()
-            if self._gone.done():
-                raise ClientGone
-            news = []
-            for index, generation in self.open.items():
-                text, ids, finish, told = generation.take(each=self._each)
-                if text or ids or finish is not None:
-                    news.append(Piece(index, text, ids, finish, told))
-            for piece in news:
-                if piece.finish is not None:
-                    del self.open[piece.choice]
-            if news:
+            if news := self.news():
                 return news
 
     async def whole(self, answer: Answer) -> bytes:
@@ -247,6 +269,9 @@ def _end(generation: Generation, why: str) -> str:
 class EventStream(Response):
     """Sends an exchange as server-sent events, one body part per batch of tokens that came together.
 
+    Parts are written where tokens come in: the task that answers sleeps until the last one, as to wake it costs more
+    than to make an event. While the client takes nothing, tokens wait as what they are, ids.
+
     first: what has come already. timed: a comment behind the last event tells where the time went, the hand-off's, too.
     """
 
@@ -258,28 +283,32 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._exchange = exchange
         self._answer = answer
+        self._running = answer.running_usage
         self._first = first
         self._timed = timed
         #: Since when a part waits for the client to take it, by the loop's clock.
         self._waits: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        self._line = line_of(scope)
+        #: The last part.
+        self._last: asyncio.Future[bytes] = loop.create_future()
         task = asyncio.current_task()
         assert task is not None, "a response is sent by a task"
-        self._timer = loop.call_later(STALL, self._watch, loop, task)
+        self._timer = loop.call_later(STALL, self._watch, task)
         why = ""
         try:
+            self._waits = loop.time()
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            # What stands between has seen the start and wants nothing of the parts; each layer costs at each token. So
-            # do the callers of this one, which wake up with it: a task of its own has none.
-            events = self._events(loop, scope.get("state", {}).get("send", send))
-            await loop.create_task(events)
+            self._waits = None
+            self._put(self._answer.opening(self._exchange.usage, self._exchange.choices), self._first)
+            self._exchange.listen(self._advance)
+            await self._end(send, await self._last)
         except ClientGone:
             pass
         except RequestError as error:
-            body = self._answer.failure(api_error(error))
-            await send({"type": "http.response.body", "body": body, "more_body": False})
+            await self._end(send, self._answer.failure(api_error(error)))
         except asyncio.CancelledError:
             if self._waits is None or loop.time() - self._waits < STALL:
                 raise
@@ -289,38 +318,50 @@ class EventStream(Response):
             log.warning("a client has taken nothing for %g s: it is dropped, its request ended", STALL)
         finally:
             self._timer.cancel()
+            self._last.cancel()
             self._exchange.close(why)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    async def _end(self, send: Send, last: bytes) -> None:
+        self._waits = self._loop.time()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _watch(self, task: asyncio.Task[Any]) -> None:
         """Cancels the stream whose client has stalled. One timer a stream, and nothing at each token."""
-        now = loop.time()
+        now = self._loop.time()
         if self._waits is not None and now - self._waits >= STALL:
             task.cancel()
             return
         due = STALL if self._waits is None else self._waits + STALL - now
-        self._timer = loop.call_later(due, self._watch, loop, task)
+        self._timer = self._loop.call_later(due, self._watch, task)
 
-    async def _events(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
-        exchange, answer, running = self._exchange, self._answer, self._answer.running_usage
-        news = self._first
-        prefix = answer.opening(exchange.usage, exchange.choices)
-        while True:
-            usage = exchange.usage if running else None
-            if len(news) == 1:
-                events = answer.delta(news[0], usage)
-            else:
-                events = b"".join([answer.delta(piece, usage) for piece in news])
-            finished = not exchange.open
-            if finished:
-                timed = f": server-timing {exchange.timing}\n\n".encode() if self._timed else b""
-                events += timed + answer.closing(exchange.usage)
+    def _advance(self) -> None:
+        """There may be something new, and the client may take it."""
+        if self._last.done():
+            return
+        if self._line.full:
+            if self._waits is None:
+                self._waits = self._loop.time()
+                self._line.when_open(self._advance)
+            return
+        self._waits = None
+        try:
+            if news := self._exchange.news():
+                self._put(b"", news)
+        except Exception as error:  # noqa: BLE001 - its own task is to hear of it, and no other stream
+            self._last.set_exception(error)
+
+    def _put(self, prefix: bytes, news: list[Piece]) -> None:
+        exchange, answer = self._exchange, self._answer
+        usage = exchange.usage if self._running else None
+        if len(news) == 1:
+            part = answer.delta(news[0], usage)
+        else:
+            part = b"".join([answer.delta(piece, usage) for piece in news])
+        if prefix:
+            part = prefix + part
+        if not exchange.open:
+            timed = f": server-timing {exchange.timing}\n\n".encode() if self._timed else b""
+            self._last.set_result(b"%b%b%b" % (part, timed, answer.closing(exchange.usage)))
+        elif part:
             # What has come may be half a mark, and say nothing yet.
-            if prefix or events or finished:
-                self._waits = loop.time()
-                body = prefix + events if prefix else events
-                await send({"type": "http.response.body", "body": body, "more_body": not finished})
-                self._waits = None
-            if finished:
-                return
-            prefix = b""
-            news = await exchange.next()
+            self._line.write(part)

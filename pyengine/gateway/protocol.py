@@ -10,10 +10,10 @@ uvicorn's httptools protocol, whose callbacks these are. The size of a body is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pyengine.gateway.errors import ApiError
 
@@ -27,8 +27,50 @@ MAX_HEADERS = 100
 TOO_LARGE = f"the header is larger than {MAX_HEADER_BYTES} bytes: send less"
 
 
+#: What the line of an answer is called among the extensions of its scope.
+LINE = "pyengine.line"
+
+
 class Refused(Exception):
     """Ends the parsing of a request that has been answered already."""
+
+
+class Line:
+    """Where parts of one chunked answer are written once its start is sent, by whoever has them, without a task.
+
+    Whoever writes looks at `full` first: what the client does not take is not to be made. The last part is ASGI's to
+    send.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_protocol", "_write")
+
+    def __init__(self, protocol: GuardedProtocol, cycle: RequestResponseCycle) -> None:
+        self._protocol = protocol
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    @property
+    def full(self) -> bool:
+        """The client has not taken what it was sent before."""
+        return self._flow.write_paused
+
+    def when_open(self, call: Callable[[], None]) -> None:
+        """`call` is called once when the line is not full any more. There is one waiter, the last that has asked."""
+        self._protocol.waiter = call
+
+    def write(self, part: bytes) -> None:
+        """part: not empty, which would end the answer. Who is gone is sent nothing."""
+        assert part, "an empty part would end the answer"
+        if not self._cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+def line_of(scope: MutableMapping[str, Any]) -> Line:
+    """Of the answer to this request."""
+    line = scope["extensions"][LINE]["line"]
+    assert isinstance(line, Line)
+    return line
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -45,6 +87,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._begun = False
         self._header_bytes = 0
         self._size = 0
+        #: Who waits for the client to take what it was sent: answers are written one behind the other.
+        self.waiter: Callable[[], None] | None = None
 
     # -- connection ------------------------------------------------------------------------------------------------
 
@@ -55,6 +99,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._within(None)
         super().connection_lost(exc)
+        # Nothing is taken any more, and nothing waits for that.
+        self._opened()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._opened()
+
+    def _opened(self) -> None:
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            waiter()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -98,6 +153,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             raise Refused
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope["extensions"] = {LINE: {"line": Line(self, self.cycle)}}
         # While it waits for earlier ones nothing is read: its time begins with its turn.
         self._within(None if self.pipeline else self.request_seconds)
 

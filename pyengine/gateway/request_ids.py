@@ -19,7 +19,7 @@ VALID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 
 
 class RequestIds:
-    """Puts `request_id` (str) into the state of a request's scope, and `send`: the server's own, which adds no id."""
+    """Puts `request_id` (str) into the state of a request's scope."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,7 +33,7 @@ class RequestIds:
         valid = len(sent) == 1 and VALID.fullmatch(given) is not None
         number = given if valid else secrets.token_hex(12).encode()
         # What stands outside may have put its own into the state: it stays.
-        scope.setdefault("state", {}).update(request_id=number.decode(), send=send)
+        scope.setdefault("state", {}).update(request_id=number.decode())
 
         async def identified(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -70,6 +70,10 @@ ANSWER_PATIENCE = 5.0
 UNTOLD = Logprobs(-math.inf, 0, ())
 
 
+#: What `Generation.take` says while there is nothing to say.
+NOTHING_NEW: tuple[str, list[int], str | None, list[Logprobs] | None] = ("", [], None, None)
+
+
 class Keys(Protocol):
     """Block keys of one cluster (the hash key is inside)."""
 
@@ -134,11 +138,16 @@ class Generation:
             text, finish = self._take()
         else:
             # As nearly always: it goes on, and nothing in its text can end it.
-            fresh = request.tokens[self.emitted : request.shown]
+            fresh = request.tokens[self.emitted : self._shown]
             self.emitted += len(fresh)
             text, finish = self._detokenizer.push(fresh), None
+            if self._told + len(fresh) == self.emitted and request.sampling.logprobs is None:
+                if not text and not each:
+                    return NOTHING_NEW
+                self._told = self.emitted
+                return text, fresh, None, None
         if not text and finish is None and not each:
-            return "", [], None, None
+            return NOTHING_NEW
         ids = request.tokens[self._told : self.emitted]
         told = None
         if request.sampling.logprobs is not None:
@@ -235,6 +244,8 @@ class Service:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
         self._unknown: set[str] = set()
+        #: See `soon`.
+        self._calls: list[Callable[[], None]] = []
         #: More samples for /metrics: what the application counts itself.
         self.counters: Callable[[], dict[str, float]] = dict
         self._session_key = session_key
@@ -482,6 +493,19 @@ class Service:
             raise RequestError(ErrorKind.UNAVAILABLE, text, 1.0) from error
         finally:
             del self._questions[number]
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Called when all has been taken in that has come together: what it is about is then looked at once. May not
+        raise.
+        """
+        if not self._calls:
+            asyncio.get_running_loop().call_soon(self._call)
+        self._calls.append(call)
+
+    def _call(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
 
     def metrics_text(self) -> bytes:
         running: dict[str, int] = dict.fromkeys(self.models, 0)

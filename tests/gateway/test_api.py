@@ -25,6 +25,7 @@ from pyengine.gateway import exchange as gateway_exchange
 from pyengine.gateway import openai as gateway_openai
 from pyengine.gateway.errors import ApiError
 from pyengine.gateway.listener import STALL, listen
+from pyengine.gateway.protocol import Line
 from pyengine.gateway.spelling import spell
 from pyengine.gateway.structured import form_of
 from pyengine.scheduler.messages import PrefillReport, Tokens, Work
@@ -616,6 +617,76 @@ async def test_a_reader_that_stops_is_dropped(folder: Path, monkeypatch: pytest.
         assert at.service.active == 0
         assert b'finished_reason="slow_reader"} 1' in at.service.metrics_text()
         client.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_what_a_slow_reader_is_owed_waits_as_ids(
+    folder: Path, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is made for a client that takes nothing; it gets all of it once it does, in order, and when it leaves
+    instead its request ends at once.
+    """
+    total, step = 900_000, 5000
+    async with cluster(folder, Role.BOTH) as at:
+        full = asyncio.Event()
+        when_open = Line.when_open
+
+        def watched(line: Line, call: Any) -> None:
+            full.set()
+            when_open(line, call)
+
+        monkeypatch.setattr(Line, "when_open", watched)
+
+        def talks(worker: FakeWorker, identity: bytes, work: Work) -> None:
+            made: Any = {"request": work.request, "attempt": work.attempt}
+
+            def more(first: int) -> None:
+                if worker.aborts or worker.socket.closed or first == total:
+                    return
+                worker.send(identity, Tokens(**made, first=first, tokens=tuple(65 + at % 26 for at in range(step))))
+                asyncio.get_running_loop().call_soon(more, first + step)
+
+            more(0)
+
+        at.workers["both-0"].script = talks
+        monkeypatch.setattr(FakeWorker, "info", property(lambda self: long_context(self)))
+        at.conductor.announce()
+        while at.service.models["fake"].max_positions < 1 << 20:
+            await asyncio.sleep(0)
+        body = json.dumps({"prompt": "x", "max_tokens": total, "stream": True, "return_token_ids": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(at.url.rpartition(":")[2])))
+        client.sendall(head.encode() + body)
+        await asyncio.wait_for(full.wait(), PATIENCE)
+        if leaves:
+            client.close()
+            await asyncio.wait_for(at.workers["both-0"].aborted.wait(), PATIENCE)
+            assert at.service.active == 0
+            return
+        client.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=client)
+        received = b""
+        while b"data: [DONE]" not in received[-64:]:
+            piece = await asyncio.wait_for(reader.read(1 << 20), PATIENCE)
+            assert piece, "the answer is cut"
+            received += piece
+        writer.close()
+        lines = _dechunked(received.partition(b"\r\n\r\n")[2]).split(b"\n\n")
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        ids = [token for event in events for token in event["choices"][0]["token_ids"]]
+        assert ids == [65 + at % step % 26 for at in range(total)]
+        assert "".join(event["choices"][0]["text"] for event in events) == bytes(ids).decode()
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def _dechunked(body: bytes) -> bytes:
+    whole, at = b"", 0
+    while size := int(body[at : (end := body.index(b"\r\n", at))], 16):
+        whole += body[end + 2 : end + 2 + size]
+        at = end + 2 + size + 2
+    return whole
 
 
 original_info: Any = FakeWorker.info
