@@ -9,23 +9,24 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from bench.server import Server
 
+from .conftest import for_server
 from .pages import Snippet, inline_code, parse, snippets
 from .shell import NAMED, all_flags, calls, check, commands, expect_flags
 
-SHOWN = [(snippet.where, line) for snippet in snippets() for line in commands(snippet)]
+ALL = snippets()
+SHOWN = [(snippet.where, line) for snippet in ALL for line in commands(snippet)]
 #: What a line must contain to be run; everything else is long, waits for somebody, or changes the machine.
 RUNS = re.compile(r"\bpyengine (?:config|keys)\b|\bcurl\b.*http://127\.0\.0\.1:8000|\| pyengine chat")
-#: Lines of that kind that do not run, with the reason.
+#: Parts of lines of that kind that do not run, with the reason.
 NOT_RUN = {
-    "pyengine config worker --config worker.toml --json": "the reader's own file",
+    "--config worker.toml": "a file of the reader's",
+    "/etc/": "outside of the test's folder; tests/docs/test_deployment.py runs them elsewhere",
 }
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 #: Of programs that are not ours.
@@ -61,24 +62,12 @@ def test_flags_in_the_text_are_some_programs() -> None:
     assert not [(where, flag) for where, text in inline_code() for flag in FLAG.findall(text) if flag not in known]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--nodes", "2", "--dram-bytes", "32MiB")
-    with Server(
-        *flags, model="fake:max_positions=256", backend="fake", state_dir=tmp_path_factory.mktemp("state")
-    ) as server:
-        # What the pages look at in /metrics: a request has crossed from node to node.
-        httpx2.post(f"{server.base}/v1/completions", json={"model": "fake", "prompt": "x" * 64, "max_tokens": 4})
-        seen = ("pyengine_transfer_bytes_total", "pyengine_transfer_blocks_total", "pyengine_worker_tokens_total")
-        server.wait_until(lambda: all(server.metric(name) > 0 for name in seen), 60.0, "told of a transfer")
-        yield server
+RUN = [(where, line) for where, line in SHOWN if RUNS.search(line) and not any(part in line for part in NOT_RUN)]
 
 
-@pytest.mark.parametrize(
-    ("where", "line"), [shown for shown in SHOWN if RUNS.search(shown[1]) and shown[1] not in NOT_RUN]
-)
+@pytest.mark.parametrize(("where", "line"), RUN)
 def test_it_runs(where: str, line: str, server: Server, tmp_path: Path) -> None:
-    line = line.replace(":8000", f":{server.port}").replace('"smollm2"', '"fake"').replace("curl ", "curl -f ")
+    line = for_server(line, server).replace("curl ", "curl -f ")
     line = re.sub(r"\| pyengine chat$", f"| pyengine chat {server.base}", line.partition("  #")[0].rstrip())
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYENGINE_")},
@@ -86,6 +75,10 @@ def test_it_runs(where: str, line: str, server: Server, tmp_path: Path) -> None:
         "PYENGINE_STATE_DIR": str(tmp_path / "state"),
     }
     (tmp_path / "docs").mkdir()  # pages are made into it
+    for snippet in ALL:
+        named = re.match(r"# ([a-z-]+\.toml)\n", snippet.text)
+        if named and where.startswith(f"{snippet.page}:"):
+            (tmp_path / named[1]).write_text(snippet.text)
     ran = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
         cwd=tmp_path, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, check=False
