@@ -5,13 +5,16 @@ Method: real processes over the fake backend, whose answer depends on every byte
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -22,6 +25,7 @@ from tests.system.conftest import (
     FAKE_SLOW,
     PATIENCE,
     StreamFailed,
+    body,
     complete,
     crossed,
     expect_no_other,
@@ -301,6 +305,40 @@ def test_client_gone_mid_stream_releases_everything(state_dir: Path) -> None:
             assert piece is not None
             break
         until(lambda: server.metric("pyengine_worker_requests") == 0, "the request is aborted")
+        until(lambda: server.metric("pyengine_worker_pages", state="referenced") == 0, "pages are released")
+        until(lambda: server.metric("pyengine_pool_blocks", state="pinned") == 0, "pins are dropped")
+        until(lambda: server.metric("pyengine_pool_grants") == 0, "grants are dropped")
+        expect(complete(server, prompt(60), 10), prompt(60), 10)
+
+
+def test_clients_gone_before_and_between_their_tokens_leave_nothing(state_dir: Path, tmp_path: Path) -> None:
+    """With three choices each: while they wait for their prefill, while it computes, and while all of them stream."""
+    hold = tmp_path / "hold"
+    host, port = "127.0.0.1", 0
+
+    def begin(ids: list[int], **fields: Any) -> socket.socket:
+        sent = json.dumps(body(ids, 600, n=3, temperature=1, **fields)).encode()
+        client = socket.create_connection((host, port), PATIENCE)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(sent)}\r\n\r\n"
+        client.sendall(head.encode() + sent)
+        return client
+
+    with fake_server(state_dir, "--nodes", "2", model=f"fake:hold={hold},seconds_per_step=0.01") as server:
+        port = int(server.base.rpartition(":")[2])
+        streams = [begin(prompt(100, i), stream=True) for i in range(2)]
+        for client in streams:
+            assert client.recv(12) == b"HTTP/1.1 200"
+        for client in streams:
+            client.close()
+        hold.touch()
+        # The first are in a step that does not end, the others behind them.
+        waiting = [begin(prompt(900, i), stream=bool(i % 2)) for i in range(4)]
+        until(lambda: server.metric("pyengine_worker_requests", worker="prefill-0") >= 12, "all wait or compute")
+        for client in waiting:
+            client.close()
+        until(lambda: server.metric("pyengine_gateway_requests") == 0, "the gateway holds none")
+        hold.unlink()
+        until(lambda: server.metric("pyengine_worker_requests") == 0, "the requests are aborted")
         until(lambda: server.metric("pyengine_worker_pages", state="referenced") == 0, "pages are released")
         until(lambda: server.metric("pyengine_pool_blocks", state="pinned") == 0, "pins are dropped")
         until(lambda: server.metric("pyengine_pool_grants") == 0, "grants are dropped")
