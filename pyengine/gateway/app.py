@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive
 
 from pyengine.cli import installed_version
+from pyengine.dashboard.lazy import Pages, WithDashboard
 from pyengine.gateway import answers, openai, schema
 from pyengine.gateway.answers import Answer, Endpoint, Told
 from pyengine.gateway.auth import Door, Guard, Visit, visit_of
@@ -53,6 +54,7 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
     """
     door = door or Door(origins=service.config.cors_origin)
     service.counters = door.counters
+    pages = Pages(service)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,11 +63,13 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
         try:
             yield
         finally:
+            await pages.close()
             await service.close()
             await door.close()
 
     # Its schema is ours (schema.py): bodies are parsed by msgspec, and one made here would know nothing of them.
     app = FastAPI(title="pyengine", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(WithDashboard, pages=pages)
     app.add_middleware(Guard, door=door)
     if service.config.cors_origin:
         # Around the door: browsers ask whether they may ask before they have a key.

@@ -176,6 +176,11 @@ class GuardedProtocol(HttpToolsProtocol):
             # It is the next one's turn, of whose body half has come.
             self._within(self.request_seconds)
 
+    def handle_websocket_upgrade(self) -> None:
+        # It has a protocol of its own from here on, and all the time it wants.
+        self._within(None)
+        super().handle_websocket_upgrade()
+
     # -- limits ----------------------------------------------------------------------------------------------------
 
     def _within(self, seconds: float | None) -> None:

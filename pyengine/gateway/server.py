@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from pyengine import _native
 from pyengine.config import GatewayConfig
+from pyengine.dashboard import lazy
 from pyengine.gateway.app import create_app
 from pyengine.gateway.audit import AuditLog
 from pyengine.gateway.auth import Door
@@ -59,7 +60,7 @@ def http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        ws="none",
+        ws="websockets-sansio" if lazy.available() else "none",
         lifespan="on",
         timeout_graceful_shutdown=GRACE,
         ssl_certfile=config.tls_cert or None,

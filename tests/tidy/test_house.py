@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "pyengine.launch": 4,
     "pyengine.gateway": 4,
+    "pyengine.dashboard": 4,
     "pyengine.cli": 4,
     "pyengine.commands": 4,
     "pyengine.__main__": 4,
