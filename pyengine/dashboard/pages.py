@@ -33,7 +33,7 @@ TITLES = (
         "requests",
         "Requests",
         "Requests",
-        "the latest of this gateway; each leads to its timeline and why it went there",
+        "the latest of this gateway; each leads to its timeline, and why it went there",
     ),
     ("workers", "Workers", "Workers", "who computes"),
     ("nodes", "Nodes", "Nodes", "whose memory and SSD keep KV"),

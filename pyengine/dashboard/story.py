@@ -1,4 +1,4 @@
-"""One request as HTML: where its time went, and why it went where it went. Pure; what comes from elsewhere is escaped."""
+"""One request as HTML: where its time went, and why it went where it went. Pure; all foreign text is escaped."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def facts(record: Record) -> str:
         ("answers", f"{len(record.choices)} of {count(record.completion)} tokens in all"),
         ("retries", count(record.retries)),
     ]
-    return "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows)
+    return "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in rows)
 
 
 def timeline(choice: Choice) -> str:
@@ -113,10 +113,8 @@ def timeline(choice: Choice) -> str:
 def why(explanation: Explanation | None) -> str:
     """The candidates of a decision with every term."""
     if explanation is None:
-        return (
-            '<p class="nothing">The conductor remembers its latest decisions only (64), and this one is not among them, '
-            "or the conductor is away.</p>"
-        )
+        text = "The conductor remembers its latest 64 decisions: this one is not among them, or the conductor is away."
+        return f'<p class="nothing">{text}</p>'
     if explanation.refused:
         text = f"Refused: {explanation.refused}"
     elif explanation.prefill == explanation.decode:
@@ -135,8 +133,8 @@ def why(explanation: Explanation | None) -> str:
     fetches = "<p>The prefill node fetches what it lacks from others.</p>" if explanation.fetch else ""
     return (
         f"<p><b>{escape(text)}</b>; {predicted}.</p>{words}{fetches}"
-        f'<div class="wide" role="region" tabindex="0" aria-label="candidates"><table class="candidates"><thead><tr>{heads}'
-        f"</tr></thead><tbody>{rows}</tbody></table></div>"
+        '<div class="wide" role="region" tabindex="0" aria-label="candidates"><table class="candidates">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 

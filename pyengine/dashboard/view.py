@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pyengine.dashboard.figures import seconds
 from pyengine.gateway.recent import Record
 from pyengine.scheduler.messages import HotPrefix
 from pyengine.scheduler.types import WorkerInfo
@@ -17,6 +18,8 @@ from pyengine.scheduler.types import WorkerInfo
 TIERS = ("device", "dram", "ssd", "peer_dram", "peer_ssd")
 #: Points of a curve: two minutes of a page that is looked at.
 HISTORY = 120
+#: Seconds over which a rate is a mean.
+WINDOW = 10.0
 #: Seconds over which requests are looked back at.
 LATELY = 300.0
 
@@ -51,7 +54,7 @@ class Counters:
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """dram: slots of its pool by state; ssd: bytes used, and how many it may use. rates: bytes per second in and out."""
+    """dram: slots of its pool by state. ssd_used, ssd_limit: bytes. received, sent: bytes per second."""
 
     name: str
     up: bool
@@ -147,20 +150,22 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meter:
-    """What grows, as a rate: of the last two different moments."""
+    """What grows, as a rate over the last WINDOW seconds."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[float, float]] = {}
-        self._rates: dict[str, float] = {}
+        self._seen: dict[str, list[tuple[float, float]]] = {}
 
     def rate(self, name: str, value: float, at: float) -> float:
         """Per second; 0 until there are two moments, and when it has begun anew."""
-        last = self._last.get(name)
-        if last is None or at > last[0]:
-            self._last[name] = (at, value)
-            if last is not None:
-                self._rates[name] = max(value - last[1], 0.0) / (at - last[0])
-        return self._rates.get(name, 0.0)
+        seen = self._seen.setdefault(name, [])
+        if seen and value < seen[-1][1]:
+            seen.clear()
+        if not seen or at > seen[-1][0]:
+            seen.append((at, value))
+        while len(seen) > 2 and seen[1][0] <= at - WINDOW:
+            seen.pop(0)
+        (since, before), (until, now) = seen[0], seen[-1]
+        return (now - before) / (until - since) if until > since else 0.0
 
 
 class Observer:
@@ -180,8 +185,8 @@ class Observer:
         requests: Sequence[Record],
         wall: float,
     ) -> View:
-        """samples: counters by Prometheus sample name. told: when they came, on the clock of `facts.at`. wall: now, since
-        1970, as records have it.
+        """samples: counters by Prometheus sample name. told: when they came, on the clock of `facts.at`. wall: now,
+        since 1970, as records have it.
         """
         counters = Counters(samples)
         workers = tuple(self._workers(infos, counters, told))
@@ -256,7 +261,8 @@ class Observer:
             )
 
     def _transfers(self, counters: Counters, told: float) -> Iterator[Transfer]:
-        for sample in counters.of("pyengine_transfer_blocks_total"):
+        samples = counters.of("pyengine_transfer_blocks_total")
+        for sample in sorted(samples, key=lambda sample: sorted(sample.labels.items(), reverse=True)):
             labels = {name: sample.labels.get(name, "") for name in ("node", "transport", "direction")}
             size = counters.sum("pyengine_transfer_bytes_total", **labels)
             if sample.value:
@@ -289,7 +295,7 @@ class Observer:
         yield self._curve("Tokens generated", rates["generated"], "/s", f"{rates['prompt']:,.0f}/s of prompts")
         half = firsts[len(firsts) // 2] if firsts else math.nan
         tail = firsts[min(len(firsts) - 1, int(0.95 * len(firsts)))] if firsts else math.nan
-        yield self._curve("Time to first token", half, "s", f"p50 of 5 min; p95 {_seconds(tail)}")
+        yield self._curve("Time to first token", half, "s", f"p50 of 5 min; p95 {seconds(tail)}")
         share = cached / prompts if prompts else math.nan
         yield self._curve("Prompt tokens reused", share * 100.0, "%", "of the last 5 min")
         yield self._curve("KV between nodes", moved, "B/s", "sent by all nodes")
@@ -304,10 +310,6 @@ class Observer:
 def _plain(text: str) -> str:
     """A label's value without the text format's escapes."""
     return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], text) if "\\" in text else text
-
-
-def _seconds(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.2f} s"
 
 
 def _trouble(facts: Facts, workers: Iterable[Worker]) -> str:
