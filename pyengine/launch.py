@@ -32,6 +32,7 @@ import msgspec
 from pyengine import env, keys
 from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
+from pyengine.dashboard import lazy as dashboard
 from pyengine.gateway.listener import check_reach, listen
 from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
 from pyengine.scheduler.sharing import difference
@@ -477,7 +478,10 @@ async def _announce(config: ServeConfig, address: str, begun: float) -> None:
     body = json.dumps({**said, "messages": [message], "stream": True, "temperature": 0})
     headers = "-H 'Content-Type: application/json'" + ("" if status == 200 else ' -H "Authorization: Bearer $KEY"')
     hint = "" if status == 200 else " with an API key (pyengine keys)"
-    print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s. Try{hint}:\n", flush=True)
+    print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s.", flush=True)
+    if dashboard.available():
+        print(f"Dashboard: {base}{dashboard.PATH}", flush=True)
+    print(f"Try{hint}:\n", flush=True)
     print(f"curl -N {base}/v1/chat/completions {headers} -d '{body}'\n", flush=True)
 
 

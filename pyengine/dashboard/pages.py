@@ -121,7 +121,7 @@ def _overview(shown: dict[str, str], models: tuple[str, ...]) -> str:
     )
     foot = f"<footer>pyengine {escape(installed_version())}. This page only looks: it changes nothing.</footer>"
     head = f'<div class="tiles" id="head">{shown["head"]}</div>'
-    return f'{_header(shown["state"], links)}<main id="main">{head}{parts}{_playground(models)}</main>{foot}'
+    return f'{_header(shown["state"], links)}<div id="main" class="main">{head}{parts}{_playground(models)}</div>{foot}'
 
 
 def _playground(models: tuple[str, ...]) -> str:
@@ -167,7 +167,7 @@ def _request(number: str, shown: dict[str, str]) -> str:
     title = f"<h1>Request <code>{escape(number)}</code></h1>"
     if not shown:
         text = "This gateway remembers its latest 200 requests, and has none of this name."
-        return f'{_header("", back)}<main id="main">{title}<p class="nothing">{text}</p></main>'
+        return f'{_header("", back)}<div id="main" class="main">{title}<p class="nothing">{text}</p></div>'
     lines = [name for name in shown if name.startswith("timeline-")]
     parts = "".join(
         f"<section><h2>{'Timeline' if len(lines) == 1 else f'Timeline of answer {at + 1}'}</h2>"
@@ -175,4 +175,4 @@ def _request(number: str, shown: dict[str, str]) -> str:
         for at, name in enumerate(lines)
     )
     reason = f'<section><h2>Why here</h2><div id="why">{shown["why"]}</div></section>'
-    return f'{_header("", back)}<main id="main">{title}<dl id="facts">{shown["facts"]}</dl>{parts}{reason}</main>'
+    return f'{_header("", back)}<div id="main" class="main">{title}<dl id="facts">{shown["facts"]}</dl>{parts}{reason}</div>'

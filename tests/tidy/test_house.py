@@ -179,3 +179,4 @@ def test_wheel_has_one_top_level_name(tmp_path: Path) -> None:
     assert "pyengine/scheduler/sim/models/llama3-70b-a800.toml" in names
     assert "pyengine/py.typed" in names
     assert "pyengine/_native.pyi" in names
+    assert {f"pyengine/dashboard/static/{name}" for name in ("style.css", "page.js", "icon.svg")} <= set(names)
