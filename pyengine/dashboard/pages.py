@@ -175,4 +175,5 @@ def _request(number: str, shown: dict[str, str]) -> str:
         for at, name in enumerate(lines)
     )
     reason = f'<section><h2>Why here</h2><div id="why">{shown["why"]}</div></section>'
-    return f'{_header("", back)}<div id="main" class="main">{title}<dl id="facts">{shown["facts"]}</dl>{parts}{reason}</div>'
+    list_of_facts = f'<dl id="facts">{shown["facts"]}</dl>'
+    return f'{_header("", back)}<div id="main" class="main">{title}{list_of_facts}{parts}{reason}</div>'
