@@ -91,7 +91,10 @@ VLLM = {
     "vllm:prompt_tokens_cached_total": _counter("Tokens of prompts that were found in a cache", "model_name"),
     "vllm:generation_tokens_total": _counter("Tokens generated", "model_name"),
     "vllm:request_success_total": _counter("Requests that were answered to their end", "model_name", "finished_reason"),
-    "vllm:time_to_first_token_seconds": _histogram(FIRST_TOKEN, "From the request's arrival to its first token"),
+    "vllm:time_to_first_token_seconds": _histogram(
+        FIRST_TOKEN,
+        "From the request's arrival until its first token was shown: all of pyengine_first_token_seconds, and held",
+    ),
     "vllm:inter_token_latency_seconds": _histogram(GAP, "Between two tokens; of several that come together, the mean"),
     "vllm:request_time_per_output_token_seconds": _histogram(GAP, "Mean time between the tokens of a request"),
     "vllm:e2e_request_latency_seconds": _histogram(REQUEST, "From a request's arrival to its end"),

@@ -236,7 +236,7 @@ class Exchange:
         tracer, trace = self._service.tracer, self._trace
         if tracer is None or trace is None:
             return
-        attributes: dict[str, str | int] = {"pyengine.request_id": self._number}
+        attributes: dict[str, str | float] = {"pyengine.request_id": self._number}
         requests = [generation.request for generation in self._generations]
         if requests:
             usage = self.usage
@@ -248,6 +248,8 @@ class Exchange:
                 "pyengine.cached_tokens": usage.cached,
                 "pyengine.end": ",".join(ends),
             }
+            # Of the first choice, as in the header.
+            attributes |= {f"pyengine.{name}_seconds": spent for name, spent in timing.parts(requests[0]).items()}
         tracer.end(trace, requests, attributes, time.monotonic())
 
 

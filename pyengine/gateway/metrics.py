@@ -96,7 +96,7 @@ class ModelMetrics:
                 self.observe_part("pyengine_first_token_seconds", part, parts[part])
         # What vLLM calls queued is here at the conductor and at the worker.
         queue = parts["schedule"] + parts.get("queue", 0.0)
-        prefill = parts["ttft"] - parts["tokenize"] - queue
+        prefill = request.came - request.arrived - parts["tokenize"] - queue
         decode = max(last - request.came, 0.0)
         self.observe("vllm:request_queue_time_seconds", queue)
         self.observe("vllm:request_prefill_time_seconds", max(prefill, 0.0))

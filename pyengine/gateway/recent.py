@@ -69,7 +69,6 @@ def choice_of(request: Request, end: str, now: float) -> Choice:
     """now: seconds, monotonic."""
     parts = timing.parts(request)
     slo, tbt = request.terms.slo, request.tbt
-    ttft = parts.get("ttft")
     handoff = request.handoff
     return Choice(
         id=request.id,
@@ -82,7 +81,7 @@ def choice_of(request: Request, end: str, now: float) -> Choice:
         total=max(now - request.arrived, 0.0),
         tbt=tbt,
         lost=tuple((max(at - request.arrived, 0.0), why) for _, at, why in request.lost),
-        ttft_kept=None if slo.ttft is None or ttft is None else ttft <= slo.ttft,
+        ttft_kept=None if slo.ttft is None or math.isnan(request.given) else parts["ttft"] <= slo.ttft,
         tbt_kept=None if slo.tbt is None or math.isnan(tbt) else tbt <= slo.tbt,
     )
 

@@ -194,8 +194,8 @@ class Request:
         self.wake_at = self._deadline
         self._pace = Pace()
         self._admitted = False
-        #: When the first token came, of whichever attempt; `shown` says whether the client has it.
-        self.came = math.nan
+        #: When the first token came, of whichever attempt, and when it was first `shown`.
+        self.came = self.given = math.nan
         #: When the conductor was first asked, when the last plan came, and the second token.
         self.asked = self.planned = self.second = math.nan
         self.report: messages.PrefillReport | None = None
@@ -385,11 +385,19 @@ class Request:
                 self.failures = 0
                 self._failing_since = None
                 self._excluded = ()
+        actions: list[Action] = []
         if self._ends_at is not None and len(self.tokens) >= self._ends_at:
-            return self._complete(self._ends_as or FinishReason.STOP, abort_decode=self._ends_at == self._base + 1)
-        if len(self.tokens) >= limit:
-            return self._complete(FinishReason.LENGTH, abort_decode=True)
-        return []
+            actions = self._complete(self._ends_as or FinishReason.STOP, abort_decode=self._ends_at == self._base + 1)
+        elif len(self.tokens) >= limit:
+            actions = self._complete(FinishReason.LENGTH, abort_decode=True)
+        if before <= 1:
+            self._give(now)
+        return actions
+
+    def _give(self, now: float) -> None:
+        """The first token may be shown now."""
+        if math.isnan(self.given) and self.shown:
+            self.given = now
 
     def _sort_in(self, message: messages.Tokens, limit: int) -> None:
         """What comes before its turn waits for it."""
@@ -481,6 +489,7 @@ class Request:
         if now >= self._held_until:
             self._held_until = -math.inf
             self.wake_at = self._deadline
+            self._give(now)
         return []
 
     def stop(self) -> list[Action]:
@@ -516,6 +525,7 @@ class Request:
         actions = self._release(gone)
         # Nobody knows when the second token comes now.
         self._held_until = -math.inf
+        self._give(now)
         self._excluded = tuple(sorted(exclude))
         self.state = State.BACKING_OFF
         pause = BACK_OFF[min(self.failures, len(BACK_OFF)) - 1]

@@ -126,7 +126,7 @@ class Generation:
         self._wake = wake
         self._closed = False
         #: When the client's tokens came last.
-        self.begun = self.last = request.arrived
+        self.last = request.arrived
 
     def take(self, *, each: bool = False) -> tuple[str, list[int], str | None, list[Logprobs] | None]:
         """New text, the tokens it came of, the finish reason once the last is there, and what is told of the tokens.
@@ -194,9 +194,10 @@ class Generation:
         if after > before:
             self._shown = after
             metrics.generated_tokens += after - before
-            if before == 0:
-                metrics.ttft.observe(now - self.begun)
-                metrics.held.observe(now - request.came)
+            # One that was held when its request failed was shown to nobody.
+            if before == 0 and not math.isnan(request.given):
+                metrics.ttft.observe(request.given - request.arrived)
+                metrics.held.observe(request.given - request.came)
             if gaps := after - (before or 1):
                 gap = (now - self.last) / gaps
                 metrics.gap.observe(gap, gaps)

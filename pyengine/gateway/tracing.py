@@ -8,6 +8,7 @@
      `- attempt 1
          |- schedule
          |- prefill         worker; queue, load, compute inside
+         |- held            if the first token was kept back until the second
          |- transfer        from the first KV at the decode worker to the last
          `- decode          worker; load, step inside; until the last token
 
@@ -46,6 +47,7 @@ class Attempt:
     asked: float
     planned: float = math.nan
     first: float = math.nan
+    given: float = math.nan
     last: float = math.nan
     ended: float = math.nan
     error: str = ""
@@ -74,16 +76,21 @@ class Timeline:
         if request.attempt >= 0 and (not self.attempts or self.attempts[-1].number < request.attempt):
             if len(self.attempts) >= MAX_ATTEMPTS:
                 self.attempts.pop()
-            self.attempts.append(Attempt(request.attempt, now, base=len(request.tokens)))
+            asked = now if request.attempt else request.asked
+            self.attempts.append(Attempt(request.attempt, asked, base=len(request.tokens)))
         if not self.attempts or not math.isnan(self.attempts[-1].ended):
             return
         attempt = self.attempts[-1]
+        # Of the request's first token there is one figure: that of timing.py.
+        first = not attempt.base
         if math.isnan(attempt.planned) and request.plan is not None:
-            attempt.planned = now
+            attempt.planned = request.planned if first else now
             attempt.prefill, attempt.decode = request.plan.prefill.worker, request.plan.decode.worker
         if len(request.tokens) > attempt.base:
             if math.isnan(attempt.first):
-                attempt.first = now
+                attempt.first = request.came if first else now
+            if first:
+                attempt.given = request.given
             attempt.last = now
         if request.done:
             attempt.ended = now
@@ -185,6 +192,8 @@ class Tracer:
         if prefill is not None:
             self._prefill(set_span_in_context(prefill), attempt, until)
             prefill.end(self._wall(until))
+        if attempt.given > attempt.first:
+            self._span("held", within, attempt.first, attempt.given)
         self._decode(within, attempt, ended)
         if attempt.error:
             span.set_status(Status(StatusCode.ERROR, attempt.error))

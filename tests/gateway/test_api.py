@@ -505,14 +505,14 @@ async def test_where_the_first_token_s_time_went(folder: Path, http: aiohttp.Cli
 
     async with cluster(folder, *APART) as at:
         at.workers["prefill-0"].script = reports
-        names = ["tokenize", "schedule", "queue", "load", "prefill", "return", "ttft", "handoff"]
+        names = ["tokenize", "schedule", "queue", "load", "prefill", "return", "held", "ttft", "handoff"]
         url, body = f"{at.url}/v1/completions", {"model": "fake", "prompt": "x", "max_tokens": 3}
         async with http.post(url, json=body, headers={"Prefer": "server-timing"}) as response:
             parts = dict(part.split(";dur=") for part in response.headers["Server-Timing"].split(", "))
         assert list(parts) == names
         spent = {name: float(value) for name, value in parts.items()}
         assert (spent["queue"], spent["load"], spent["prefill"]) == (0.01, 0.02, 0.03)
-        assert spent["ttft"] == pytest.approx(sum(spent[name] for name in names[:6]), abs=0.04)
+        assert spent["ttft"] == pytest.approx(sum(spent[name] for name in names[:7]), abs=0.04)
         async with http.post(url, json=body | {"stream": True}, headers={"Prefer": "server-timing"}) as response:
             begun = response.headers["Server-Timing"]
             comments = [line async for line in response.content if line.startswith(b":")]
