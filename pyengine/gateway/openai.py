@@ -49,7 +49,7 @@ MAX_PRIORITY = 1_000
 MAX_PROMPT_IDS = 1 << 20
 
 #: Fields that would change the answer, and the values that do not.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
@@ -257,7 +257,7 @@ def _text(message: ChatMessage, at: int) -> str:
 
 def parse_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
-    request, unknown = decode(body, ChatRequest, _UNSUPPORTED, RENAMED)
+    request, unknown = decode(body, ChatRequest, UNSUPPORTED, RENAMED)
     _check(request, prompts=1)
     conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
@@ -268,7 +268,7 @@ def parse_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
 
 def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
-    request, unknown = decode(body, CompletionRequest, _UNSUPPORTED, RENAMED)
+    request, unknown = decode(body, CompletionRequest, UNSUPPORTED, RENAMED)
     _check(request, prompts=len(request.prompts()))
     if request.echo and request.logprobs is not None:
         text = "echo: the prompt's own logprobs are not known here; send echo without logprobs"
