@@ -103,6 +103,7 @@ class Answer:
         """choices: each in one piece, in order."""
         built = []
         for piece in choices:
+            self._count(piece)
             text, finish = self._echo(piece.choice) + piece.text, piece.finish
             said: dict[str, Any] = {"text": text}
             if self._chat:
@@ -133,6 +134,7 @@ class Answer:
 
     def delta(self, piece: Piece, usage: Usage | None = None) -> bytes:
         """Event for new text of a choice, or its end. usage: so far, if every event is to have it."""
+        self._count(piece)
         if self._told.parsers:
             return self._parsed(piece, usage)
         if piece.finish is None and piece.told is None and usage is None and not self._told.token_ids:
@@ -198,14 +200,16 @@ class Answer:
         return b"".join(events)
 
     def _deltas(self, piece: Piece) -> tuple[list[Delta], str | None]:
-        if self._told.counts:
-            self._told.counts[piece.choice].push(piece.ids)
         parser, finish = self._told.parsers[piece.choice], piece.finish
         deltas = parser.push(piece.text)
         if finish is not None:
             last, finish = parser.finish(finish)
             deltas += last
         return deltas, finish
+
+    def _count(self, piece: Piece) -> None:
+        if self._told.counts:
+            self._told.counts[piece.choice].push(piece.ids)
 
     def _counted(self, usage: Usage) -> Usage:
         """With the tokens of reasoning."""

@@ -31,13 +31,12 @@ from pyengine.gateway.bodies import decode
 from pyengine.gateway.errors import ApiError, api_error
 from pyengine.gateway.exchange import ClientGone, EventStream, Exchange, Prompt
 from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from pyengine.gateway.parsing import ReasoningCount
 from pyengine.gateway.probes import Deep, add_probes
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.request_ids import RequestIds
 from pyengine.gateway.service import Model, Service
 from pyengine.gateway.spelling import Teller, spell
-from pyengine.gateway.structured import NO_FORM, Form, Wanted, form_of
+from pyengine.gateway.structured import NO_FORM, Form, Wanted, form_of, reasoning_counts
 from pyengine.grammar import GrammarError
 from pyengine.scheduler.types import Grammar, WorkerInfo
 from pyengine.text import ChatError, Tokenizer
@@ -272,7 +271,7 @@ def _told(
         echoes=[prompt.text for prompt in each] if echo else [],
         tellers=[] if request.told is None else [Teller(tokenizer) for _ in each],
         parsers=[] if form.plain else [form.parser() for _ in each],
-        counts=[ReasoningCount(tokenizer, form.keep, form.thinking) for _ in each] if form.reasons else [],
+        counts=reasoning_counts(tokenizer, form, [prompt.ids for prompt in each], isinstance(request, ChatRequest)),
     )
 
 

@@ -215,6 +215,7 @@ class Exchange:
         self._service.recent.end(self._begun)
         if self._generations:
             metrics = self._service.metrics.of(self._generations[0].request.model)
+            metrics.cached_tokens += self.usage.cached
             metrics.observe("vllm:request_params_n", self._answers)
             longest = max(len(generation.request.tokens) for generation in self._generations)
             metrics.observe("vllm:request_max_num_generation_tokens", longest)

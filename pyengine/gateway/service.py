@@ -458,8 +458,6 @@ class Service:
             return
         metrics = self.metrics.of(generation.request.model)
         metrics.ended(request, generation.last, time.monotonic())
-        if generation.counted:
-            metrics.cached_tokens += request.cached or 0
         metrics.retries += max(request.attempt, 0)
         if request.finish is not None:
             metrics.finish(request.finish.value)

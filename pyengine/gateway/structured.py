@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from pyengine.gateway.errors import ApiError
-from pyengine.gateway.parsing import THINK, THOUGHT, AnswerParser
+from pyengine.gateway.parsing import THINK, THOUGHT, AnswerParser, ReasoningCount
 from pyengine.gateway.tools import Dialect, Tool, dialect_of
 from pyengine.grammar import LONGEST, WHITESPACE, GrammarError, choice
 from pyengine.scheduler.types import Grammar
@@ -201,14 +201,7 @@ def form_of(wanted: Wanted, tokenizer: Tokenizer, prompt: Sequence[int] | None) 
     grammar = wanted.grammar()
     if prompt is None:
         return Form(grammar=grammar)
-    reasons = THINK in tokenizer.template or THOUGHT in tokenizer.template
-    thinking = False
-    if reasons:
-        # 32 tokens: the mark and the space behind it, if each byte is one.
-        end = "".join(map(tokenizer.name, prompt[-32:])).rstrip()
-        thinking = end.endswith(THINK)
-        # A template that has been asked not to let it think closes what it has opened.
-        reasons = not end.endswith(THOUGHT)
+    reasons, thinking = _reasoning(tokenizer, prompt)
     dialect = None
     if wanted.shown:
         dialect = dialect_of(tokenizer.template)
@@ -216,8 +209,7 @@ def form_of(wanted: Wanted, tokenizer: Tokenizer, prompt: Sequence[int] | None) 
             text = "this model calls tools in a way that this server does not read; send tool_choice none, or no tools"
             raise _refused("tools", text)
     marks = ((THINK, THOUGHT) if reasons else ()) + (dialect.markers if dialect is not None else ())
-    tokens = {mark: token for mark in marks if (token := tokenizer.mark(mark)) is not None}
-    keep = {token: mark for mark, token in tokens.items() if not tokenizer.decode([token])}
+    tokens, keep = _marked(tokenizer, marks)
     # To llguidance each added token in brackets is a special one, which no text spells.
     spelled = {mark: f"<[{token}]>" for mark, token in tokens.items()}
     thought = _thought(thinking, spelled) if reasons else ""
@@ -227,6 +219,40 @@ def form_of(wanted: Wanted, tokenizer: Tokenizer, prompt: Sequence[int] | None) 
         grammar = _composed(f"start: {thought} @body\n{_thoughts(spelled)}", grammar)
     names = frozenset(tool.function.name for tool in wanted.tools)
     return Form(grammar, dialect, names, reasons, thinking, keep)
+
+
+def reasoning_counts(
+    tokenizer: Tokenizer, form: Form, prompts: Sequence[Sequence[int]], chat: bool
+) -> list[ReasoningCount]:
+    """Counters for the answers to each of `prompts` (token ids), none if the model does not reason. chat: as `form`
+    knows of its one prompt; a completion's text is told as it is, and its reasoning counted all the same.
+    """
+    if chat:
+        return [ReasoningCount(tokenizer, form.keep, form.thinking) for _ in prompts] if form.reasons else []
+    if not _is_reasoner(tokenizer):
+        return []
+    _, keep = _marked(tokenizer, (THINK, THOUGHT))
+    return [ReasoningCount(tokenizer, keep, _reasoning(tokenizer, prompt)[1]) for prompt in prompts]
+
+
+def _is_reasoner(tokenizer: Tokenizer) -> bool:
+    return THINK in tokenizer.template or THOUGHT in tokenizer.template
+
+
+def _reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[bool, bool]:
+    """Whether an answer to the prompt may reason, and whether the prompt has begun that."""
+    if not _is_reasoner(tokenizer):
+        return False, False
+    # 32 tokens: the mark and the space behind it, if each byte is one.
+    end = "".join(map(tokenizer.name, prompt[-32:])).rstrip()
+    # A template that has been asked not to let it think closes what it has opened.
+    return not end.endswith(THOUGHT), end.endswith(THINK)
+
+
+def _marked(tokenizer: Tokenizer, marks: Sequence[str]) -> tuple[dict[str, int], dict[int, str]]:
+    """Tokens of the marks that are one, and of them those whose text decoding leaves out."""
+    tokens = {mark: token for mark in marks if (token := tokenizer.mark(mark)) is not None}
+    return tokens, {token: mark for mark, token in tokens.items() if not tokenizer.decode([token])}
 
 
 # -- grammars ----------------------------------------------------------------------------------------------------------

@@ -203,6 +203,44 @@ async def test_reasoning_is_told_apart_and_counted(at: Cluster, monkeypatch: pyt
     assert message.content in ("aa", "ab", "ba", "bb")
 
 
+THOUGHTS = {
+    "<think>\nHm, ü?\n</think>\n\nYes.\n": "<think>\nHm, ü?\n</think>",
+    "Yes.": "",
+    "Hm?</think>A": "Hm?</think>",
+}
+
+
+@pytest.mark.parametrize("width", [1, 5, 99])
+async def test_reasoning_of_completions_is_counted_and_left_in_the_text(at: Cluster, width: int) -> None:
+    """Each prompt for itself: of the last one the model's reasoning has begun."""
+    loaded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    loaded.set_result(Thinker())
+    at.service._tokenizers["bytes"] = loaded
+    prompts = {"a": "<think>\nHm, ü?\n</think>\n\nYes.\n", "b": "Yes.", "c<think>\n": "Hm?</think>A"}
+
+    def answer(work: Work) -> list[int]:
+        prompt = np.frombuffer(work.token_ids, "<u4").astype(np.uint8).tobytes().decode()
+        return [*prompts[prompt].encode(), EOS]
+
+    says(at, answer, width)
+    expected = sum(len(THOUGHTS[text].encode()) for text in prompts.values())
+    asked: Any = {"model": "fake", "prompt": list(prompts), "n": 2, "max_tokens": 99, "temperature": 1}
+    async with client(at) as one:
+        whole = await one.completions.create(**asked)
+        counted: Any = {"include_usage": True, "continuous_usage_stats": True}
+        texts, counts = ["", "", "", "", "", ""], []
+        async for event in await one.completions.create(**asked, stream=True, stream_options=counted):
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+            counts.append(event.usage)
+    assert [choice.text for choice in whole.choices] == texts == [text for text in prompts.values() for _ in range(2)]
+    assert whole.usage is not None and whole.usage.completion_tokens_details is not None
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 2 * expected
+    assert counts[-1] == whole.usage
+    running = [usage.completion_tokens_details.reasoning_tokens for usage in counts]
+    assert running == sorted(running)
+
+
 async def test_several_answers_each_have_their_calls(at: Cluster) -> None:
     says(at, text(CALLS))
     async with client(at) as one:
