@@ -14,6 +14,8 @@ from pathlib import Path
 from cyclopts import App, CycloptsError
 
 from pyengine import cli
+from pyengine.commands.config import effective
+from pyengine.config import ConfigError
 from pyengine.scheduler import cli as scheduler_cli
 
 from .pages import ROOT, Snippet
@@ -120,6 +122,15 @@ def _check_app(app: App, arguments: list[str]) -> None:
         raise AssertionError(f"{app.name[0]} {shlex.join(arguments)}: {error}") from error
 
 
+def _check_pyengine(arguments: list[str]) -> None:
+    _check_app(cli.app, arguments)
+    if arguments[0] == "serve" and "--config" not in arguments:
+        try:
+            effective("serve", tuple(arguments[1:]))
+        except ConfigError as error:
+            raise AssertionError(f"pyengine {shlex.join(arguments)}: {error}") from error
+
+
 def app_flags(app: App, arguments: list[str]) -> set[str]:
     """The flags of the command that the arguments begin with. Raises AssertionError if there is no such command."""
     asked = [word for word in arguments if word not in HELP]
@@ -224,7 +235,7 @@ def expect_flags(arguments: list[str], known: set[str], program: str) -> None:
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "pyengine": functools.partial(_check_app, cli.app),
+    "pyengine": _check_pyengine,
     "conductor": functools.partial(_check_app, scheduler_cli.app),
     "transferd": _check_transferd,
     "make": _check_make,

@@ -139,3 +139,15 @@ def test_three_machines_serve(machines: Machines) -> None:
         assert client.post("/v1/completions", json=asked, headers={"Authorization": "Bearer x"}).status_code == 401
         health = client.get("/health?deep=1").json()
         assert json.dumps(health).count("prefill-0") and json.dumps(health).count("decode-0")
+        for line in looks():
+            assert machines.run(line.replace(" d.toml", " /etc/pyengine/transferd.toml"), PREFILL), line
+
+
+def looks() -> list[str]:
+    """What docs/operations.md and docs/transferd.md ask a running daemon, but for what names a block of its."""
+    pages = ("docs/operations.md", "docs/transferd.md")
+    shown = [snippet for page in pages for snippet in parse(page, (ROOT / page).read_text())]
+    lines = [line for snippet in shown for line in commands(snippet) if re.search(r"^transferd [a-z]+ --config", line)]
+    found = [line for line in lines if not re.search(r" [0-9a-f]{32}|--namespace", line)]
+    assert {line.split()[1] for line in found} >= {"status", "keys", "verify", "quotas", "drain"}
+    return found
