@@ -78,6 +78,7 @@ def serve(
     pages: int | None = None,
     host: str | None = None,
     port: int | None = None,
+    gateways: int | None = None,
     keys_file: str | None = None,
     audit_log: str | None = None,
     tls_cert: str | None = None,
@@ -148,6 +149,8 @@ def serve(
         Where the gateway listens (default 127.0.0.1; any other needs API keys: pyengine keys).
     port
         Default 8000.
+    gateways
+        Gateway processes that listen there (default 1): more, where one core is too few for all streams.
     keys_file
         API keys (default: keys.json in the state directory; once it exists, everybody needs one).
     audit_log

@@ -26,6 +26,8 @@ ROLES = ("fixed", "auto")
 #: What clients send as `service_tier` when they mean no class in particular (OpenAI's words).
 DEFAULT_TIERS = ("auto", "default")
 MAX_CLASSES = 64
+#: Gateways of one machine: each is a core's worth of streams, and each tells all others what it counts.
+MAX_GATEWAYS = 16
 #: What a node's SSD space must hold at least: four of the smallest segments (as transferd has it).
 SSD_MINIMUM = 16 << 20
 #: File systems of the kernel's own, where nothing is stored.
@@ -101,10 +103,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     bytes; 0: the lesser of 2 GiB and a tenth of the memory. ssd_dir: directory where nodes keep KV that survives a
     restart, each in a folder of its own; "": none does. ssd_bytes: what each node may take there, bytes. kv_bytes:
     device pages per worker, bytes; 0: as dram_bytes. pages: device pages per worker; 0: derived from kv_bytes. host,
-    port: where the gateway listens. Loopback: what others may reach asks for keys. keys_file: API keys; "": keys.json
-    in the state directory. Once it exists, everybody needs one. audit_log: file that gets one line for each request of
-    a key; "": none. tls_cert, tls_key: certificate and its private key (PEM), for HTTPS; "": HTTP. cors_origin: origins
-    of web pages that may use the gateway. None: it is for programs, not for pages of strangers. policy, admission: how
+    port: where the gateway listens. Loopback: what others may reach asks for keys. gateways: processes that listen
+    there, for more streams than one core carries. keys_file: API keys; "": keys.json in the state directory. Once it
+    exists, everybody needs one. audit_log: file that gets one line for each request of a key; "": none.
+    tls_cert, tls_key: certificate and its private key (PEM), for HTTPS; "": HTTP. cors_origin: origins of web pages
+    that may use the gateway. None: it is for programs, not for pages of strangers. policy, admission: how
     the conductor chooses and refuses. kvcache-centric is Mooncake's Algorithm 1; admission is off because its forecast
     needs a measured machine. roles: fixed, or auto: the conductor tells workers to take on the role that is short.
     Fixed until that is measured. slo_ttft, slo_tbt: latency objectives of requests that choose no class, seconds; 0:
@@ -138,6 +141,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
+    gateways: int = 1
     keys_file: str = ""
     audit_log: str = ""
     tls_cert: str = ""
@@ -178,6 +182,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
+        if not 1 <= self.gateways <= MAX_GATEWAYS:
+            raise ConfigError(f"gateways must be 1 to {MAX_GATEWAYS}, not {self.gateways}")
         for name in ("slo_ttft", "slo_tbt"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name} must be a number of seconds, not {getattr(self, name)}")
@@ -377,7 +383,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft, slo_tbt, slo_class: as in ServeConfig.
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
-    otlp_endpoint: as in ServeConfig.
+    otlp_endpoint: as in ServeConfig. siblings: names of all gateways that listen on one socket, itself among them;
+    none: it is alone. siblings_dir: directory, private to them, where they meet and count together. `pyengine serve`
+    sets both.
     """
 
     gateway: str = "gateway-0"
@@ -398,12 +406,16 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 4096
     max_body_bytes: int = 16 << 20
     otlp_endpoint: str = ""
+    siblings: tuple[str, ...] = ()
+    siblings_dir: str = ""
 
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""
         check_classes(self.slo_class)
         check_front(self.tls_cert, self.tls_key, self.cors_origin)
         check_traces(self.otlp_endpoint)
+        if self.siblings and (self.gateway not in self.siblings or not self.siblings_dir):
+            raise ConfigError(f"siblings: {self.gateway} must be one of them, and siblings_dir says where they meet")
 
     def slo(self, tier: str | None) -> Slo | None:
         """Objectives of requests with this `service_tier`; None: there is no such class."""

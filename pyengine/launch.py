@@ -346,16 +346,22 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
         slo_class=config.slo_class,
         otlp_endpoint=config.otlp_endpoint,
     )
-    file = _write(run / "gateway.json", msgspec.json.encode(gateway))
-    parts.append(
-        Part(
-            name="gateway",
-            module="pyengine.cli",
-            arguments=("gateway", "--config", file, "--listen-fd", str(listen_fd), "--ready-fd", "{ready}"),
-            front=True,
-            fds=(listen_fd,),
+    names = [f"gateway-{index}" for index in range(config.gateways)]
+    if config.gateways > 1:
+        gateway = msgspec.structs.replace(gateway, siblings=tuple(names), siblings_dir=str(run))
+    for name in names:
+        # All accept from one socket: who has much to do comes to it later, and what one leaves the others take.
+        named = name if config.gateways > 1 else "gateway"
+        file = _write(run / f"{named}.json", msgspec.json.encode(msgspec.structs.replace(gateway, gateway=name)))
+        parts.append(
+            Part(
+                name=named,
+                module="pyengine.cli",
+                arguments=("gateway", "--config", file, "--listen-fd", str(listen_fd), "--ready-fd", "{ready}"),
+                front=True,
+                fds=(listen_fd,),
+            )
         )
-    )
     return parts
 
 

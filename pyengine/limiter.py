@@ -14,6 +14,11 @@ times that are sums of powers of two the arithmetic is exact, which the tests us
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
 import msgspec
 
 from pyengine.tenants import Tenant
@@ -31,118 +36,158 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Bucket:
-    """One rate. Full at first."""
+    """One rate. missing: units that are not there; `at`: seconds, when that was so. Full at first."""
 
-    def __init__(self, now: float) -> None:
-        self._missing = 0.0
-        self._at = now
+    def __init__(self, missing: float = 0.0, at: float = 0.0) -> None:
+        self.missing = missing
+        self.at = at
 
     def wait(self, amount: int, limit: int, now: float) -> float | None:
         """Seconds until `amount` is there, of `limit` a minute; None: never, as the bucket holds less."""
         if amount > limit:
             return None
         self._refill(limit, now)
-        return max(0.0, (self._missing - 60.0 * (limit - amount)) / limit)
+        return max(0.0, (self.missing - 60.0 * (limit - amount)) / limit)
 
     def take(self, amount: int, limit: int, now: float) -> None:
         """Takes it, there or not."""
         self._refill(limit, now)
-        self._missing += 60.0 * amount
+        self.missing += 60.0 * amount
 
     def _refill(self, limit: int, now: float) -> None:
         # A clock that is told out of order takes nothing back.
-        if now > self._at:
-            self._missing = max(0.0, self._missing - limit * (now - self._at))
-            self._at = now
+        if now > self.at:
+            self.missing = max(0.0, self.missing - limit * (now - self.at))
+            self.at = now
 
 
 class Usage:
-    """Of one tenant."""
-
-    def __init__(self, now: float) -> None:
-        #: Answers: of a request that has been read, one for each sequence; before, one.
-        self.under_way = 0
-        self.requests = Bucket(now)
-        self.tokens = Bucket(now)
-
-
-class Limiter:
-    """All tenants of one gateway. `now` in seconds, never less than before.
-
-    Limits come with each call, so they may change at any time; a tenant's usage stays.
+    """Of one tenant. own: answers under way at this gateway: of a request that has been read, one for each sequence;
+    before, one. others: at other gateways that share the tenant's limits.
     """
+
+    def __init__(self) -> None:
+        self.own = 0
+        self.others = 0
+        self.requests = Bucket()
+        self.tokens = Bucket()
+
+    @property
+    def under_way(self) -> int:
+        return self.own + self.others
+
+
+class Ledger(Protocol):
+    """Where usage is kept."""
+
+    def usage(self, tenant: str) -> AbstractContextManager[Usage]:
+        """A tenant's, to be looked at and changed inside; nobody else does meanwhile. Full buckets at first."""
+        ...
+
+    def own(self) -> dict[str, int]:
+        """Answers of each tenant that has any under way here."""
+        ...
+
+    def keep(self, names: set[str]) -> None:
+        """May forget who is not among them and has nothing under way."""
+        ...
+
+
+class OwnLedger:
+    """Of a gateway that is alone."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, Usage] = {}
 
+    @contextlib.contextmanager
+    def usage(self, tenant: str) -> Iterator[Usage]:
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = Usage()
+        yield known
+
+    def own(self) -> dict[str, int]:
+        return {name: usage.own for name, usage in self._tenants.items() if usage.own}
+
+    def keep(self, names: set[str]) -> None:
+        for name in [name for name, usage in self._tenants.items() if name not in names and not usage.own]:
+            del self._tenants[name]
+
+
+class Limiter:
+    """All tenants of one address. `now` in seconds, never less than before.
+
+    Limits come with each call, so they may change at any time; a tenant's usage stays.
+    """
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self._ledger = ledger or OwnLedger()
+
     def begin(self, tenant: Tenant, now: float) -> Refusal | None:
         """One more request: one answer is counted if it is admitted, which is `end`ed once then. Else why not."""
-        usage = self._usage(tenant.name, now)
-        if (refusal := _too_many(usage, tenant.concurrent, 1)) is not None:
-            return refusal
-        if limit := tenant.requests_per_minute:
-            wait = usage.requests.wait(1, limit, now)
-            if wait != 0.0:
-                text = f"this tenant has sent its {limit} requests a minute"
-                return Refusal("requests_per_minute", text, wait)
-            usage.requests.take(1, limit, now)
-        usage.under_way += 1
-        return None
+        with self._ledger.usage(tenant.name) as usage:
+            if (refusal := _too_many(usage, tenant.concurrent, 1)) is not None:
+                return refusal
+            if limit := tenant.requests_per_minute:
+                wait = usage.requests.wait(1, limit, now)
+                if wait != 0.0:
+                    text = f"this tenant has sent its {limit} requests a minute"
+                    return Refusal("requests_per_minute", text, wait)
+                usage.requests.take(1, limit, now)
+            usage.own += 1
+            return None
 
     def more(self, tenant: Tenant, answers: int) -> Refusal | None:
         """A request that has begun is found to want so many answers beside its first: they are counted if they are
         admitted, and `end`ed with it. Else why not.
         """
-        limit, usage = tenant.concurrent, self._tenants[tenant.name]
+        limit = tenant.concurrent
         if limit and answers + 1 > limit:
             text = f"the request wants {answers + 1} answers, and this tenant gets {limit} at once: ask for fewer"
             return Refusal("concurrent", text, None)
-        if answers and (refusal := _too_many(usage, limit, answers)) is not None:
+        if not answers:
+            return None
+        with self._ledger.usage(tenant.name) as usage:
+            if (refusal := _too_many(usage, limit, answers)) is None:
+                usage.own += answers
             return refusal
-        usage.under_way += answers
-        return None
 
     def prompt(self, tenant: Tenant, tokens: int, now: float) -> Refusal | None:
         """The prompt of a request that has begun: its tokens are taken if it is admitted."""
         limit = tenant.tokens_per_minute
         if not limit:
             return None
-        bucket = self._usage(tenant.name, now).tokens
-        wait = bucket.wait(tokens, limit, now)
-        if wait is None:
-            text = f"the prompt has {tokens} tokens, and this tenant gets {limit} a minute: it must be shorter"
-            return Refusal("tokens_per_minute", text, None)
-        if wait > 0.0:
-            text = f"this tenant has used its {limit} tokens a minute; the prompt has {tokens}"
-            return Refusal("tokens_per_minute", text, wait)
-        bucket.take(tokens, limit, now)
-        return None
+        with self._ledger.usage(tenant.name) as usage:
+            bucket = usage.tokens
+            wait = bucket.wait(tokens, limit, now)
+            if wait is None:
+                text = f"the prompt has {tokens} tokens, and this tenant gets {limit} a minute: it must be shorter"
+                return Refusal("tokens_per_minute", text, None)
+            if wait > 0.0:
+                text = f"this tenant has used its {limit} tokens a minute; the prompt has {tokens}"
+                return Refusal("tokens_per_minute", text, wait)
+            bucket.take(tokens, limit, now)
+            return None
 
     def generated(self, tenant: Tenant, tokens: int, now: float) -> None:
         """Tokens of an answer, once they are there."""
         if tenant.tokens_per_minute:
-            self._usage(tenant.name, now).tokens.take(tokens, tenant.tokens_per_minute, now)
+            with self._ledger.usage(tenant.name) as usage:
+                usage.tokens.take(tokens, tenant.tokens_per_minute, now)
 
     def end(self, tenant: Tenant, answers: int = 1) -> None:
         """A request that was admitted is over. answers: all that were counted for it."""
-        usage = self._tenants[tenant.name]
-        assert usage.under_way >= answers, f"{tenant.name}: {answers} ended of {usage.under_way} that have begun"
-        usage.under_way -= answers
+        with self._ledger.usage(tenant.name) as usage:
+            assert usage.own >= answers, f"{tenant.name}: {answers} ended of {usage.own} that have begun"
+            usage.own -= answers
 
     def under_way(self) -> dict[str, int]:
-        """Answers of each tenant that has any."""
-        return {name: usage.under_way for name, usage in self._tenants.items() if usage.under_way}
+        """Answers of each tenant that has any under way here."""
+        return self._ledger.own()
 
     def keep(self, names: set[str]) -> None:
-        """Forgets who is not among them and has nothing under way."""
-        for name in [name for name, usage in self._tenants.items() if name not in names and not usage.under_way]:
-            del self._tenants[name]
-
-    def _usage(self, name: str, now: float) -> Usage:
-        usage = self._tenants.get(name)
-        if usage is None:
-            usage = self._tenants[name] = Usage(now)
-        return usage
+        """May forget who is not among them and has nothing under way."""
+        self._ledger.keep(names)
 
 
 def _too_many(usage: Usage, limit: int, answers: int) -> Refusal | None:

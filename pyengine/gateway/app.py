@@ -152,7 +152,7 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
 
     @app.get("/load")
     async def load() -> Response:
-        return Response(msgspec.json.encode({"server_load": service.active}), media_type=JSON)
+        return Response(msgspec.json.encode({"server_load": await service.load()}), media_type=JSON)
 
     @app.get("/openapi.json")
     async def openapi() -> Response:
@@ -175,7 +175,7 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics_text(), media_type="text/plain; version=0.0.4")
+        return Response(await service.all_metrics(), media_type="text/plain; version=0.0.4")
 
     add_probes(app, service)
 

@@ -36,7 +36,7 @@ from pyengine.config import ConfigError
 from pyengine.gateway.audit import AuditLog
 from pyengine.gateway.errors import ApiError
 from pyengine.gateway.request import ErrorKind, RequestError
-from pyengine.limiter import Limiter, Refusal
+from pyengine.limiter import Ledger, Limiter, Refusal
 from pyengine.tenants import Access, Book, Register, Tenant, salt_of
 
 log = logging.getLogger("pyengine.gateway")
@@ -143,9 +143,12 @@ class Door:
         audit: AuditLog | None = None,
         origins: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
     ) -> None:
-        """keys_file: asked for keys from the moment it exists. None: nobody is asked. Raises ConfigError."""
-        self.limiter = Limiter()
+        """keys_file: asked for keys from the moment it exists. None: nobody is asked. ledger: where tenants' usage is
+        counted; None: this gateway is alone. Raises ConfigError.
+        """
+        self.limiter = Limiter(ledger)
         self.clock = clock
         self.failures = 0
         self.refused: Counter[tuple[str, str]] = Counter()

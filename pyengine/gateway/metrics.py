@@ -8,12 +8,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from pyengine.gateway import timing
 from pyengine.gateway.catalog import ALIASES, FAMILIES
 from pyengine.gateway.request import Request
 from pyengine.scheduler.types import WorkerInfo
 
+#: Samples (name with labels) and their values, by the family that they are of.
+Families: TypeAlias = dict[str, dict[str, float]]
 #: What says that an answer is whole; all else is a failure.
 WHOLE = ("stop", "length", "tool_calls")
 
@@ -30,13 +33,13 @@ class Histogram:
         self._counts[bisect.bisect_left(self._buckets, value)] += times
         self._sum += value * times
 
-    def samples(self, name: str, labels: str) -> list[str]:
-        lines = []
+    def samples(self, name: str, labels: str) -> dict[str, float]:
+        samples: dict[str, float] = {}
         total = 0
         for bound, count in zip([*map(_bound, self._buckets), "+Inf"], self._counts, strict=True):
             total += count
-            lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total}')
-        return [*lines, f"{name}_sum{{{labels}}} {self._sum!r}", f"{name}_count{{{labels}}} {total}"]
+            samples[f'{name}_bucket{{{labels},le="{bound}"}}'] = total
+        return samples | {f"{name}_sum{{{labels}}}": self._sum, f"{name}_count{{{labels}}}": total}
 
 
 class ModelMetrics:
@@ -121,6 +124,36 @@ class Metrics:
         known = self._models.get(model)
         return known if known is not None else self._models.setdefault(model, ModelMetrics())
 
+    def families(self, running: Mapping[str, int], waiting: Mapping[str, int]) -> Families:
+        """All samples of this gateway. running, waiting: its requests by model."""
+        families: Families = {}
+
+        def put(name: str, samples: Mapping[str, float]) -> None:
+            families.setdefault(name, {}).update(samples)
+
+        for model in sorted({*self._models, *running, *waiting}):
+            m = self.of(model)
+            labels = f'model_name="{escape(model)}"'
+            # Not vLLM's num_requests_*: those are the workers', and a sum over both would count requests twice.
+            for state, counts in (("running", running), ("waiting", waiting)):
+                sample = f'pyengine_gateway_requests{{{labels},state="{state}"}}'
+                put("pyengine_gateway_requests", {sample: counts.get(model, 0)})
+            for name, value in (
+                ("vllm:prompt_tokens_total", m.prompt_tokens),
+                ("vllm:prompt_tokens_cached_total", m.cached_tokens),
+                ("vllm:generation_tokens_total", m.generated_tokens),
+                ("pyengine_request_retries_total", m.retries),
+            ):
+                put(name, {f"{name}{{{labels}}}": value})
+            for reason, count in sorted(m.finished.items()):
+                name = "vllm:request_success_total" if reason in WHOLE else "pyengine_request_failures_total"
+                put(name, {f'{name}{{{labels},finished_reason="{reason}"}}': count})
+            for name, histogram in m.histograms.items():
+                put(name, histogram.samples(name, labels))
+            for (name, part), histogram in sorted(m.parts.items()):
+                put(name, histogram.samples(name, f'{labels},part="{part}"'))
+        return families
+
     def render(
         self,
         cluster: Mapping[str, float],
@@ -128,48 +161,50 @@ class Metrics:
         waiting: Mapping[str, int],
         workers: Sequence[WorkerInfo] = (),
     ) -> bytes:
-        """cluster: counters by sample name with labels. running, waiting: requests of this gateway by model."""
-        families: dict[str, list[str]] = {}
+        """The text of a gateway that is alone (see `exposition`)."""
+        return exposition(self.families(running, waiting), cluster, workers)
 
-        def put(name: str, *lines: str) -> None:
-            families.setdefault(name, []).extend(lines)
 
-        for model in sorted({*self._models, *running, *waiting}):
-            m = self.of(model)
-            labels = f'model_name="{escape(model)}"'
-            # Not vLLM's num_requests_*: those are the workers', and a sum over both would count requests twice.
-            for state, counts in (("running", running), ("waiting", waiting)):
-                sample = f'pyengine_gateway_requests{{{labels},state="{state}"}} {counts.get(model, 0)}'
-                put("pyengine_gateway_requests", sample)
-            for name, value in (
-                ("vllm:prompt_tokens_total", m.prompt_tokens),
-                ("vllm:prompt_tokens_cached_total", m.cached_tokens),
-                ("vllm:generation_tokens_total", m.generated_tokens),
-                ("pyengine_request_retries_total", m.retries),
-            ):
-                put(name, f"{name}{{{labels}}} {value}")
-            for reason, count in sorted(m.finished.items()):
-                name = "vllm:request_success_total" if reason in WHOLE else "pyengine_request_failures_total"
-                put(name, f'{name}{{{labels},finished_reason="{reason}"}} {count}')
-            for name, histogram in m.histograms.items():
-                put(name, *histogram.samples(name, labels))
-            for (name, part), histogram in sorted(m.parts.items()):
-                put(name, *histogram.samples(name, f'{labels},part="{part}"'))
-        for worker in workers:
-            labels = f'model_name="{escape(worker.model)}",worker="{escape(worker.worker)}"'
-            sizes = f'block_size="{worker.namespace.kv.block_tokens}",num_gpu_blocks="{worker.pages}"'
-            put("vllm:cache_config_info", f"vllm:cache_config_info{{{labels},{sizes}}} 1")
-        for sample in sorted(cluster):
-            number = cluster[sample]
-            text = str(int(number)) if float(number).is_integer() else repr(float(number))
-            put(sample.partition("{")[0], f"{sample} {text}")
-        for old, new in ALIASES.items():
-            put(old, *(old + line.removeprefix(new) for line in families.get(new, ())))
-        lines = []
-        for name, samples in families.items():
-            if samples:
-                lines += [*_head(name), *samples]
-        return ("\n".join(lines) + "\n").encode()
+def summed(one: Families, other: Families) -> Families:
+    """Samples of both; those of one name are added."""
+    families = {name: dict(samples) for name, samples in one.items()}
+    for name, samples in other.items():
+        mine = families.setdefault(name, {})
+        for sample, value in samples.items():
+            mine[sample] = mine.get(sample, 0) + value
+    return families
+
+
+def counters(families: Families) -> Families:
+    """Without what says how things are at the moment."""
+    return {name: samples for name, samples in families.items() if not _is_gauge(name)}
+
+
+def _is_gauge(name: str) -> bool:
+    return name in FAMILIES and FAMILIES[name].kind == "gauge"
+
+
+def exposition(own: Families, cluster: Mapping[str, float], workers: Sequence[WorkerInfo] = ()) -> bytes:
+    """Text for /metrics. own: the gateways' samples. cluster: counters by sample name with labels."""
+    families: dict[str, list[str]] = {}
+    for name, samples in own.items():
+        families[name] = [f"{sample} {value!r}" for sample, value in samples.items()]
+    for worker in workers:
+        labels = f'model_name="{escape(worker.model)}",worker="{escape(worker.worker)}"'
+        sizes = f'block_size="{worker.namespace.kv.block_tokens}",num_gpu_blocks="{worker.pages}"'
+        lines = families.setdefault("vllm:cache_config_info", [])
+        lines.append(f"vllm:cache_config_info{{{labels},{sizes}}} 1")
+    for sample in sorted(cluster):
+        number = cluster[sample]
+        text = str(int(number)) if float(number).is_integer() else repr(float(number))
+        families.setdefault(sample.partition("{")[0], []).append(f"{sample} {text}")
+    for old, new in ALIASES.items():
+        families.setdefault(old, []).extend(old + line.removeprefix(new) for line in families.get(new, ()))
+    lines = []
+    for name, samples_of in families.items():
+        if samples_of:
+            lines += [*_head(name), *samples_of]
+    return ("\n".join(lines) + "\n").encode()
 
 
 def _bound(value: float) -> str:

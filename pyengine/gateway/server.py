@@ -22,6 +22,7 @@ from pyengine.gateway.auth import Door
 from pyengine.gateway.listener import check_reach
 from pyengine.gateway.protocol import GuardedProtocol
 from pyengine.gateway.service import Service
+from pyengine.ledger import SharedLedger
 from pyengine.secret import read_secret
 
 #: Seconds open streams get when the process is asked to stop; the launcher waits a little longer.
@@ -79,7 +80,12 @@ def run_gateway(
     secret = read_secret(Path(config.secret_file))
     keys = ClusterKeys(_native.derive_key(secret, "hash"))
     audit = AuditLog(Path(config.audit_log)) if config.audit_log else None
-    door = Door(Path(config.keys_file) if config.keys_file else None, audit, config.cors_origin)
+    ledger = None
+    if config.siblings:
+        folder = Path(config.siblings_dir) / "usage"
+        ledger = SharedLedger(folder, len(config.siblings), config.siblings.index(config.gateway))
+    keys_file = Path(config.keys_file) if config.keys_file else None
+    door = Door(keys_file, audit, config.cors_origin, ledger=ledger)
     check_reach(listener, door.asks, bool(config.tls_cert))
     return serve(Service(config, _native.derive_key(secret, "session"), keys), listener, ready, door)
 

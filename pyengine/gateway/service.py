@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -20,9 +21,10 @@ import zmq
 
 from pyengine.config import GatewayConfig
 from pyengine.gateway.links import Link
-from pyengine.gateway.metrics import Metrics
+from pyengine.gateway.metrics import Families, Metrics, exposition
 from pyengine.gateway.recent import Recent
 from pyengine.gateway.request import Action, ErrorKind, Request, RequestError, State, Terms, ToConductor
+from pyengine.gateway.siblings import Siblings, Told
 from pyengine.gateway.threads import Threads
 from pyengine.gateway.tracing import Timeline, Tracer
 from pyengine.grammar import Grammars
@@ -234,6 +236,10 @@ class Service:
         self.config = config
         self.metrics = Metrics()
         self.tracer: Tracer | None = None
+        #: Those that share its address; None: it is alone.
+        self.siblings: Siblings | None = None
+        if config.siblings:
+            self.siblings = Siblings(Path(config.siblings_dir), config.siblings, config.gateway, self._told)
         self.cluster = ClusterState(workers=(), counters={})
         self.models: dict[str, Model] = {}
         self.threads = Threads()
@@ -280,6 +286,8 @@ class Service:
             beat=GatewayAlive(gateway=name),
         )
         self._ticker = asyncio.create_task(self._tick_for_ever())
+        if self.siblings is not None:
+            await self.siblings.start()
 
     async def close(self) -> None:
         """Aborts what runs and closes all links. Idempotent."""
@@ -289,6 +297,8 @@ class Service:
                 await self._ticker
         for generation in list(self._generations.values()):
             generation.close()
+        if self.siblings is not None:
+            await self.siblings.close()
         for link in [*self._workers.values(), *([self._conductor] if self._conductor else [])]:
             link.close()
         self.threads.close()
@@ -506,14 +516,33 @@ class Service:
         for call in calls:
             call()
 
-    def metrics_text(self) -> bytes:
+    def families(self) -> Families:
+        """What this gateway has counted, and what it has under way."""
         running: dict[str, int] = dict.fromkeys(self.models, 0)
         waiting: dict[str, int] = dict.fromkeys(self.models, 0)
         for generation in self._generations.values():
             count = running if generation.request.state is State.RUNNING else waiting
             count[generation.request.model] = count.get(generation.request.model, 0) + 1
-        counters = {**self.cluster.counters, **self.counters()}
-        return self.metrics.render(counters, running, waiting, self.cluster.workers)
+        families = self.metrics.families(running, waiting)
+        for sample, value in sorted(self.counters().items()):
+            families.setdefault(sample.partition("{")[0], {})[sample] = value
+        return families
+
+    def metrics_text(self, families: Families | None = None) -> bytes:
+        """For /metrics, with what the cluster tells. families: those of all gateways; None: this one's."""
+        own = self.families() if families is None else families
+        return exposition(own, self.cluster.counters, self.cluster.workers)
+
+    async def all_metrics(self) -> bytes:
+        """For /metrics, with what the gateways beside this one have counted."""
+        return self.metrics_text(None if self.siblings is None else (await self.siblings.all()).families)
+
+    async def load(self) -> int:
+        """Requests under way, at the gateways beside this one, too."""
+        return self.active if self.siblings is None else (await self.siblings.all()).active
+
+    def _told(self) -> Told:
+        return Told(families=self.families(), active=self.active)
 
     # -- messages in -----------------------------------------------------------------------------------------------
 

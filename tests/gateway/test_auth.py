@@ -459,9 +459,11 @@ async def test_answers_at_once_are_counted_and_not_requests(folder: Path, http: 
         status, body, response = await completion(prompt="ab")
         assert (status, body["error"]["param"], response.headers["Retry-After"]) == (429, "concurrent", "1")
         assert (len(worker.work), door.limiter.under_way()) == (3, {"a": 3})
-        spent = door.limiter._tenants["a"].tokens._missing
+        with door.limiter._ledger.usage("a") as usage:
+            spent = usage.tokens.missing
         assert (await completion(prompt="ab"))[0] == 429
-        assert door.limiter._tenants["a"].tokens._missing == spent, "tokens were taken for what was refused"
+        with door.limiter._ledger.usage("a") as usage:
+            assert usage.tokens.missing == spent, "tokens were taken for what was refused"
         three.cancel()
         while door.limiter.under_way():
             await asyncio.sleep(0)

@@ -4,13 +4,23 @@ Method: a naive model that keeps the whole history, in fractions; times are sums
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.limiter import Limiter
+from pyengine.ledger import SharedLedger
+from pyengine.limiter import Limiter, OwnLedger
 from pyengine.tenants import Tenant
 
 
@@ -45,15 +55,37 @@ EVENTS = st.lists(
 LIMITS = st.integers(0, 40)
 
 
+@contextmanager
+def limiters(gateways: int) -> Iterator[list[Limiter]]:
+    """Of so many gateways, which have one tenant's limits together."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [SharedLedger(Path(folder), gateways, index) for index in range(gateways)]
+        yield [Limiter(ledger) for ledger in shared]
+
+
+@pytest.mark.parametrize("gateways", [1, 3])
 @given(events=EVENTS, requests=LIMITS, tokens=LIMITS, concurrent=st.integers(0, 4))
-@settings(max_examples=300, deadline=None)
-def test_the_limiter_is_the_naive_one(events: list[Any], requests: int, tokens: int, concurrent: int) -> None:
+@settings(max_examples=200, deadline=None)
+def test_the_limiter_is_the_naive_one(
+    gateways: int, events: list[Any], requests: int, tokens: int, concurrent: int
+) -> None:
+    if gateways == 1:
+        _compare([Limiter()], events, requests, tokens, concurrent)
+        return
+    with limiters(gateways) as several:
+        _compare(several, events, requests, tokens, concurrent)
+
+
+def _compare(limiters: list[Limiter], events: list[Any], requests: int, tokens: int, concurrent: int) -> None:
+    """Events go to the limiters in turns, but for the end of a request, which is where it began."""
     tenant = Tenant(name="a", requests_per_minute=requests, tokens_per_minute=tokens, concurrent=concurrent)
-    limiter, now = Limiter(), Fraction(0)
-    #: Answers of each request under way.
+    now = Fraction(0)
+    #: Answers of each request under way, and where it is.
     running: list[int] = []
+    places: list[Limiter] = []
     buckets = {"requests_per_minute": Naive(requests), "tokens_per_minute": Naive(tokens)}
-    for pause, what, amount in events:
+    for turn, (pause, what, amount) in enumerate(events):
+        limiter = limiters[turn % len(limiters)]
         now += Fraction(pause, 16)
         if what == "generated":
             limiter.generated(tenant, amount, float(now))
@@ -61,12 +93,13 @@ def test_the_limiter_is_the_naive_one(events: list[Any], requests: int, tokens: 
             continue
         if what == "end":
             if running:
-                limiter.end(tenant, running.pop(amount % len(running)))
+                at = amount % len(running)
+                places.pop(at).end(tenant, running.pop(at))
             continue
         if what == "more":
             if running:
                 at = amount % len(running)
-                refusal, extra = limiter.more(tenant, amount // 10), amount // 10
+                refusal, extra = places[at].more(tenant, amount // 10), amount // 10
                 never = bool(concurrent) and 1 + extra > concurrent
                 if never or (concurrent and extra and sum(running) + extra > concurrent):
                     assert refusal is not None and (refusal.limit, refusal.wait is None) == ("concurrent", never)
@@ -84,11 +117,12 @@ def test_the_limiter_is_the_naive_one(events: list[Any], requests: int, tokens: 
             assert refusal is None
             buckets[name].taken.append((now, many))
             running += [1] if what == "begin" else []
+            places += [limiter] if what == "begin" else []
         else:
             assert refusal is not None and refusal.limit == name
             assert (refusal.wait is None) == (wait is None)
             assert wait is None or abs(refusal.wait - wait) < 1e-9  # type: ignore[operator]
-        assert limiter.under_way() == ({"a": sum(running)} if running else {})
+        assert sum(each.under_way().get("a", 0) for each in limiters) == sum(running)
 
 
 def test_after_the_wait_that_was_told_it_is_admitted() -> None:
@@ -108,7 +142,8 @@ def test_after_the_wait_that_was_told_it_is_admitted() -> None:
 
 def test_tenants_do_not_share_and_who_left_is_forgotten() -> None:
     one, other = Tenant(name="a", concurrent=1), Tenant(name="b", concurrent=1)
-    limiter = Limiter()
+    ledger = OwnLedger()
+    limiter = Limiter(ledger)
     assert limiter.begin(one, 0.0) is None
     assert limiter.begin(other, 0.0) is None
     assert limiter.begin(one, 0.0) is not None
@@ -118,7 +153,7 @@ def test_tenants_do_not_share_and_who_left_is_forgotten() -> None:
     assert limiter.under_way() == {"a": 1}
     limiter.end(one)
     limiter.keep(set())
-    assert limiter._tenants == {}
+    assert ledger._tenants == {}
 
 
 def test_a_limit_that_changes_counts_from_now_on() -> None:
@@ -127,3 +162,40 @@ def test_a_limit_that_changes_counts_from_now_on() -> None:
     assert limiter.begin(Tenant(name="a", requests_per_minute=1), 0.0) is not None
     assert limiter.begin(Tenant(name="a", requests_per_minute=2), 0.0) is None
     assert limiter.begin(Tenant(name="a"), 0.0) is None
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from pyengine.ledger import SharedLedger
+from pyengine.limiter import Limiter
+from pyengine.tenants import Tenant
+ledger = SharedLedger(Path(sys.argv[1]), 2, 1)
+tenant = Tenant(name="a", concurrent=5, requests_per_minute=9)
+assert [Limiter(ledger).begin(tenant, 1.0) for _ in range(3)] == [None] * 3
+with ledger.usage("a") as usage:
+    usage.own = 77
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_gateway_that_is_killed_gives_back_what_it_had_under_way(tmp_path: Path) -> None:
+    """Killed while it holds the lock: nobody waits for it, what it had not written is not there, its rates stay used,
+    and its next life takes its answers back.
+    """
+    tenant = Tenant(name="a", concurrent=5, requests_per_minute=9)
+    survivor = Limiter(SharedLedger(tmp_path, 2, 0))
+    assert survivor.begin(tenant, 0.0) is None
+    killed = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], env=dict(os.environ), check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert survivor.begin(tenant, 1.0) is None
+    refusal = survivor.begin(tenant, 1.0)
+    assert refusal is not None and refusal.limit == "concurrent" and refusal.text.startswith("5 answers")
+    again = Limiter(SharedLedger(tmp_path, 2, 1))
+    assert again.under_way() == {} and survivor.under_way() == {"a": 2}
+    assert [again.begin(tenant, 1.0) for _ in range(3)] == [None] * 3
+    survivor.end(tenant, 2)
+    refusal = survivor.begin(tenant, 1.0)
+    assert refusal is None
+    refusal = again.begin(tenant, 1.0)
+    assert refusal is not None and refusal.limit == "requests_per_minute"

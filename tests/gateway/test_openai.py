@@ -187,13 +187,13 @@ def test_histogram_is_cumulative() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
-    assert histogram.samples("h", 'm="x"') == [
-        'h_bucket{m="x",le="1.0"} 2',
-        'h_bucket{m="x",le="2.0"} 3',
-        'h_bucket{m="x",le="+Inf"} 4',
-        'h_sum{m="x"} 12.0',
-        'h_count{m="x"} 4',
-    ]
+    assert histogram.samples("h", 'm="x"') == {
+        'h_bucket{m="x",le="1.0"}': 2,
+        'h_bucket{m="x",le="2.0"}': 3,
+        'h_bucket{m="x",le="+Inf"}': 4,
+        'h_sum{m="x"}': 12.0,
+        'h_count{m="x"}': 4,
+    }
 
 
 def test_metrics_name_each_family_once() -> None:

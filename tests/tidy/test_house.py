@@ -51,6 +51,7 @@ FLOORS = {
     "pyengine.keys": 2,
     "pyengine.tenants": 2,
     "pyengine.limiter": 2,
+    "pyengine.ledger": 2,
     "pyengine._transferd": 2,
     "pyengine.transfer": 2,
     "pyengine.pool": 2,
