@@ -1,9 +1,10 @@
-"""Goal: docs/fields.md is what the code says, and the code has a word on every field and on no other."""
+"""Goal: the pages of names are complete: docs/fields.md is what the code says, docs/python.md has all public ones."""
 
 from __future__ import annotations
 
 import msgspec
 
+import pyengine
 from pyengine.gateway import fields
 from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -23,3 +24,8 @@ def test_every_field_has_its_meaning_and_no_other() -> None:
     assert {name for _, name in named} <= fields.MEANINGS.keys()
     assert {name for name in fields.MEANINGS if "." not in name} <= {name for _, name in named}
     assert {name for name in fields.MEANINGS if "." in name} <= {f"{kind}.{name}" for kind, name in named}
+
+
+def test_every_public_name_is_on_the_python_page() -> None:
+    page = (ROOT / "docs/python.md").read_text()
+    assert [name for name in pyengine.__all__ if f":: pyengine.{name}\n" not in page] == []
