@@ -79,7 +79,7 @@ memcheck: $(VENV)/serve ## the bindings of the transfer engine under valgrind (D
 	PYTHONMALLOC=malloc valgrind --fair-sched=yes --num-callers=24 --error-exitcode=9 \
 	  --suppressions=tests/transfer/python.supp $(BIN)/python tests/transfer/memcheck.py
 
-peers: ## the engines that bench/transfer.py and bench/pool.py compare with, each in an environment of its own
+peers: ## what bench/transfer.py, pool.py, index.py and aiperf.py compare with, each in an environment of its own
 	@PYTHON=$(PYTHON) bench/peers/install.sh
 
 clean: ## remove all that was built or installed here

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what bench/transfer.py, bench/pool.py and bench/index.py compare with, each in an environment of its own: their dependencies are not ours.
+# Installs what bench/transfer.py, bench/pool.py, bench/index.py and bench/aiperf.py compare with, each in an environment of its own: their dependencies are not ours.
 # What cannot be installed says why and is left out of the table.
 cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python3}
@@ -22,6 +22,7 @@ peer mooncake mooncake-transfer-engine-non-cuda==0.3.13.post1 "import mooncake.e
   "its libraries: apt-get install libibverbs1 libnuma1 libcurl4"
 peer nixl nixl-cu12==1.5.1 "import nixl_cu12._api" "its wheels are for CPython on glibc"
 peer dynamo ai-dynamo-runtime==1.6.1 "from dynamo._core import RadixTree" "its wheels are for CPython on glibc"
+peer aiperf aiperf==0.13.0 "import aiperf" "its wheels are for CPython on glibc"
 if command -v iperf3 >/dev/null; then echo "iperf3: $(iperf3 --version | head -n 1)"; else
   echo "iperf3: left out: not installed (apt-get install iperf3)"
 fi
