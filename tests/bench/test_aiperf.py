@@ -16,7 +16,7 @@ from bench.aiperf import BLOCK, COMMIT, FIGURES, STATISTICS, TOKENIZER, report, 
 
 @pytest.mark.parametrize("block", [1, 8, 16, 512])
 def test_a_head_is_scaled_with_its_prefixes(tmp_path: Path, block: int) -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"timestamp": 0, "input_length": 1300, "output_length": 100, "hash_ids": [1, 2, 3]},
         {"timestamp": 3000, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]},
         {"timestamp": 6000, "input_length": 5, "output_length": 700, "hash_ids": [9]},

@@ -26,7 +26,7 @@ from tests.gateway.test_gateway import APART, PATIENCE, folder, http
 __all__ = ["folder", "http"]
 
 #: Seconds of queue, load and prefill, as the worker tells them: less than any way there and back.
-TOLD = {"queued": 1e-5, "loading": 2e-5, "computing": 3e-5}
+TOLD: Any = {"queued": 1e-5, "loading": 2e-5, "computing": 3e-5}
 
 
 def parsed(header: str) -> dict[str, float]:
