@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from pyengine.chat.parsing import AnswerParser, CallPiece, Content, Delta, Reasoning, ReasoningCount
 from pyengine.gateway.errors import ApiError
-from pyengine.gateway.parsing import AnswerParser, CallPiece, Content, Delta, Reasoning, ReasoningCount
 from pyengine.gateway.spelling import Teller
 from pyengine.scheduler.types import Logprobs
 

@@ -22,6 +22,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive
 
+from pyengine.chat import conversation
+from pyengine.chat.errors import Unservable
+from pyengine.chat.structured import NO_FORM, Form, Wanted, form_of, reasoning_counts
 from pyengine.cli import installed_version
 from pyengine.dashboard.lazy import Pages, WithDashboard
 from pyengine.gateway import answers, openai, schema
@@ -36,7 +39,6 @@ from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.request_ids import RequestIds
 from pyengine.gateway.service import Model, Service
 from pyengine.gateway.spelling import Teller, spell
-from pyengine.gateway.structured import NO_FORM, Form, Wanted, form_of, reasoning_counts
 from pyengine.grammar import GrammarError
 from pyengine.scheduler.types import Grammar, WorkerInfo
 from pyengine.text import ChatError, Tokenizer
@@ -86,8 +88,9 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
         return _failure(error)
 
     @app.exception_handler(RequestError)
+    @app.exception_handler(Unservable)
     async def on_request_error(_: HttpRequest, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
+        assert isinstance(error, RequestError | Unservable)
         return _failure(api_error(error))
 
     @app.exception_handler(HTTPException)
@@ -383,7 +386,7 @@ async def _chat_ids(
     def work() -> list[int]:
         tools = request.wanted.shown if isinstance(request, ChatRequest) else []
         given = (request.messages or [], tools, request.chat_template_kwargs)
-        return tokenizer.chat(*openai.templated(*given, tokenizer.template))
+        return tokenizer.chat(*conversation.templated(*given, tokenizer.template))
 
     try:
         return await service.threads.run(size, work)

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from pyengine.chat.errors import Unservable
 from pyengine.gateway.request import ADMISSION_KINDS, ErrorKind, RequestError
 
 
@@ -59,7 +60,9 @@ _STATUS = {
 }
 
 
-def api_error(error: RequestError) -> ApiError:
+def api_error(error: RequestError | Unservable) -> ApiError:
+    if isinstance(error, Unservable):
+        return ApiError(400, str(error), param=error.param, code="invalid_value")
     status, code = _STATUS[error.kind]
     # Of a 429 the code says which objective would be missed, or that others come first.
     code = error.detail if error.detail in ADMISSION_KINDS else code

@@ -12,6 +12,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pyengine.chat.structured import Form
 from pyengine.gateway import openai, timing
 from pyengine.gateway.answers import Answer, Piece, Usage
 from pyengine.gateway.errors import api_error
@@ -21,7 +22,6 @@ from pyengine.gateway.protocol import line_of
 from pyengine.gateway.recent import Record, record_of
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
-from pyengine.gateway.structured import Form
 from pyengine.gateway.tracing import Timeline, Trace
 from pyengine.text import Tokenizer
 

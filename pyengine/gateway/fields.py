@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pyengine.chat.structured import RENAMED
 from pyengine.gateway.openai import (
     CHAT_TOKENS,
     COMPLETION_TOKENS,
@@ -20,7 +21,6 @@ from pyengine.gateway.openai import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pyengine.gateway.structured import RENAMED
 from pyengine.scheduler.types import MOST_BIASES
 
 #: Title, kind, and what to say above its fields, in the order of the page.

@@ -14,19 +14,18 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from pyengine.gateway.bodies import decode
-from pyengine.gateway.errors import ApiError
-from pyengine.gateway.structured import (
+from pyengine.chat.conversation import ChatMessage, conversation
+from pyengine.chat.errors import Unservable
+from pyengine.chat.structured import (
     RENAMED,
     ResponseFormat,
     StructuredOutputs,
-    ToolCall,
     ToolChoice,
     ToolParam,
     Wanted,
 )
-from pyengine.gateway.tools import knows_tools
-from pyengine.gateway.tools.prompting import in_words
+from pyengine.gateway.bodies import decode
+from pyengine.gateway.errors import ApiError, api_error
 from pyengine.scheduler.types import MOST_BIASES, MOST_LOGPROBS, Grammar, SamplingParams
 
 #: Tokens a completion gets when the client names no number (the API's own default).
@@ -142,22 +141,6 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
         return self.n or 1
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    #: Of an assistant that has called, and of the tool that answers.
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    #: What the assistant thought; some templates show it.
-    reasoning_content: str | None = None
-
-
 class ChatRequest(_Common, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Positive | None = None
@@ -217,49 +200,10 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
         return self.logprobs
 
 
-def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: role and text, and what else there is. Raises ApiError."""
-    return [_plain(message, at) for at, message in enumerate(messages)]
-
-
-def _plain(message: ChatMessage, at: int) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": _text(message, at)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if value := getattr(message, name):
-            plain[name] = value
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        plain["tool_calls"] = [call.plain(f"messages[{at}].tool_calls[{number}]") for number, call in calls]
-    return plain
-
-
-def templated(
-    messages: list[ChatMessage], tools: list[dict[str, Any]], options: dict[str, Any] | None, template: str
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What a chat template is given: messages, and all else by name. tools: that the model is to be told of."""
-    plain, named = conversation(messages), dict(options or {})
-    if not knows_tools(template):
-        return in_words(plain, tools), named
-    return plain, named | ({"tools": tools} if tools else {})
-
-
-def _text(message: ChatMessage, at: int) -> str:
-    if message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    for part in message.content:
-        if part.type != "text" or part.text is None:
-            text = f"messages[{at}].content: a part of type {part.type!r} is not supported; send parts of type 'text'"
-            raise ApiError(400, text, param="messages")
-    return "".join(part.text or "" for part in message.content)
-
-
 def parse_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
     request, unknown = decode(body, ChatRequest, UNSUPPORTED, RENAMED)
     _check(request, prompts=1)
-    conversation(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         text = "top_logprobs: send logprobs true with it"
         raise ApiError(400, text, param="top_logprobs")
@@ -290,8 +234,14 @@ def _check(request: ChatRequest | CompletionRequest, prompts: int) -> None:
         text = "stream_options.continuous_usage_stats: send include_usage true with it"
         raise ApiError(400, text, param="stream_options")
     _biases(request.logit_bias, None)
-    request.wanted.check()
-    if request.ignore_eos and (request.wanted.must_call or request.wanted.grammar() is not None):
+    try:
+        request.wanted.check()
+        formed = request.wanted.must_call or request.wanted.grammar() is not None
+        if isinstance(request, ChatRequest):
+            conversation(request.messages)
+    except Unservable as error:
+        raise api_error(error) from error
+    if request.ignore_eos and formed:
         text = "ignore_eos: an answer that has a form has an end; leave one of them out"
         raise ApiError(400, text, param="ignore_eos")
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyengine.gateway.parsing import AnswerParser, CallPiece, Content, Delta, Reasoning, ReasoningCount
-from pyengine.gateway.tools import DIALECTS, Dialect
-from pyengine.gateway.tools.hermes import HERMES
-from pyengine.gateway.tools.llama3 import LLAMA3
-from pyengine.gateway.tools.mistral import MISTRAL
+from pyengine.chat.parsing import AnswerParser, CallPiece, Content, Delta, Reasoning, ReasoningCount
+from pyengine.chat.tools import DIALECTS, Dialect
+from pyengine.chat.tools.hermes import HERMES
+from pyengine.chat.tools.llama3 import LLAMA3
+from pyengine.chat.tools.mistral import MISTRAL
 from pyengine.text import Tokenizer
 
 NAMES = ("weather", "add", "größe")

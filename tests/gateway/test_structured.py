@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Trained
 
+from pyengine.chat.conversation import ChatMessage, templated
+from pyengine.chat.errors import Unservable
+from pyengine.chat.parsing import CallPiece, Content, Reasoning
+from pyengine.chat.structured import Form, form_of
+from pyengine.chat.tools import dialect_of
+from pyengine.chat.tools.hermes import HERMES
+from pyengine.chat.tools.llama3 import LLAMA3
+from pyengine.chat.tools.mistral import MISTRAL
 from pyengine.gateway.errors import ApiError
-from pyengine.gateway.openai import ChatMessage, parse_chat, parse_completion, templated
-from pyengine.gateway.parsing import CallPiece, Content, Reasoning
-from pyengine.gateway.structured import Form, form_of
-from pyengine.gateway.tools import dialect_of
-from pyengine.gateway.tools.hermes import HERMES
-from pyengine.gateway.tools.llama3 import LLAMA3
-from pyengine.gateway.tools.mistral import MISTRAL
+from pyengine.gateway.openai import parse_chat, parse_completion
 from pyengine.grammar import Grammars, source
 from pyengine.scheduler.types import Grammar
 from pyengine.text import Detokenizer, Tokenizer
@@ -309,7 +311,7 @@ def test_the_dialect_is_the_templates() -> None:
 
 def test_a_model_whose_calls_nobody_reads_gets_none(models_: Models, tmp_path: Path) -> None:
     one = tokenizer(tmp_path, "{% if tools %}<function=x>{% endif %}{{ messages[0].content }}", special=False)
-    with pytest.raises(ApiError, match="does not read"):
+    with pytest.raises(Unservable, match="does not read"):
         formed(asked(tools=TOOLS), one)
     assert formed(asked(tools=TOOLS, tool_choice="none"), one).plain
 

@@ -43,6 +43,7 @@ FLOORS = {
     "pyengine.checkpoint": 2,
     "pyengine.sampling": 1,
     "pyengine.text": 2,
+    "pyengine.chat": 2,
     "pyengine.grammar": 2,
     "pyengine.config": 2,
     "pyengine.origins": 2,

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from pyengine.gateway.tools.calls import SPACE, Arguments, Begin, Call, Event, Text, Value
-from pyengine.gateway.tools.dialect import Dialect, Marked, Tool, bodies, repeated
+from pyengine.chat.tools.calls import SPACE, Arguments, Begin, Call, Event, Text, Value
+from pyengine.chat.tools.dialect import Dialect, Marked, Tool, bodies, repeated
 
 MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 

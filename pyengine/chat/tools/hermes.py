@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pyengine.gateway.tools.calls import Call, Event, Text
-from pyengine.gateway.tools.dialect import Dialect, Marked, Tool, bodies, repeated
+from pyengine.chat.tools.calls import Call, Event, Text
+from pyengine.chat.tools.dialect import Dialect, Marked, Tool, bodies, repeated
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pyengine.gateway.tools.dialect import Dialect as Dialect
-from pyengine.gateway.tools.dialect import Tool as Tool
-from pyengine.gateway.tools.hermes import HERMES
-from pyengine.gateway.tools.llama3 import LLAMA3
-from pyengine.gateway.tools.mistral import MISTRAL
+from pyengine.chat.tools.dialect import Dialect as Dialect
+from pyengine.chat.tools.dialect import Tool as Tool
+from pyengine.chat.tools.hermes import HERMES
+from pyengine.chat.tools.llama3 import LLAMA3
+from pyengine.chat.tools.mistral import MISTRAL
 
 #: In the order in which they are tried.
 DIALECTS = (HERMES, MISTRAL, LLAMA3)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from pyengine.gateway.tools.calls import Event
+from pyengine.chat.tools.calls import Event
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ import llguidance.gbnf_to_lark
 import msgspec
 from msgspec import Meta
 
-from pyengine.gateway.errors import ApiError
-from pyengine.gateway.parsing import THINK, THOUGHT, AnswerParser, ReasoningCount
-from pyengine.gateway.tools import Dialect, Tool, dialect_of
+from pyengine.chat.errors import Unservable
+from pyengine.chat.parsing import THINK, THOUGHT, AnswerParser, ReasoningCount
+from pyengine.chat.tools import Dialect, Tool, dialect_of
 from pyengine.grammar import LONGEST, WHITESPACE, GrammarError, choice
 from pyengine.scheduler.types import Grammar
 from pyengine.text import Tokenizer
@@ -99,14 +99,14 @@ class ToolCall(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
     def plain(self, at: str) -> dict[str, Any]:
-        """As chat templates take it. at: where it stands. Raises ApiError for arguments that are no JSON object."""
+        """As chat templates take it. at: where it stands. Raises Unservable for arguments that are no JSON object."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             text = f"{at}.function.arguments: must be a JSON object, as text; was the answer cut by its length?"
-            raise ApiError(400, text, param="messages", code="invalid_value")
+            raise Unservable(text, param="messages")
         call: dict[str, Any] = {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
         return call | ({"id": self.id} if self.id is not None else {})
 
@@ -138,7 +138,7 @@ class Wanted(msgspec.Struct, frozen=True):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def check(self) -> None:
-        """What types cannot say. Raises ApiError 400."""
+        """What types cannot say. Raises Unservable."""
         if len(self.tools) > MAX_TOOLS:
             raise _refused("tools", f"{len(self.tools)} functions; send at most {MAX_TOOLS}")
         names = [tool.function.name for tool in self.tools]
@@ -156,7 +156,7 @@ class Wanted(msgspec.Struct, frozen=True):
             )
 
     def grammar(self) -> Grammar | None:
-        """That of the content. Raises ApiError 400."""
+        """That of the content. Raises Unservable."""
         form = self._form()
         return form[1] if form is not None else None
 
@@ -197,7 +197,7 @@ NO_FORM = Form()
 
 
 def form_of(wanted: Wanted, tokenizer: Tokenizer, prompt: Sequence[int] | None) -> Form:
-    """prompt: of a chat, None for a plain completion, whose text nobody reads. Raises ApiError 400."""
+    """prompt: of a chat, None for a plain completion, whose text nobody reads. Raises Unservable."""
     grammar = wanted.grammar()
     if prompt is None:
         return Form(grammar=grammar)
@@ -289,7 +289,7 @@ def _of_structured(wanted: StructuredOutputs) -> list[tuple[str, Grammar]]:
 
 
 def _schema(schema: dict[str, Any] | bool, *, lenient: bool, where: str = "response_format") -> str:
-    """As text, with what it asks of llguidance itself replaced by what we allow. Raises ApiError 400."""
+    """As text, with what it asks of llguidance itself replaced by what we allow. Raises Unservable."""
     options = {"whitespace_pattern": WHITESPACE} | ({"lenient": True} if lenient else {})
     if isinstance(schema, dict):
         schema = schema | {"x-guidance": options}
@@ -302,7 +302,7 @@ def _schema(schema: dict[str, Any] | bool, *, lenient: bool, where: str = "respo
             if size > LONGEST:
                 raise _refused(where, f"the schema has more than {LONGEST} characters; send a shorter one")
     except RecursionError as error:
-        raise ApiError(400, "the schema is nested too deeply", param=where) from error
+        raise Unservable("the schema is nested too deeply", param=where) from error
     return "".join(parts)
 
 
@@ -364,5 +364,5 @@ def _composed(outer: str, body: Grammar) -> Grammar:
     return Grammar("lark" if body.kind == "lark" else "tools", json.dumps({"grammars": grammars}, ensure_ascii=False))
 
 
-def _refused(param: str, text: str) -> ApiError:
-    return ApiError(400, f"{param}: {text}", param=param, code="invalid_value")
+def _refused(param: str, text: str) -> Unservable:
+    return Unservable(f"{param}: {text}", param=param)

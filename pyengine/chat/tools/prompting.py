@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pyengine.gateway.tools.hermes import CLOSE, OPEN
+from pyengine.chat.tools.hermes import CLOSE, OPEN
 
 INSTRUCTION = f"""\
 You can call functions. Each line is the description of one, as JSON:

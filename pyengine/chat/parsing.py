@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from pyengine.gateway.tools.calls import Arguments, Begin, Event, Text
-from pyengine.gateway.tools.dialect import Dialect, Marked, Parser
+from pyengine.chat.tools.calls import Arguments, Begin, Event, Text
+from pyengine.chat.tools.dialect import Dialect, Marked, Parser
 from pyengine.text import Detokenizer, Tokenizer
 
 THINK, THOUGHT = "<think>", "</think>"

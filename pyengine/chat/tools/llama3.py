@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pyengine.gateway.tools.calls import SPACE, Call, Event, Text
-from pyengine.gateway.tools.dialect import Dialect, Tool, bodies, repeated
+from pyengine.chat.tools.calls import SPACE, Call, Event, Text
+from pyengine.chat.tools.dialect import Dialect, Tool, bodies, repeated
 
 TAG = "<|python_tag|>"
 

@@ -1,0 +1,1 @@
+"""What stands between a conversation and tokens, for whoever answers: the gateway, and `LLM`."""
