@@ -1,6 +1,10 @@
-"""A model in the caller's process: `LLM`, and `AsyncLLM` over it."""
+"""A model in the caller's process: `LLM`, and what it is asked and answers."""
 
 from __future__ import annotations
 
+from pyengine.chat.structured import StructuredOutputs as StructuredOutputs
 from pyengine.llm.model import LLM as LLM
-from pyengine.llm.model import Completion as Completion
+from pyengine.llm.model import Stream as Stream
+from pyengine.llm.request import Completion as Completion
+from pyengine.llm.request import Piece as Piece
+from pyengine.llm.request import ToolCall as ToolCall

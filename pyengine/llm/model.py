@@ -1,50 +1,34 @@
-"""`LLM`: the worker's loop, role both, stepped by the caller over an embedded pool. No conductor, no sockets."""
+"""`LLM`: a model in this process, asked in text and answering in it. The engine's thread computes (engine.py)."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-
-import msgspec
-import numpy as np
+from typing import Any, overload
 
 from pyengine import _native, env
 from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, load_backend
+from pyengine.chat.structured import StructuredOutputs
 from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
-from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
-from pyengine.scheduler.types import FinishReason, Logprobs, Node, Role, SamplingParams
+from pyengine.llm.asking import Asked, Asker, Conversation, Prompt, Tools, as_batch
+from pyengine.llm.engine import Engine
+from pyengine.llm.request import Completion, Piece, Request
+from pyengine.scheduler.types import Node, Role, SamplingParams
 from pyengine.secret import claim_ssd, read_secret, secret_file
-from pyengine.text import Detokenizer, Tokenizer
+from pyengine.text import Tokenizer
 from pyengine.worker.core import Worker
 
-Prompt = str | Sequence[int]
-
-NEVER = float("inf")
 #: Name of the node that is this process, and of its folder on SSD.
 NODE = "llm"
 
 
-class Completion(msgspec.Struct, frozen=True):
-    """What one prompt led to. finish_reason: "stop" (end token or stop string) or "length".
-
-    cached_tokens: prompt tokens whose KV was reused. cached_by_tier: where that was found ("device", "dram", "ssd").
-    logprobs: one for each token, if `SamplingParams.logprobs` asked for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    cached_by_tier: dict[str, int]
-    logprobs: list[Logprobs] | None = None
-
-
 class LLM:
-    """A model in this process. One thread at a time may use it.
+    """A model in this process. Threads may share it: what they ask for is computed together, on a thread of its own.
 
     Args:
         model: name ("smollm2"), Hugging Face folder, GGUF file or hub name.
@@ -127,13 +111,13 @@ class LLM:
             except _native.GiveUpError as error:
                 # Of what can be refused here only settings are left: an SSD directory in use, or of a newer version.
                 raise ValueError(str(error)) from error
-            self._worker, self._pool = self._new_worker()
+            node = Node(NODE, "", self._daemon.address.incarnation)
+            self._engine = Engine(self._new_worker, self._backend, node, self._hash_key)
             failed.pop_all()
-        self._node = Node(NODE, "", self._daemon.address.incarnation)
-        self._root = _native.root_key(self._worker.namespace, b"", b"", self._hash_key)
-        self._requests = 0
-        self._interrupted = False
+        self._asker = Asker(self._tokenizer, self._backend.vocab_size)
         self._closed = False
+        # The thread of one that nobody has closed ends before the interpreter does.
+        self._ends = weakref.finalize(self, self._engine.close)
 
     def _new_worker(self) -> tuple[Worker, _native.PoolClient]:
         incarnation = secrets.randbits(63)
@@ -158,66 +142,140 @@ class LLM:
 
     def counters(self) -> dict[str, int]:
         """Tokens the worker computed or reused so far, and what its KV mover did, by name."""
-        return self._worker.counters | self._worker.mover.counters
+        return self._engine.worker.counters | self._engine.worker.mover.counters
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output: Any = None,
+        structured: StructuredOutputs | None = None,
     ) -> list[Completion]:
         """Completes each prompt (text, or token ids); all run together. One SamplingParams for all, or one each.
 
         Whatever it raises (Ctrl-C too), nothing of the call goes on, and the next call works.
 
+        Args:
+            output: a type (msgspec.Struct, dataclass, TypedDict, pydantic model, list[int]...): the answer is JSON of
+                its schema, and parsed as `Completion.output`.
+            structured: another form of the answer: a JSON schema, a regex, a choice, a grammar.
+
         Raises:
-            ValueError: an empty prompt, one longer than the model or its KV space, or a wrong number of params.
+            ValueError: an empty prompt, one longer than the model or its KV space, a wrong number of params, or a form
+                that cannot be followed.
             RuntimeError: it is closed, or the model failed.
         """
-        if self._closed:
-            raise RuntimeError("this LLM is closed: make a new one")
-        batch = [self._ids(prompt) for prompt in _as_batch(prompts)]
-        params = [sampling or SamplingParams()] * len(batch) if not isinstance(sampling, Sequence) else list(sampling)
-        if len(params) != len(batch):
-            raise ValueError(
-                f"{len(batch)} prompts and {len(params)} sampling parameters: give one for all, or one each"
-            )
-        if any(token >= self._backend.vocab_size for each in params for token, _ in each.logit_bias):
-            raise ValueError(f"logit_bias names an id that is not below {self._backend.vocab_size}")
-        for grammar in {each.grammar for each in params if each.grammar is not None}:
-            self._worker.grammars.prepare(grammar).result()
-        if self._interrupted or self._worker.mover.pool is None:
-            self._renew()
-        self._interrupted = True
-        requests = [self._submit(ids, each) for ids, each in zip(batch, params, strict=True)]
-        failure = self._run({request.number: request for request in requests})
-        for request in requests:
-            self._worker.abort(Abort(request=request.number, attempt=1))
-        self._worker.mover.flush()
-        self._worker.take_ended()
-        self._interrupted = False
-        if failure is not None:
-            raise failure
-        return [request.completion() for request in requests]
+        batch = as_batch(prompts)
+        asked = self._asker.prompts(batch, sampling, output=output, structured=structured)
+        return self._answer(asked)
 
-    def _renew(self) -> None:
-        """Replaces the worker: the last call was broken off at a place where its books need not agree.
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Tools = (),
+        tool_choice: str | None = None,
+        output: Any = None,
+        structured: StructuredOutputs | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Completion: ...
 
-        The pool survives, and what is cached there.
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Tools = (),
+        tool_choice: str | None = None,
+        output: Any = None,
+        structured: StructuredOutputs | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Tools = (),
+        tool_choice: str | None = None,
+        output: Any = None,
+        structured: StructuredOutputs | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Completion | list[Completion]:
+        """Answers one conversation, [{"role": "user", "content": "..."}], or each of several; all run together.
+
+        Args:
+            tools: functions of yours (hints and docstrings say what they take), or OpenAI's descriptions. What the model
+                wants called is in `Completion.tool_calls`; nothing is called here.
+            tool_choice: "auto", "none", "required", or the name of the one that must be called.
+            output, structured: as in `generate`; they are about the answer, not about reasoning before it.
+            template_options: handed to the chat template, as in {"enable_thinking": False}.
+
+        Raises:
+            ValueError: as `generate`; also messages or tools that nobody can make a prompt of.
+            RuntimeError: it is closed, or the model failed.
         """
-        old = self._worker
-        old.close()
-        fresh, pool = self._new_worker()
-        fresh.counters, fresh.mover.counters = old.counters, old.mover.counters
-        self._worker, self._pool = fresh, pool
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if one else list(messages)
+        asked = self._asker.conversations(
+            conversations,  # type: ignore[arg-type]  # `one` says which it is
+            sampling,
+            tools=tools,
+            tool_choice=tool_choice,
+            output=output,
+            structured=structured,
+            options=template_options,
+        )
+        answers = self._answer(asked)
+        return answers[0] if one else answers
 
-    def chat(self, messages: Sequence[dict[str, str]], sampling: SamplingParams | None = None) -> Completion:
-        """Completes one conversation through the model's chat template: [{"role": "user", "content": "..."}]."""
-        return self.generate(self._tokenizer.chat(list(messages)), sampling)[0]
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        output: Any = None,
+        structured: StructuredOutputs | None = None,
+    ) -> Stream:
+        """Completes one prompt, piece by piece as text becomes certain. Arguments and errors: see `generate`."""
+        (asked,) = self._asker.prompts([prompt], sampling, output=output, structured=structured)
+        return Stream(self._engine, asked)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Tools = (),
+        tool_choice: str | None = None,
+        output: Any = None,
+        structured: StructuredOutputs | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Answers one conversation, piece by piece. Arguments and errors: see `chat`."""
+        (asked,) = self._asker.conversations(
+            [messages],
+            sampling,
+            tools=tools,
+            tool_choice=tool_choice,
+            output=output,
+            structured=structured,
+            options=template_options,
+        )
+        return Stream(self._engine, asked)
 
     def close(self) -> None:
-        """Frees the model and the pool. Idempotent."""
+        """Ends what runs, and frees the model and the pool. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
-        self._worker.close()
+        self._ends.detach()
+        self._engine.close()
         self._daemon.stop()
         self._backend.close()
 
@@ -229,100 +287,79 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _ids(self, prompt: Prompt) -> list[int]:
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        if not ids:
-            raise ValueError("a prompt is empty: give at least one token")
-        if not all(0 <= token < self._backend.vocab_size for token in ids):
-            raise ValueError(f"token ids must be between 0 and {self._backend.vocab_size - 1}")
-        return ids
-
-    def _submit(self, ids: list[int], sampling: SamplingParams) -> _Request:
-        self._requests += 1
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(62)
-        tokens = np.asarray(ids, np.uint32)
-        keys = _native.block_keys(tokens, self._worker.block_tokens, self._root, self._hash_key)
-        work = Work(
-            request=self._requests,
-            attempt=1,
-            part="both",
-            token_ids=tokens.tobytes(),
-            generated=0,
-            root=self._root,
-            keys=keys,
-            sampling=msgspec.structs.replace(sampling, seed=seed),
-            namespace=self._worker.namespace,
-            decode_node=self._node,
-            decode_incarnation=0,
-            deadline=NEVER,
-        )
-        if sampling.grammar is not None:  # of many in one batch the first may be forgotten by now
-            self._worker.grammars.prepare(sampling.grammar).result()
-        self._worker.accept(work)
-        text = Detokenizer(self._tokenizer, sampling.stop, sampling.min_tokens)
-        return _Request(self._requests, len(ids), sampling, text)
-
-    def _run(self, running: dict[int, _Request]) -> Exception | None:
-        """Steps until all have finished, or one has failed: then why."""
-        while any(request.finish is None for request in running.values()):
-            for message in self._worker.step():
-                match message:
-                    case Tokens() if message.request in running:
-                        if running[message.request].take(message):
-                            self._worker.abort(Abort(request=message.request, attempt=1))
-                    case PrefillReport() if message.request in running:
-                        running[message.request].report = message
-                    case Failed() if message.kind in ("too_large", "refused"):
-                        return ValueError(message.reason)
-                    case Failed():
-                        return RuntimeError(f"a request failed: {message.reason}")
-            if not self._worker.busy and self._worker.mover.pool is not None:
-                self._pool.wait(1.0)
-        return None
+    def _answer(self, asked: list[Asked]) -> list[Completion]:
+        """Waits for all, or for the first that fails: then the others are ended."""
+        news = threading.Event()
+        requests = [each.request(news.set) for each in asked]
+        begin(self._engine, requests)
+        try:
+            while not (all(request.ended for request in requests) or any(request.error for request in requests)):
+                news.wait()
+                news.clear()
+            for request in requests:
+                if request.error is not None:
+                    raise request.error
+        finally:
+            self._engine.cancel(requests)
+        return [each.completion(request) for each, request in zip(asked, requests, strict=True)]
 
 
-class _Request:
-    """One prompt of a `generate` call on its way."""
+def begin(engine: Engine, requests: Sequence[Request]) -> None:
+    """Compiles their grammars, then submits them together."""
+    for grammar in {each.sampling.grammar for each in requests if each.sampling.grammar is not None}:
+        engine.prepare(grammar)
+    engine.submit(requests)
 
-    def __init__(self, number: int, prompt_tokens: int, sampling: SamplingParams, text: Detokenizer) -> None:
-        self.number = number
-        self.prompt_tokens = prompt_tokens
-        self.report: PrefillReport | None = None
-        self.ids: list[int] = []
-        self.logprobs: list[Logprobs] | None = None if sampling.logprobs is None else []
-        self.finish: FinishReason | None = None
-        self._text = text
-        self._parts: list[str] = []
 
-    def take(self, message: Tokens) -> bool:
-        """Adds tokens; True if a stop string ends the request before the worker knows."""
-        if self.finish is not None:
-            return False
-        self.ids += message.tokens
-        if self.logprobs is not None:
-            self.logprobs += message.logprobs or ()
-        self._parts.append(self._text.push(list(message.tokens)))
-        if self._text.stopped:
-            self.finish = FinishReason.STOP
-            return message.finish is None
-        self.finish = message.finish
-        if self.finish is not None:
-            self._parts.append(self._text.finish())
-        return False
+class Stream(Iterator[Piece]):
+    """Pieces of one answer, as they come. One thread at a time may use it.
+
+    Who stops early closes it, or leaves its `with`: the answer ends and all that it held is released. One that nobody
+    holds any more is closed too.
+    """
+
+    def __init__(self, engine: Engine, asked: Asked) -> None:
+        self._engine = engine
+        self._asked = asked
+        self._news = threading.Event()
+        self._request = asked.request(self._news.set, streamed=True)
+        begin(engine, [self._request])
+
+    def __next__(self) -> Piece:
+        """Raises RuntimeError or ValueError if the request fails."""
+        request = self._request
+        while True:
+            ended = request.ended
+            if request.pieces:
+                return request.pieces.popleft()
+            if ended:
+                if request.error is not None:
+                    raise request.error
+                raise StopIteration
+            self._news.wait()
+            self._news.clear()
 
     def completion(self) -> Completion:
-        assert self.finish is not None, "generate returns when all have finished"
-        cached, tiers = (self.report.cached, self.report.tiers) if self.report else (0, {})
-        text, finish = "".join(self._parts), self.finish.value
-        return Completion(text, self.ids, finish, self.prompt_tokens, cached, tiers, self.logprobs)
+        """The whole answer, waiting for its end if need be. Raises RuntimeError if it was closed before."""
+        while not self._request.ended:
+            self._news.wait()
+            self._news.clear()
+        # Whoever iterates afterwards finds what is left.
+        self._news.set()
+        return self._asked.completion(self._request)
 
+    def close(self) -> None:
+        """Ends the answer. Idempotent."""
+        self._engine.cancel([self._request])
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Several prompts, or one (a text, or a sequence of ids) as a batch of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    ids = [int(prompt) for prompt in prompts if isinstance(prompt, int | np.integer)]
-    many: list[Prompt] = [prompt for prompt in prompts if not isinstance(prompt, int | np.integer)]
-    if ids and many:
-        raise ValueError("token ids and prompts are mixed: give one prompt as ids, or a list of prompts")
-    return [ids] if ids else many
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_request"):
+            self.close()

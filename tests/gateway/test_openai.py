@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyengine.chat.conversation import conversation
 from pyengine.gateway import openai
 from pyengine.gateway.answers import Answer, Piece, Told, Usage
 from pyengine.gateway.errors import ApiError
@@ -51,7 +52,7 @@ def test_more_tokens_than_positions_is_cut() -> None:
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request, _ = openai.parse_chat(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
-    assert openai.conversation(request.messages) == [{"role": "user", "content": "ab"}]
+    assert conversation(request.messages) == [{"role": "user", "content": "ab"}]
 
 
 def test_neutral_values_of_unsupported_fields_pass() -> None:

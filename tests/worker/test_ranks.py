@@ -209,5 +209,11 @@ def test_llm(checkpoint: Checkpoint, oracle: Oracle, tmp_path: Path) -> None:
     with LLM(str(checkpoint.folder), tp=2, threads=1, pages=32, dram_bytes=8 << 20, state_dir=tmp_path) as llm:
         for completion, each in zip(llm.generate(ids, GREEDY), ids, strict=True):
             assert completion.token_ids == oracle.tokens(each)
-        llm._interrupted = True  # as Ctrl-C leaves it: the next call makes a new worker
+
+        def breaks(*_: object) -> None:
+            raise MemoryError
+
+        llm._engine.worker.batcher.plan = breaks  # type: ignore[method-assign,assignment]  # a new worker takes over
+        with pytest.raises(RuntimeError, match="MemoryError"):
+            llm.generate(ids, GREEDY)
         assert [each.cached_tokens for each in llm.generate(ids, GREEDY)] == [32, 16]
