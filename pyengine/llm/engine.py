@@ -59,6 +59,8 @@ class Engine:
         self._inbox: list[tuple[Request, bool]] = []
         self._running: dict[int, Request] = {}
         self._numbers = 0
+        #: Who waits for the end of the next round.
+        self._settling: list[threading.Event] = []
         self._closing = False
         #: Why nothing can be computed any more, if that is so.
         self._broken: Exception | None = None
@@ -73,9 +75,8 @@ class Engine:
             if self._closing:
                 raise RuntimeError("this LLM is closed: make a new one")
             if self._broken is not None:
-                raise RuntimeError(
-                    f"this LLM cannot compute any more: {self._broken}; make a new one"
-                ) from self._broken
+                text = f"this LLM cannot compute any more: {self._broken}; make a new one"
+                raise RuntimeError(text) from self._broken
             for request in requests:
                 self._numbers += 1
                 request.number = self._numbers
@@ -89,6 +90,16 @@ class Engine:
                 return
             self._inbox += [(request, False) for request in requests if not request.ended]
         self._wake()
+
+    def settle(self) -> None:
+        """Waits until all that was submitted or cancelled before is under way, or has let go of all it held."""
+        done = threading.Event()
+        with self._lock:
+            if self._closing or self._broken is not None:
+                return
+            self._settling.append(done)
+        self._wake()
+        done.wait()
 
     def prepare(self, grammar: Grammar) -> None:
         """Compiles it, on the caller's time. Raises GrammarError, or BufferError if too many wait."""
@@ -124,7 +135,7 @@ class Engine:
                 self._recover(error)
                 if self._broken is not None:
                     break
-        self._end_all(RuntimeError("this LLM has been closed"))
+        self._end_all(self._broken or RuntimeError("this LLM has been closed"))
         self.worker.wake = lambda: None  # a grammar may still be compiled
         self.worker.close()
         with self._lock:
@@ -134,6 +145,7 @@ class Engine:
     def _round(self) -> None:
         with self._lock:
             inbox, self._inbox = self._inbox, []
+            settling = list(self._settling)
         if self.worker.mover.pool is None and inbox and not self._running:
             self._renew()
         for request, begins in inbox:
@@ -150,6 +162,8 @@ class Engine:
             ended = self._running.get(number)
             if ended is not None and ended.ended:
                 del self._running[number]
+        self.worker.mover.flush()
+        self._settled(settling)
         if not self.worker.busy:
             self._rest()
 
@@ -174,7 +188,6 @@ class Engine:
 
     def _rest(self) -> None:
         """Waits until there may be something to do."""
-        self.worker.mover.flush()
         longest = None
         if not self.worker.idle:
             longest = min(LOOK, max(self.worker.due - time.monotonic(), 0.0)) * 1000 + 1
@@ -202,10 +215,24 @@ class Engine:
             deadline=NEVER,
         )
 
+    def _settled(self, waiting: list[threading.Event]) -> None:
+        with self._lock:
+            self._settling = [each for each in self._settling if each not in waiting]
+        for each in waiting:
+            each.set()
+
     def _end_all(self, error: Exception) -> None:
+        """Nothing will be computed any more."""
         with self._lock:
             inbox, self._inbox = self._inbox, []
-        for request in [*self._running.values(), *(request for request, begins in inbox if begins)]:
+            settling = list(self._settling)
+        self._end_running(error)
+        for request in [request for request, begins in inbox if begins]:
+            request.fail(error)
+        self._settled(settling)
+
+    def _end_running(self, error: Exception) -> None:
+        for request in self._running.values():
             request.fail(error)
         self._running.clear()
 
@@ -213,14 +240,15 @@ class Engine:
         """All that ran has failed, and its books need not agree: a new worker takes over. The pool survives, and what
         is cached there.
         """
-        told = RuntimeError(f"the model failed: {error or type(error).__name__}")
+        told = RuntimeError(f"the model failed: {str(error) or type(error).__name__}")
         told.__cause__ = error
         try:
             self._renew()
         except Exception as why:  # noqa: BLE001 - told to whoever asks next
             with self._lock:
                 self._broken = why
-        self._end_all(told)
+        # Who has not begun yet begins with the new one.
+        self._end_running(told)
 
     def _renew(self) -> None:
         old = self.worker

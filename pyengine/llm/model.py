@@ -210,8 +210,8 @@ class LLM:
         """Answers one conversation, [{"role": "user", "content": "..."}], or each of several; all run together.
 
         Args:
-            tools: functions of yours (hints and docstrings say what they take), or OpenAI's descriptions. What the model
-                wants called is in `Completion.tool_calls`; nothing is called here.
+            tools: functions of yours (hints and docstrings say what they take), or OpenAI's descriptions. What the
+                model wants called is in `Completion.tool_calls`; nothing is called here.
             tool_choice: "auto", "none", "required", or the name of the one that must be called.
             output, structured: as in `generate`; they are about the answer, not about reasoning before it.
             template_options: handed to the chat template, as in {"enable_thinking": False}.
@@ -301,6 +301,7 @@ class LLM:
                     raise request.error
         finally:
             self._engine.cancel(requests)
+            self._engine.settle()
         return [each.completion(request) for each, request in zip(asked, requests, strict=True)]
 
 
