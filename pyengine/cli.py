@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from pyengine import env, origins
+from pyengine import env, logs, origins
 from pyengine.config import ConfigError, GatewayConfig, ServeConfig, WorkerConfig
 
 DISTRIBUTION = "pyengine-llm"
@@ -95,6 +95,7 @@ def serve(
     threads: int | None = None,
     state_dir: str | None = None,
     otlp_endpoint: str | None = None,
+    log_json: bool | None = None,
     file: ConfigFile = None,
 ) -> int:
     """Gateway, conductor, workers and daemons on this machine.
@@ -184,6 +185,8 @@ def serve(
         Secret and converted models (default: PYENGINE_STATE_DIR, else ~/.local/state/pyengine).
     otlp_endpoint
         OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
+    log_json
+        Log one JSON object a line, all processes.
     file
         TOML file with the same settings, underscores for dashes (default: PYENGINE_CONFIG). Flags override the
         environment (PYENGINE_DRAM_BYTES), which overrides the file: pyengine config shows what comes of it.
@@ -194,6 +197,7 @@ def serve(
         from pyengine.launch import run_serve
 
         config = origins.load(ServeConfig, file, flags)
+        logs.begin("serve", env.read().log_level, as_json=config.log_json)
         config.check()
         return run_serve(config)
 
@@ -207,6 +211,7 @@ def worker(
     backend: str | None = None,
     dtype: str | None = None,
     tp: int | None = None,
+    log_json: bool | None = None,
     ready_fd: int | None = None,
 ) -> int:
     """One worker of a deployment.
@@ -221,15 +226,19 @@ def worker(
         float32, bfloat16 or auto.
     tp
         Over how many processes (torch) or devices (jax) each layer is spread.
+    log_json
+        Log one JSON object a line.
     ready_fd
         Descriptor that gets one JSON line when the worker accepts work.
     """
-    flags = {"backend": backend, "dtype": dtype, "tp": tp}
+    flags = {"backend": backend, "dtype": dtype, "tp": tp, "log_json": log_json}
 
     def run() -> int:
         from pyengine.worker.service import run_worker
 
-        return run_worker(origins.load(WorkerConfig, file, flags), _announcer(ready_fd))
+        config = origins.load(WorkerConfig, file, flags)
+        logs.begin(config.worker, env.read().log_level, as_json=config.log_json)
+        return run_worker(config, _announcer(ready_fd))
 
     return guarded("worker", run)
 
@@ -248,6 +257,7 @@ def gateway(
     tls_key: str | None = None,
     cors_origin: Annotated[tuple[str, ...] | None, Parameter(negative=())] = None,
     otlp_endpoint: str | None = None,
+    log_json: bool | None = None,
     file: ConfigFile = None,
     listen_fd: int | None = None,
     ready_fd: int | None = None,
@@ -278,6 +288,8 @@ def gateway(
         Origin of web pages that may use the gateway; may be given several times.
     otlp_endpoint
         OpenTelemetry collector that traces are sent to, as http://host:4318 (extra otel; default: none).
+    log_json
+        Log one JSON object a line.
     file
         TOML or JSON file with the fields of pyengine.config.GatewayConfig; flags override it.
     listen_fd
@@ -292,6 +304,7 @@ def gateway(
         from pyengine.gateway.server import run_gateway
 
         config = origins.load(GatewayConfig, file, flags)
+        logs.begin(config.gateway, env.read().log_level, as_json=config.log_json)
         config.check()
         listener = listen(config.host, config.port) if listen_fd is None else socket.socket(fileno=listen_fd)
         return run_gateway(config, listener, _announcer(ready_fd))
@@ -313,7 +326,7 @@ def _announcer(descriptor: int | None) -> Callable[[dict[str, Any]], None]:
 def guarded(command: str, run: Callable[[], int]) -> int:
     """Runs a command; an impossible wish becomes one readable line and status 2."""
     try:
-        logging.basicConfig(level=env.read().log_level.upper(), format=f"{command} %(levelname)s %(name)s: %(message)s")
+        logs.begin(command, env.read().log_level)
         return run()
     except (ConfigError, ValueError, MemoryError) as error:
         _complain(command, error)
@@ -328,6 +341,9 @@ def guarded(command: str, run: Callable[[], int]) -> int:
 
 
 def _complain(command: str, error: Exception) -> None:
+    if logs.is_json():
+        logging.getLogger("pyengine").error("%s", error)
+        return
     # In one write: two workers that fail for one reason share the terminal.
     sys.stderr.write(f"pyengine {command}: error: {error}\n")
 

@@ -115,6 +115,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     `service_tier`). max_tokens_per_step, max_sequences, max_queue, threads: see WorkerConfig. threads 0: cores divided
     by workers. state_dir: secret and converted models; "": PYENGINE_STATE_DIR, else ~/.local/state/pyengine.
     otlp_endpoint: OpenTelemetry collector that gateways send traces to, as http://host:4318; "": none.
+    log_json: all processes log one JSON object a line.
     """
 
     model: str = "smollm2"
@@ -159,6 +160,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     state_dir: str = ""
     otlp_endpoint: str = ""
+    log_json: bool = False
 
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""
@@ -297,7 +299,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker: its name, unique in the cluster. role: what it accepts. node: id of its daemon.
     daemon_socket: path of that daemon's unix socket. conductor: ZeroMQ endpoint of the conductor.
     work_endpoint: ZeroMQ endpoint this worker binds for gateways. secret_file: the cluster secret.
-    model, backend, dtype, tp, state_dir: as in ServeConfig.
+    model, backend, dtype, tp, state_dir, log_json: as in ServeConfig.
     converted: dtypes of KV at prefill and at decode workers, where the first is converted to the second. This worker's
     own is one of them.
     kv_bytes: budget for device pages of all its processes together, bytes; pages: their number, 0: derived by
@@ -328,6 +330,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024
     pinned: bool = False
     threads: int = 0
+    log_json: bool = False
 
     def device_pages(self, block_bytes: int, block_tokens: int, max_positions: int) -> int:
         """Pages to allocate: `pages`, else what fits `kv_bytes`, but not more than all sequences can ever fill."""
@@ -349,6 +352,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssd_dirs: directories that keep blocks; ssd_bytes: what they may take together.
     drain_seconds: what is held is waited for so long when it ends. 1: its launcher has ended all workers before it, so
         nobody is left to ask for more, and only pushes and reads that are nearly over are worth the wait.
+    log_json: its log is one JSON object a line.
     """
 
     node: str
@@ -362,13 +366,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssd_dirs: tuple[str, ...] = ()
     ssd_bytes: int = 0
     drain_seconds: int = 1
+    log_json: bool = False
 
     def toml(self) -> str:
         # A TOML basic string is a JSON string, for everything a path or an address can hold; so is an array of them.
         return "".join(
             f"{name} = {msgspec.json.encode(value).decode()}\n"
             for name, value in msgspec.structs.asdict(self).items()
-            if value or not name.startswith("ssd_")
+            if value or not name.startswith(("ssd_", "log_"))
         )
 
 
@@ -383,9 +388,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft, slo_tbt, slo_class: as in ServeConfig.
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
-    otlp_endpoint: as in ServeConfig. siblings: names of all gateways that listen on one socket, itself among them;
-    none: it is alone. siblings_dir: directory, private to them, where they meet and count together. `pyengine serve`
-    sets both.
+    otlp_endpoint, log_json: as in ServeConfig. siblings: names of all gateways that listen on one socket, itself among
+    them; none: it is alone. siblings_dir: directory, private to them, where they meet and count together. `pyengine
+    serve` sets both.
     """
 
     gateway: str = "gateway-0"
@@ -406,6 +411,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 4096
     max_body_bytes: int = 16 << 20
     otlp_endpoint: str = ""
+    log_json: bool = False
     siblings: tuple[str, ...] = ()
     siblings_dir: str = ""
 

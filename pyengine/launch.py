@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import signal
@@ -29,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from pyengine import env, keys
+from pyengine import env, keys, logs
 from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
 from pyengine.dashboard import lazy as dashboard
@@ -39,6 +40,8 @@ from pyengine.scheduler.sharing import difference
 from pyengine.scheduler.types import Namespace, Role
 from pyengine.secret import claim_ssd, secret_file
 from pyengine.tenants import quota_tables
+
+log = logging.getLogger("pyengine.serve")
 
 #: Exit status by which a child says that a restart would not help (cli.py, transferd, conductor).
 IMPOSSIBLE = 2
@@ -271,6 +274,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
                 *("--policy", config.policy, "--admission", config.admission, "--roles", config.roles),
                 *("--secret-file", str(secret), "--state-dir", config.state_dir, "--ready-fd", "{ready}"),
                 *(("--tls",) if config.tls else ()),
+                *(("--log-json",) if config.log_json else ()),
             ),
             front=False,
         )
@@ -289,6 +293,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             tls=config.tls,
             ssd_dirs=(str(Path(config.ssd_dir).absolute() / node),) if config.ssd_dir else (),
             ssd_bytes=config.ssd_bytes,
+            log_json=config.log_json,
         )
         file = _write(run / f"{node}.toml", (daemon.toml() + quotas).encode())
         parts.append(
@@ -321,6 +326,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
             max_sequences=config.max_sequences,
             max_queue=config.max_queue,
             threads=config.threads,
+            log_json=config.log_json,
         )
         file = _write(run / f"{name}.json", msgspec.json.encode(worker))
         parts.append(
@@ -345,6 +351,7 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
         slo_tbt=config.slo_tbt,
         slo_class=config.slo_class,
         otlp_endpoint=config.otlp_endpoint,
+        log_json=config.log_json,
     )
     names = [f"gateway-{index}" for index in range(config.gateways)]
     if config.gateways > 1:
@@ -398,10 +405,7 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     begun = time.monotonic()
     workers = ", ".join(f"{name} ({config.backend_of(role)})" for name, role in config.placement())
-    print(
-        f"pyengine {installed_version()}: {config.model}, {workers}, nodes: {config.nodes}",
-        flush=True,
-    )
+    _tell(f"pyengine {installed_version()}: {config.model}, {workers}, nodes: {config.nodes}")
     secret = secret_file(Path(config.state_dir))
     if config.ssd_dir:
         claim_ssd(Path(config.ssd_dir).absolute(), secret)
@@ -420,11 +424,15 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
                 ready.cancel()
             starting.cancel()
         except StartError as error:
-            print(f"pyengine serve: error: {error}; what is wrong is said above", file=sys.stderr)
+            text = f"{error}; what is wrong is said above"
+            if logs.is_json():
+                log.error(text)
+            else:
+                print(f"pyengine serve: error: {text}", file=sys.stderr)
             return error.status
         finally:
             await supervisor.stop()
-    print("  all parts have ended", flush=True)
+    _say("all parts have ended")
     return 0
 
 
@@ -459,7 +467,15 @@ def _rank(worker: str) -> tuple[int, int, str]:
 
 
 def _say(line: str) -> None:
-    print(f"  {line}", flush=True)
+    _tell(f"  {line}")
+
+
+def _tell(line: str) -> None:
+    """To who started it; for a collector of logs as one of them."""
+    if logs.is_json():
+        log.info(line.strip())
+    else:
+        print(line, flush=True)
 
 
 async def _announce(config: ServeConfig, address: str, begun: float) -> None:
@@ -484,9 +500,11 @@ async def _announce(config: ServeConfig, address: str, begun: float) -> None:
     body = json.dumps({**said, "messages": [message], "stream": True, "temperature": 0})
     headers = "-H 'Content-Type: application/json'" + ("" if status == 200 else ' -H "Authorization: Bearer $KEY"')
     hint = "" if status == 200 else " with an API key (pyengine keys)"
-    print(f"\nReady at {base} after {time.monotonic() - begun:.1f} s.", flush=True)
+    _tell(f"\nReady at {base} after {time.monotonic() - begun:.1f} s.")
     if dashboard.available():
-        print(f"Dashboard: {base}{dashboard.PATH}", flush=True)
+        _tell(f"Dashboard: {base}{dashboard.PATH}")
+    if logs.is_json():
+        return
     print(f"Try{hint}:\n", flush=True)
     print(f"curl -N {base}/v1/chat/completions {headers} -d '{body}'\n", flush=True)
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import msgspec
 
+from pyengine import logs
 from pyengine.backend import WorkerBroken
 from pyengine.copier import Heads
 
@@ -35,11 +36,15 @@ DESCRIPTORS = 2
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Load this part of a model; answered. model: packed by the framework's backend, for itself."""
+    """Load this part of a model; answered. model: packed by the framework's backend, for itself.
+
+    log_json: as the leader logs.
+    """
 
     rank: int
     ranks: int
     model: bytes
+    log_json: bool = False
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -277,7 +282,7 @@ class Ranks:
         """Has each rank load its part of the model; `hear` then."""
         try:
             for rank, channel in enumerate(self._channels, 1):
-                channel.send(Begin(rank, self.count, model))
+                channel.send(Begin(rank, self.count, model, logs.is_json()))
         except OSError as error:
             self.lost(error)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import signal
 import string
@@ -19,7 +18,7 @@ from typing import Annotated
 import cyclopts
 import msgspec
 
-from pyengine import _native, env
+from pyengine import _native, env, logs
 from pyengine.config import ConfigError
 from pyengine.secret import read_secret, secret_file
 
@@ -57,6 +56,7 @@ def serve(
     secret: Annotated[Path | None, cyclopts.Parameter(name="--secret-file")] = None,
     state_dir: Path | None = None,
     tls: Annotated[bool, cyclopts.Parameter(negative=())] = False,
+    log_json: Annotated[bool, cyclopts.Parameter(negative=())] = False,
     ready_fd: int | None = None,
 ) -> int:
     """Serves gateways, workers and daemons until SIGTERM or SIGINT.
@@ -83,12 +83,14 @@ def serve(
         Where the cluster's secret is kept.
     tls
         Daemons report over TLS 1.3: start them with --tls too. Gateways and workers have CURVE.
+    log_json
+        Log one JSON object a line.
     ready_fd
         Descriptor that gets one JSON line, {"endpoint": ..., "daemons": ...}, when it serves; by default stdout.
     """
     try:
         environment = env.read()
-        logging.basicConfig(level=environment.log_level.upper(), format="conductor %(levelname)s %(name)s: %(message)s")
+        logs.begin("conductor", environment.log_level, as_json=log_json)
         if seed < 0:
             raise ValueError(f"--seed must be at least 0, not {seed}")
         key = read_secret(secret or secret_file(state_dir or environment.state_dir))

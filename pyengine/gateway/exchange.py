@@ -50,7 +50,7 @@ class Exchange:
     def __init__(self, service: Service, gone: asyncio.Future[None], number: str, trace: Trace | None = None) -> None:
         self._service = service
         self._gone = gone
-        self._number = number
+        self.number = number
         self._trace = trace
         #: Who is called when there may be something new, and whether that has been asked for.
         self._on_news: Callable[[], None] | None = None
@@ -105,7 +105,7 @@ class Exchange:
                 )
                 self.open[len(self._generations)] = generation
                 self._generations.append(generation)
-        self._begun = self._service.recent.begin(self._number, self._record)
+        self._begun = self._service.recent.begin(self.number, self._record)
 
     @property
     def choices(self) -> int:
@@ -140,7 +140,7 @@ class Exchange:
     def _record(self, now: float, wall: float) -> Record:
         ends = [_end(generation, self._why) if self._closed else "" for generation in self._generations]
         requests = [(generation.request, end) for generation, end in zip(self._generations, ends, strict=True)]
-        return record_of(self._number, requests, self.spent, ",".join(sorted({*ends} - {""})), now, wall)
+        return record_of(self.number, requests, self.spent, ",".join(sorted({*ends} - {""})), now, wall)
 
     def _wake(self) -> None:
         if self._on_news is not None:
@@ -227,7 +227,8 @@ class Exchange:
             model, user = self._generations[0].request.model, f" user={self._user!a:.80}" if self._user else ""
             log.info(
                 "request %s model=%s%s choices=%d %s retries=%d end=%s %s",
-                *(self._number, model, user, self.choices, counts, retries, ",".join(sorted(ends)), spent),
+                *(self.number, model, user, self.choices, counts, retries, ",".join(sorted(ends)), spent),
+                extra={"request": self.number},
             )
         for generation in self._generations:
             generation.close(why)
@@ -237,7 +238,7 @@ class Exchange:
         tracer, trace = self._service.tracer, self._trace
         if tracer is None or trace is None:
             return
-        attributes: dict[str, str | float] = {"pyengine.request_id": self._number}
+        attributes: dict[str, str | float] = {"pyengine.request_id": self.number}
         requests = [generation.request for generation in self._generations]
         if requests:
             usage = self.usage
@@ -318,7 +319,11 @@ class EventStream(Response):
             # The answer stays unfinished, which makes the server close the connection.
             why = "slow_reader"
             task.uncancel()
-            log.warning("a client has taken nothing for %g s: it is dropped, its request ended", STALL)
+            log.warning(
+                "a client has taken nothing for %g s: it is dropped, its request ended",
+                STALL,
+                extra={"request": self._exchange.number},
+            )
         finally:
             self._timer.cancel()
             self._last.cancel()

@@ -58,6 +58,8 @@ def http_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=GuardedProtocol,
+        # Its lines are ours, in their form.
+        log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -82,6 +82,8 @@ def run_worker(config: WorkerConfig, ready: Callable[[dict[str, object]], None] 
                 "namespace": msgspec.to_builtins(service.info.namespace),
             }
         )
+        # A launcher says so itself.
+        logger.debug("%s serves with %d pages", config.role.value, service.info.pages)
         # What was imported and built, some 200,000 objects with PyTorch, is never garbage: no collection is to look
         # through it while requests wait. With it a full one took 0.5 to 0.9 s.
         gc.freeze()

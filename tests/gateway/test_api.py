@@ -32,7 +32,7 @@ from pyengine.gateway.protocol import Line
 from pyengine.gateway.spelling import spell
 from pyengine.scheduler.messages import PrefillReport, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Logprobs, Role
-from pyengine.text import _ByteTokenizer
+from pyengine.text import _ByteTokenizer, _compile_template
 from tests.gateway.cluster import ANSWER, Cluster, FakeWorker, cluster, failing, silent
 from tests.gateway.test_gateway import APART, CHAT, PATIENCE, events, folder, http, post, read_stream
 
@@ -470,6 +470,32 @@ async def test_a_template_that_raises_says_what(folder: Path, http: aiohttp.Clie
         status, answer = await post(http, at, "/v1/chat/completions", {**CHAT, **options})
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert "gets messages from this server" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ messages[0].content.nothing.more }}", "nothing"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+async def test_a_model_s_template_that_raises_is_the_request_s_error(
+    folder: Path, http: aiohttp.ClientSession, template: str, says: str
+) -> None:
+    """It is code on a client's data: whatever it raises, that request is refused, and the next one served."""
+    async with cluster(folder, Role.BOTH) as at:
+        tokenizer = await at.service.tokenizer("bytes")
+        good, tokenizer._template = tokenizer._template, _compile_template(template)  # type: ignore[attr-defined]
+        for path in ("/v1/chat/completions", "/tokenize"):
+            status, answer = await post(http, at, path, CHAT)
+            assert (status, answer["error"]["param"]) == (400, "messages"), answer
+            assert says in answer["error"]["message"]
+        assert not at.conductor.routes and at.service.active == 0
+        tokenizer._template = good  # type: ignore[attr-defined]
+        assert (await post(http, at, "/v1/chat/completions", {**CHAT, "max_tokens": 2}))[0] == 200
 
 
 # -- ids, times, the other endpoints -----------------------------------------------------------------------------------

@@ -131,6 +131,20 @@ def test_texts_of_all_kinds_give_transformers_ids(cache: Path) -> None:
     assert ours.bos_token_id == theirs.bos_token_id
 
 
+@pytest.mark.parametrize("text", ["你好，世界！🙂👍🏽", "👩‍👩‍👧‍👦 한국어 🇫🇷", "a𠜎b日本語\n🏳️‍🌈"])
+def test_no_split_of_tokens_halves_a_character(cache: Path, text: str) -> None:
+    """Most of these characters are several tokens. Every split into three is tried, and into single tokens."""
+    tokenizer = Tokenizer.load(resolve(SMOLLM2, cache).folder)
+    ids = tokenizer.encode(text)
+    assert any("\ufffd" in tokenizer.decode([token]) for token in ids), "no token is a part of a character"
+    splits = [[ids[:i], ids[i:j], ids[j:]] for i in range(len(ids) + 1) for j in range(i, len(ids) + 1)]
+    for split in [*splits, [[token] for token in ids]]:
+        detokenizer = Detokenizer(tokenizer)
+        pieces = [detokenizer.push(part) for part in split]
+        assert "".join(pieces) + detokenizer.finish() == text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
 def test_chats_give_transformers_ids(cache: Path) -> None:
     theirs = oracle.tokenizer()
     ours = Tokenizer.load(resolve(SMOLLM2, cache).folder)

@@ -48,6 +48,7 @@ FLOORS = {
     "pyengine.config": 2,
     "pyengine.origins": 2,
     "pyengine.env": 2,
+    "pyengine.logs": 2,
     "pyengine.secret": 2,
     "pyengine.keys": 2,
     "pyengine.tenants": 2,

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pyengine import env
+from pyengine import env, logs
 from pyengine.backend import Slice
 from pyengine.backends.torch.backend import TorchBackend
 from pyengine.backends.torch.parallel import Load
@@ -39,9 +39,7 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         begin: Begin = channel.receive(Begin)[0]
-        logging.basicConfig(
-            level=env.read().log_level.upper(), format=f"rank {begin.rank} %(levelname)s %(name)s: %(message)s"
-        )
+        logs.begin(f"rank {begin.rank}", env.read().log_level, as_json=begin.log_json)
         try:
             backend = load(begin)
         except (ValueError, MemoryError) as error:

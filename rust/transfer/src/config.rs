@@ -190,7 +190,11 @@ impl Config {
             }
         }
         if let Some(http) = &self.http {
-            resolve(http)?;
+            if self.session_key.is_none() && !resolve(http)?.iter().all(|address| address.ip().is_loopback()) {
+                return Err(Error::give_up(format!(
+                    "http at {http} with no secret would show anybody what is here: give a secret file, or use 127.0.0.1"
+                )));
+            }
         }
         if self.drain_seconds > DRAIN_LIMIT {
             return Err(Error::give_up(format!(

@@ -35,7 +35,7 @@ use crate::engine::{Engine, Input, Output, Settings};
 use crate::error::Error;
 use crate::http;
 use crate::incarnation::new_incarnation_after;
-use crate::keys::Key;
+use crate::keys::{Key, watch_key};
 use crate::link::{Connection, DIAL_WITHIN, Link, Stream, dial_tcp, nonce, now};
 use crate::lives::STALE;
 use crate::mailbox::{Mailbox, Wake, poll_timeout};
@@ -250,11 +250,10 @@ impl Daemon {
             })?;
         }
         if let Some((listener, bound)) = http {
-            if !bound.ip().is_loopback() {
-                tracing::warn!("metrics and health at {bound} are open to whoever reaches it");
-            }
+            let beyond = !bound.ip().is_loopback();
+            let key = config.session_key.as_ref().filter(|_| beyond).map(watch_key).transpose()?;
             let at = shared.clone();
-            http::serve(listener, &accepting, &threads, move |path| health::answer(&at, path))?;
+            http::serve(listener, &accepting, &threads, move |request| health::answer(&at, key.as_deref(), request))?;
         }
         if let Some(conductor) = config.conductor.clone() {
             let (link, at) = (Link::new()?, shared);

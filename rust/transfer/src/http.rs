@@ -53,6 +53,7 @@ impl Response {
         let reason = match self.status {
             200 => "OK",
             400 => "Bad Request",
+            401 => "Unauthorized",
             404 => "Not Found",
             405 => "Method Not Allowed",
             408 => "Request Timeout",
@@ -61,7 +62,11 @@ impl Response {
             505 => "HTTP Version Not Supported",
             _ => "Error",
         };
-        let allow = if self.status == 405 { "Allow: GET, HEAD\r\n" } else { "" };
+        let allow = match self.status {
+            401 => "WWW-Authenticate: Bearer\r\n",
+            405 => "Allow: GET, HEAD\r\n",
+            _ => "",
+        };
         let head = format!(
             "HTTP/1.1 {} {reason}\r\nContent-Type: {}\r\nContent-Length: {}\r\n{allow}Cache-Control: no-store\r\n\
              Connection: close\r\n\r\n",
@@ -84,6 +89,8 @@ pub struct Request<'a> {
     pub path: &'a str,
     /// HEAD.
     pub head_only: bool,
+    /// What `Authorization: Bearer` has.
+    pub bearer: Option<&'a str>,
 }
 
 /// Reads the request at the front of `bytes`; `None` if more are needed.
@@ -118,16 +125,33 @@ pub fn parse(bytes: &[u8]) -> Result<Option<Request<'_>>, Response> {
         return refuse(400, "this is no path");
     }
     match end {
-        Some(_) => {
+        Some(end) => {
             let path = target.split(['?', '#']).next().unwrap_or(target);
-            Ok(Some(Request { path, head_only: method == "HEAD" }))
+            let mut keys = bytes[..end].split(|&byte| byte == b'\n').skip(1).filter_map(authorization);
+            let bearer = keys.next();
+            if keys.next().is_some() {
+                return refuse(400, "there are several Authorization headers: send one");
+            }
+            Ok(Some(Request { path, head_only: method == "HEAD", bearer: bearer.and_then(bearer_of) }))
         }
         None if bytes.len() >= HEAD_LIMIT => refuse(431, "the request is too long"),
         None => Ok(None),
     }
 }
 
-/// Answers at this listener until `link` is closed: `answer` gets a path.
+/// The value of an `Authorization` line.
+fn authorization(line: &[u8]) -> Option<&str> {
+    let (name, value) = std::str::from_utf8(line).ok()?.split_once(':')?;
+    name.eq_ignore_ascii_case("authorization").then(|| value.trim())
+}
+
+/// The key in it, if it is of that scheme.
+fn bearer_of(value: &str) -> Option<&str> {
+    let (scheme, key) = value.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
+}
+
+/// Answers at this listener until `link` is closed.
 ///
 /// # Errors
 /// Retry: no thread is to be had.
@@ -135,7 +159,7 @@ pub fn serve(
     listener: Listener,
     link: &Link,
     threads: &Arc<Threads>,
-    answer: impl Fn(&str) -> Response + Send + Sync + 'static,
+    answer: impl Fn(&Request<'_>) -> Response + Send + Sync + 'static,
 ) -> Result<(), Error> {
     let (until, within, answer) = (link.clone(), threads.clone(), Arc::new(answer));
     let open = Arc::new(AtomicUsize::new(0));
@@ -174,7 +198,7 @@ impl Drop for Place {
 }
 
 /// One request and its answer.
-fn converse(mut stream: &TcpStream, link: &Link, answer: impl Fn(&str) -> Response) -> io::Result<()> {
+fn converse(mut stream: &TcpStream, link: &Link, answer: impl Fn(&Request<'_>) -> Response) -> io::Result<()> {
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
     let until = Instant::now() + WITHIN;
@@ -182,7 +206,7 @@ fn converse(mut stream: &TcpStream, link: &Link, answer: impl Fn(&str) -> Respon
     let mut buffer = [0; 2048];
     let bytes = loop {
         match parse(&head) {
-            Ok(Some(request)) => break answer(request.path).encode(request.head_only),
+            Ok(Some(request)) => break answer(&request).encode(request.head_only),
             Err(refusal) => break refusal.encode(false),
             Ok(None) => {}
         }
@@ -248,9 +272,14 @@ mod tests {
     #[test]
     fn requests_and_refusals() {
         let path = |text: &'static str| parse(text.as_bytes()).expect("good").expect("whole");
-        assert_eq!(path("GET /metrics HTTP/1.1\r\n\r\n"), Request { path: "/metrics", head_only: false });
-        assert_eq!(path("HEAD / HTTP/1.0\r\nHost: x\r\n\r\n"), Request { path: "/", head_only: true });
+        assert_eq!(path("GET /metrics HTTP/1.1\r\n\r\n"), Request { path: "/metrics", head_only: false, bearer: None });
+        assert_eq!(path("HEAD / HTTP/1.0\r\nHost: x\r\n\r\n"), Request { path: "/", head_only: true, bearer: None });
         assert_eq!(path("GET /a?b=c#d HTTP/1.1\r\nA: b\r\n\r\nrest").path, "/a");
+        let bearer = |text: &'static str| parse(text.as_bytes()).expect("good").expect("whole").bearer;
+        assert_eq!(bearer("GET / HTTP/1.1\r\nA: b\r\nauthorization:  bearer abc \r\n\r\n"), Some("abc"));
+        assert_eq!(bearer("GET / HTTP/1.1\r\nAuthorization: Basic abc\r\n\r\n"), None);
+        assert_eq!(bearer("GET / HTTP/1.1\r\nAuthorization: abc\r\n\r\nAuthorization: Bearer x\r\n\r\n"), None);
+        assert_eq!(status(b"GET / HTTP/1.1\r\nAuthorization: Bearer a\r\nAUTHORIZATION: Bearer b\r\n\r\n"), 400);
         assert_eq!(parse(b""), Ok(None));
         assert_eq!(parse(b"GET /metrics HTTP/1.1\r\nHost: x\r\n"), Ok(None));
         assert_eq!(status(b"POST / HTTP/1.1\r\n"), 405);

@@ -8,16 +8,26 @@ pub type Key = [u8; 32];
 
 /// Derives the key for one purpose from the cluster secret (BLAKE3 `derive_key`).
 ///
-/// `purpose` is `session`, `hash`, `object` or `curve:<name>`: the keys are independent, so the session key can be
+/// `purpose` is `session`, `hash`, `object`, `watch` or `curve:<name>`: the keys are independent, so the session key can be
 /// rotated while block keys stay as they are.
 pub fn derive_key(secret: &[u8], purpose: &str) -> Result<Key, Error> {
-    let known = matches!(purpose, "session" | "hash" | "object")
+    let known = matches!(purpose, "session" | "hash" | "object" | "watch")
         || purpose.strip_prefix("curve:").is_some_and(|name| !name.is_empty() && name.len() <= 64);
     if !known {
-        return Err(Error::bug(format!("no key purpose {purpose:?}: use session, hash, object or curve:<name>")));
+        return Err(Error::bug(format!(
+            "no key purpose {purpose:?}: use session, hash, object, watch or curve:<name>"
+        )));
     }
     // The context is fixed in the program but for the name of a curve pair, which the check above bounds.
     Ok(blake3::derive_key(&format!("pyengine-llm 2026-11 v1 {purpose}"), secret))
+}
+
+/// What opens the daemons' `/metrics` and `/health` beyond loopback, as it is sent: 64 hex digits. It opens nothing else.
+///
+/// # Errors
+/// None that a caller could cause.
+pub fn watch_key(session_key: &Key) -> Result<String, Error> {
+    Ok(derive_key(session_key, "watch")?.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// `key[-1]` of a chain: keyed BLAKE3 over the three fields, each behind its length as u64 LE, cut to 16 bytes.

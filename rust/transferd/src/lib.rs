@@ -6,12 +6,14 @@
 mod admin;
 mod bench;
 mod engine;
+mod json_lines;
 mod ping;
 mod settings;
 mod signals;
 mod supervisor;
 mod target;
 mod topology;
+mod watch;
 
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -58,6 +60,8 @@ enum Command {
     Bench(bench::Arguments),
     /// Says which network cards are near which memory
     Topology(topology::Arguments),
+    /// Prints the key with which others may look at the daemons of a cluster: their --http beyond loopback
+    WatchKey(watch::Arguments),
     /// Says by which path a peer is reached, how fast it answers, and in which life it is; or why not
     Ping(ping::Arguments),
     #[command(flatten)]
@@ -84,10 +88,14 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> i32 {
             return error.exit_code();
         }
     };
-    logging(arguments.log.unwrap_or(match arguments.command {
+    let level = arguments.log.unwrap_or(match arguments.command {
         None | Some(Command::Target(_)) => LevelFilter::INFO,
         Some(_) => LevelFilter::WARN,
-    }));
+    });
+    match arguments.command.is_none().then(|| arguments.settings.log_json()).flatten() {
+        Some(node) => json_lines::begin(level, node),
+        None => logging(level),
+    }
     match obey(&arguments) {
         Ok(()) => 0,
         Err(error) => {
@@ -107,6 +115,7 @@ fn obey(arguments: &Arguments) -> Result<(), Error> {
         Some(Command::Target(target)) => target::run(target),
         Some(Command::Bench(bench)) => bench::run(bench),
         Some(Command::Ping(ping)) => ping::run(ping),
+        Some(Command::WatchKey(watch)) => watch::run(watch),
         Some(Command::Admin(command)) => admin::run(command),
         Some(Command::Topology(topology)) => topology::run(topology),
     }

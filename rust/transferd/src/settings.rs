@@ -12,7 +12,7 @@ use transfer::keys::Key;
 use transfer::pool::account::Quota;
 
 /// All keys of the file.
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 16] = [
     "node",
     "dram_bytes",
     "listen",
@@ -27,6 +27,7 @@ const KEYS: [&str; 15] = [
     "ssd_dirs",
     "ssd_bytes",
     "drain_seconds",
+    "log_json",
     "quota",
 ];
 
@@ -69,7 +70,8 @@ pub struct Flags {
     /// Encrypt what travels by TCP (TLS 1.3): all daemons and the conductor, or none
     #[arg(long)]
     tls: bool,
-    /// Where /metrics and /health are served over plain HTTP; nowhere, if not given
+    /// Where /metrics and /health are served over plain HTTP; nowhere, if not given. Beyond loopback they ask for the key that
+    /// `transferd watch-key` prints
     #[arg(long, value_name = "HOST:PORT")]
     http: Option<String>,
     /// Directory that keeps blocks, one for each device; may be given several times
@@ -81,6 +83,9 @@ pub struct Flags {
     /// How long SIGTERM waits until nothing is held [default: 25]
     #[arg(long, value_name = "N")]
     drain_seconds: Option<u64>,
+    /// Log one JSON object a line
+    #[arg(long)]
+    log_json: bool,
 }
 
 /// The file. Unknown keys have been refused before.
@@ -103,6 +108,8 @@ struct File {
     ssd_dirs: Vec<PathBuf>,
     ssd_bytes: Option<Size>,
     drain_seconds: Option<u64>,
+    #[serde(default)]
+    log_json: bool,
     #[serde(default)]
     quota: Vec<Table>,
 }
@@ -159,6 +166,13 @@ impl Size {
 }
 
 impl Flags {
+    /// If the log is to be JSON: the node's name, which each of its lines has. What is wrong with the file is said by
+    /// `configure`.
+    pub fn log_json(&self) -> Option<String> {
+        let file = self.config.as_deref().and_then(|path| read(path).ok()).unwrap_or_default();
+        (self.log_json || file.log_json).then(|| self.node.clone().or(file.node).unwrap_or_default())
+    }
+
     /// What the daemon is started with.
     ///
     /// # Errors
@@ -220,6 +234,18 @@ pub fn way_in(
     })?;
     let secret = secret_file.map(Path::to_path_buf).or(file.secret_file);
     Ok((socket, secret.as_deref().map(read_session_key).transpose()?))
+}
+
+/// The session key of a cluster: of its secret, or of a daemon's file that names it.
+///
+/// # Errors
+/// Give up: there is none.
+pub fn session_key(config: Option<&Path>, secret_file: Option<&Path>) -> Result<Key, Error> {
+    let file = config.map(read).transpose()?.unwrap_or_default();
+    let secret = secret_file.map(Path::to_path_buf).or(file.secret_file).ok_or_else(|| {
+        Error::give_up("of which cluster? Give --secret-file FILE, or the --config FILE of one of its daemons")
+    })?;
+    read_session_key(&secret)
 }
 
 fn read(path: &Path) -> Result<File, Error> {
@@ -316,6 +342,7 @@ mod tests {
             ssd_dirs = ["/one", "/two"]
             ssd_bytes = 5
             drain_seconds = 7
+            log_json = true
             [[quota]]
             tenant = "00000000000000ff"
             dram_bytes = "1GiB"
@@ -325,6 +352,10 @@ mod tests {
             namespace = "1"
         "#;
         let file = Scratch::new("flags", all);
+        assert_eq!(flags(&["--config", file.text()]).log_json(), Some("n1".into()));
+        assert_eq!(flags(&["--config", file.text(), "--node", "n2"]).log_json(), Some("n2".into()));
+        assert_eq!(flags(&["--node", "n3", "--log-json"]).log_json(), Some("n3".into()));
+        assert_eq!(flags(&["--node", "n3"]).log_json(), None);
         let config = flags(&["--config", file.text()]).configure().expect("good");
         let first =
             Quota { tenant: Some(255), dram_bytes: Some(1 << 30), ssd_bytes: Some(77), share: 3, namespace: None };

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::Shared;
 use crate::admin::Status;
 use crate::error::Error;
-use crate::http::Response;
+use crate::http::{Request, Response};
 use crate::metrics;
 
 /// An engine that takes longer to answer than this is not ready: a hundred times what it takes when all is well, a third
@@ -43,8 +43,21 @@ impl Check {
     }
 }
 
-pub(super) fn answer(shared: &Shared, path: &str) -> Response {
-    match path {
+///
+/// key: what whoever asks must show; without it he learns whether the daemon lives and is ready, and no name.
+pub(super) fn answer(shared: &Shared, key: Option<&str>, request: &Request<'_>) -> Response {
+    let known = |key: &str| request.bearer.is_some_and(|shown| same(shown, key));
+    if key.is_some_and(|key| !known(key)) {
+        return match request.path {
+            "/health/live" => verdict(&[live(shared)]),
+            "/health/ready" => verdict(&ready(shared).1),
+            _ => Response::text(
+                401,
+                "a key is needed: send 'Authorization: Bearer KEY', as transferd watch-key has it\n".into(),
+            ),
+        };
+    }
+    match request.path {
         "/metrics" => {
             let asked = shared
                 .status(WITHIN)
@@ -63,6 +76,17 @@ pub(super) fn answer(shared: &Shared, path: &str) -> Response {
         }
         _ => Response::text(404, "there is: /metrics, /health/live, /health/ready, /health/deep\n".into()),
     }
+}
+
+/// Takes as long wherever they differ: hashes are compared so.
+fn same(one: &str, other: &str) -> bool {
+    blake3::hash(one.as_bytes()) == blake3::hash(other.as_bytes())
+}
+
+/// For whoever has no key.
+fn verdict(checks: &[Check]) -> Response {
+    let ok = checks.iter().all(|check| check.ok);
+    Response::json(if ok { 200 } else { 503 }, format!("{{\"ok\":{ok}}}\n"))
 }
 
 fn report(shared: &Shared, checks: Vec<Check>) -> Response {
