@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyengine.llm import LLM
+    from pyengine.llm import LLM, AsyncLLM
     from pyengine.pool import AsyncPool, Pool
     from pyengine.scheduler.types import SamplingParams
     from pyengine.transfer import TransferEngine
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 #: Public name -> module that defines it.
 _LAZY = {
     "LLM": "pyengine.llm",
+    "AsyncLLM": "pyengine.llm",
     "AsyncPool": "pyengine.pool",
     "Pool": "pyengine.pool",
     "SamplingParams": "pyengine.scheduler.types",
     "TransferEngine": "pyengine.transfer",
 }
 
-__all__ = ["LLM", "AsyncPool", "Pool", "SamplingParams", "TransferEngine"]
+__all__ = ["LLM", "AsyncLLM", "AsyncPool", "Pool", "SamplingParams", "TransferEngine"]
 
 
 def __getattr__(name: str) -> Any:

@@ -75,8 +75,7 @@ class Engine:
             if self._closing:
                 raise RuntimeError("this LLM is closed: make a new one")
             if self._broken is not None:
-                text = f"this LLM cannot compute any more: {self._broken}; make a new one"
-                raise RuntimeError(text) from self._broken
+                raise self._unable() from self._broken
             for request in requests:
                 self._numbers += 1
                 request.number = self._numbers
@@ -85,6 +84,8 @@ class Engine:
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Ends those that have not ended, and releases all they hold. Idempotent."""
+        for request in requests:
+            request.cancelled = True  # also for who is yet to be submitted, by a thread that nobody can stop
         with self._lock:
             if self._closing:
                 return
@@ -114,6 +115,9 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _unable(self) -> RuntimeError:
+        return RuntimeError(f"this LLM cannot compute any more: {self._broken}; make a new one")
+
     def _wake(self) -> None:
         with self._lock:
             if self._news >= 0:
@@ -135,7 +139,7 @@ class Engine:
                 self._recover(error)
                 if self._broken is not None:
                     break
-        self._end_all(self._broken or RuntimeError("this LLM has been closed"))
+        self._end_all(self._unable() if self._broken else RuntimeError("this LLM has been closed"))
         self.worker.wake = lambda: None  # a grammar may still be compiled
         self.worker.close()
         with self._lock:
@@ -149,7 +153,7 @@ class Engine:
         if self.worker.mover.pool is None and inbox and not self._running:
             self._renew()
         for request, begins in inbox:
-            if begins:
+            if begins and not request.cancelled:
                 self._running[request.number] = request
                 if request.sampling.grammar is not None:
                     self._again(request.sampling.grammar)

@@ -50,11 +50,11 @@ def _parameters(tool: Callable[..., Any], name: str, about: Mapping[str, str]) -
         required = parameter.default is parameter.empty
         fields.append((parameter.name, kind) if required else (parameter.name, kind, parameter.default))
     try:
-        struct = msgspec.defstruct(name or "function", fields, kw_only=True)
-        (_,), parts = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
+        struct = msgspec.defstruct("Arguments", fields, kw_only=True)
+        (top,), parts = msgspec.json.schema_components([struct], ref_template="#/$defs/{name}")
     except TypeError as error:
         raise ValueError(f"tools: {name}: {error}; give its parameters types that JSON has") from error
-    schema = dict(parts.pop(struct.__name__))
+    schema = dict(parts.pop(top["$ref"].rpartition("/")[2]))
     schema.pop("title", None)
     return dict(closed(schema | ({"$defs": parts} if parts else {})))
 

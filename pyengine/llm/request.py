@@ -92,7 +92,7 @@ class Request:
         self.report: PrefillReport | None = None
         self.error: Exception | None = None
         self.pieces: deque[Piece] = deque()
-        self.ended = False
+        self.ended = self.cancelled = False
         self._on_news = on_news
         self._streamed = streamed
         self._text = Detokenizer(tokenizer, sampling.stop, sampling.min_tokens, keep)
