@@ -11,7 +11,7 @@ import contextlib
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import FastAPI
@@ -31,6 +31,7 @@ from pyengine.gateway import answers, openai, schema
 from pyengine.gateway.answers import Answer, Endpoint, Told
 from pyengine.gateway.auth import Door, Guard, Visit, visit_of
 from pyengine.gateway.bodies import decode
+from pyengine.gateway.budget import Share
 from pyengine.gateway.errors import ApiError, api_error
 from pyengine.gateway.exchange import ClientGone, EventStream, Exchange, Prompt
 from pyengine.gateway.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -131,10 +132,9 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
 
     @app.post("/tokenize")
     async def tokenize(http: HttpRequest) -> Response:
-        body = await _body(http, service.config.max_body_bytes)
-        request, headers = await _understood(service, http, body, lambda body: decode(body, TokenizeRequest))
+        request, headers, size, _ = await _parsed(service, http, lambda body: decode(body, TokenizeRequest))
         model, tokenizer = await _tokenizer(service, request.model)
-        ids = await _ids(service, request, tokenizer, len(body))
+        ids = await _ids(service, request, tokenizer, size)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_positions, "tokens": ids}
         if request.return_token_strs:
             spelled = lambda: [spell(tokenizer, token)[0] for token in ids]  # noqa: E731
@@ -143,7 +143,7 @@ def create_app(service: Service, door: Door | None = None) -> ASGIApp:
 
     @app.post("/detokenize")
     async def detokenize(http: HttpRequest) -> Response:
-        request, headers = await _parsed(service, http, lambda body: decode(body, DetokenizeRequest))
+        request, headers, *_ = await _parsed(service, http, lambda body: decode(body, DetokenizeRequest))
         model, tokenizer = await _tokenizer(service, request.model)
         _known_ids("tokens", request.tokens, model)
         text = await service.threads.run(len(request.tokens), lambda: tokenizer.decode(request.tokens))
@@ -208,9 +208,7 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
     parse: Callable[[bytes], tuple[ChatRequest | CompletionRequest, list[str]]]
     request: ChatRequest | CompletionRequest
     parse = openai.parse_chat if endpoint == "chat" else openai.parse_completion
-    body = await _body(http, service.config.max_body_bytes)
-    arrived = time.monotonic()
-    request, headers = await _understood(service, http, body, parse)
+    request, headers, size, arrived = await _parsed(service, http, parse)
     number = http.state.request_id
     timed = "server-timing" in _preferences(http)
     trace = service.tracer.begin(endpoint, http.headers, arrived) if service.tracer is not None else None
@@ -223,11 +221,11 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
         terms = _terms(service, request, arrived, visit)
         model, tokenizer = await exchange.unless_gone(_tokenizer(service, request.model))
         visit.model = model.name
-        prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model, len(body)))
+        prompts = await exchange.unless_gone(_prompts(service, request, tokenizer, model, size))
         visit.admit(sum(len(prompt.ids) for prompt in prompts), answers=len(prompts) * request.choices)
         visit.usage = lambda: exchange.spent
         prompt = prompts[0].ids if endpoint == "chat" else None
-        forming = service.threads.run(len(body), lambda: form_of(request.wanted, tokenizer, prompt))
+        forming = service.threads.run(size, lambda: form_of(request.wanted, tokenizer, prompt))
         form = await exchange.unless_gone(forming)
         if form.grammar is not None:
             await exchange.unless_gone(_followed(service, model, form.grammar, request.wanted))
@@ -278,19 +276,23 @@ def _told(
     )
 
 
-async def _parsed(
-    service: Service, http: HttpRequest, parse: Callable[[bytes], tuple[T, list[str]]]
-) -> tuple[T, dict[str, str]]:
-    """The request in a body, and headers of the answer. Raises ApiError, RequestError, ClientGone."""
-    body = await _body(http, service.config.max_body_bytes)
-    return await _understood(service, http, body, parse)
+class Parsed(NamedTuple, Generic[T]):
+    """headers: of the answer. size: of the body, bytes. arrived: when the last of it had come, seconds, monotonic."""
+
+    request: T
+    headers: dict[str, str]
+    size: int
+    arrived: float
 
 
-async def _understood(
-    service: Service, http: HttpRequest, body: bytes, parse: Callable[[bytes], tuple[T, list[str]]]
-) -> tuple[T, dict[str, str]]:
-    """As `_parsed`: what was not understood is told in the answer's headers, or refused, if the client prefers that."""
-    request, unknown = await service.threads.run(len(body), lambda: parse(body))
+async def _parsed(service: Service, http: HttpRequest, parse: Callable[[bytes], tuple[T, list[str]]]) -> Parsed[T]:
+    """The request in a body, which is let go. What was not understood is told in the answer's headers, or refused, if
+    the client prefers that. Raises ApiError, RequestError, ClientGone.
+    """
+    with service.bodies.share() as share:
+        body = await _body(http, service.config.max_body_bytes, share)
+        arrived, size = time.monotonic(), len(body)
+        request, unknown = await service.threads.run(size, lambda: parse(body))
     headers: dict[str, str] = {}
     strict = "handling=strict" in _preferences(http)
     if strict:
@@ -302,7 +304,7 @@ async def _understood(
         service.unknown(unknown)
         # Names are the client's: in a header they are ASCII.
         headers["X-Ignored-Fields"] = ", ".join(urllib.parse.quote(name, safe="._-") for name in unknown)
-    return request, headers
+    return Parsed(request, headers, size, arrived)
 
 
 def _preferences(http: HttpRequest) -> set[str]:
@@ -407,14 +409,15 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _body(http: HttpRequest, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 beyond `limit` bytes, ClientGone."""
+async def _body(http: HttpRequest, limit: int, share: Share) -> bytes:
+    """The request's body. Raises ApiError 413 beyond `limit` bytes, RequestError if all have too many, ClientGone."""
     body = bytearray()
     try:
         async for part in http.stream():
             body += part
             if len(body) > limit:
                 raise ApiError(413, f"the body is larger than {limit} bytes: send less")
+            share.grow(len(body))
     except ClientDisconnect:
         raise ClientGone from None
     return bytes(body)

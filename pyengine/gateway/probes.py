@@ -134,9 +134,11 @@ def ready(service: Service) -> list[Check]:
     lacking = {name: _lacking(service, name) for name in service.models}
     for name, parts_ in sorted(lacking.items()):
         # One model that is served is enough to send requests here.
-        served = any(not missing for missing in lacking.values())
+        served = any(not missing and service.is_read(known) for known, missing in lacking.items())
         text = f"no worker for {' and '.join(parts_)}" if parts_ else "can be served"
-        checks.append(Check(f"model {name}", not parts_ or served, text))
+        if not parts_ and not service.is_read(name):
+            text = "its vocabulary is being read"
+        checks.append(Check(f"model {name}", served, text))
     return checks
 
 

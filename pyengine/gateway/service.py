@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from pyengine.config import GatewayConfig
+from pyengine.gateway.budget import Budget
 from pyengine.gateway.links import Link
 from pyengine.gateway.metrics import Families, Metrics, exposition
 from pyengine.gateway.recent import Recent
@@ -243,6 +244,8 @@ class Service:
         self.cluster = ClusterState(workers=(), counters={})
         self.models: dict[str, Model] = {}
         self.threads = Threads()
+        #: Bytes of bodies that are read or parsed: four of the largest.
+        self.bodies = Budget(4 * config.max_body_bytes)
         #: Paths that health checks have tried so far.
         self.probed = 0
         #: The requests of late.
@@ -265,6 +268,8 @@ class Service:
         self._generations: dict[int, Asker] = {}
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
         self._grammars: dict[str, Grammars] = {}
+        #: Of each tokenizer: that it and its vocabulary are being read, or have been.
+        self._reading: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._from_worker = Codec(WorkerToGateway)
@@ -302,6 +307,8 @@ class Service:
         for link in [*self._workers.values(), *([self._conductor] if self._conductor else [])]:
             link.close()
         self.threads.close()
+        for reading in self._reading.values():
+            reading.cancel()
         for grammars in self._grammars.values():
             grammars.close()
         if self.tracer is not None:
@@ -322,8 +329,8 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """The conductor is there and some model has workers for every part."""
-        return self.conductor_up and any(self.servable(name) for name in self.models)
+        """The conductor is there, some model has workers for every part, and its vocabulary has been read."""
+        return self.conductor_up and any(self.servable(name) and self.is_read(name) for name in self.models)
 
     @property
     def active(self) -> int:
@@ -365,12 +372,7 @@ class Service:
         """Compiles a grammar as workers will, off the loop, so that one that cannot be is refused before they hear of
         it. Raises GrammarError; RequestError (busy) if others' take too long.
         """
-        grammars = self._grammars.get(model.tokenizer)
-        if grammars is None:
-            tokenizer = await self.tokenizer(model.tokenizer)
-            grammars = self._grammars.setdefault(
-                model.tokenizer, Grammars(tokenizer, model.vocab_size, tokenizer.eos_token_ids)
-            )
+        grammars = await self._grammars_of(model)
         try:
             future = asyncio.wrap_future(grammars.prepare(grammar))
             # Who goes away leaves it to be compiled for the others that want it.
@@ -378,6 +380,27 @@ class Service:
         except (BufferError, TimeoutError) as error:
             text = str(error) or f"the grammar has not been compiled within {GRAMMAR_PATIENCE:g} s"
             raise RequestError(ErrorKind.BUSY, text, 1.0) from error
+
+    async def _grammars_of(self, model: Model) -> Grammars:
+        grammars = self._grammars.get(model.tokenizer)
+        if grammars is None:
+            tokenizer = await self.tokenizer(model.tokenizer)
+            made = Grammars(tokenizer, model.vocab_size, tokenizer.eos_token_ids)
+            grammars = self._grammars.setdefault(model.tokenizer, made)
+        return grammars
+
+    async def _read(self, model: Model) -> None:
+        """Tokenizer and vocabulary of a model that is new here, before it is told that the model is served: to read
+        them stops the loop for a third of a second. What is wrong with them is told by the requests that need them.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            grammars = await self._grammars_of(model)
+            await asyncio.to_thread(grammars.load)
+
+    def is_read(self, model: str) -> bool:
+        """Whether its vocabulary has been read, as far as it can be."""
+        reading = self._reading.get(self.models[model].tokenizer)
+        return reading is not None and reading.done()
 
     def room_for(self, sequences: int) -> None:
         """Raises RequestError (busy) if so many more would be beyond `max_requests`."""
@@ -599,6 +622,9 @@ class Service:
                 room=block_tokens
                 * max((min(w.pages, w.pool_slots or w.pages) for w in workers if w.role.decodes), default=first.pages),
             )
+        for model in self.models.values():
+            if model.tokenizer not in self._reading:
+                self._reading[model.tokenizer] = asyncio.create_task(self._read(model))
         while len(self.models) > MAX_MODELS:
             del self.models[next(name for name in self.models if name not in named)]
         present = {worker.worker for worker in state.workers}

@@ -292,7 +292,8 @@ class Cluster:
 
     def joined(self, workers: int) -> bool:
         """The gateway has a link to so many workers: what a test allows for waiting is not spent on their first."""
-        return sum(link.up for link in self.service._workers.values()) >= workers
+        ready = all(self.service.is_read(name) for name in self.service.models)
+        return ready and sum(link.up for link in self.service._workers.values()) >= workers
 
     def restart_conductor(self) -> FakeConductor:
         self.conductor = FakeConductor(self.context, self.conductor_endpoint, self.conductor.workers)

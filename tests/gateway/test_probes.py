@@ -7,6 +7,7 @@ processes that are stopped or stuck are met in tests/system/test_health.py.
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from pyengine.gateway import probes
 from pyengine.gateway.service import Model
+from pyengine.grammar import Grammars
 from pyengine.scheduler.messages import ClusterState, PrefillReport, Work
 from pyengine.scheduler.types import Node, Rejection, Role, WorkerInfo
 from tests.gateway.cluster import NAMESPACE, Cluster, FakeWorker, cluster, failing, silent, tokens
@@ -211,3 +213,29 @@ SOME = WorkerInfo(
     tokenizer="bytes", namespace=NAMESPACE, vocab_size=258, max_positions=1024, pages=64, pool_slots=64,
     max_tokens_per_step=512, max_sequences=32,
 )  # fmt: skip
+
+
+async def test_nobody_is_ready_before_the_vocabulary_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first grammar would stop the loop for as long as that takes: it is done before anybody is sent here."""
+    reading, go_on = threading.Event(), threading.Event()
+    load = Grammars.load
+
+    def slow(grammars: Grammars) -> None:
+        reading.set()
+        go_on.wait(60)
+        load(grammars)
+
+    async with cluster(tmp_path, Role.BOTH) as at, aiohttp.ClientSession() as http:
+        monkeypatch.setattr(Grammars, "load", slow)
+        # As if it were another model: its vocabulary has not been read.
+        at.service._grammars.clear()
+        at.service._reading.clear()
+        at.conductor.announce()
+        await asyncio.to_thread(reading.wait, 60)
+        assert await failing_at(http, at, "/readyz") == "model fake: its vocabulary is being read"
+        assert (await look(http, at, "/health"))[0] == 503
+        go_on.set()
+        while not at.service.is_read("fake"):
+            await asyncio.sleep(0)
+        assert (await look(http, at, "/readyz"))[0] == 200
+        assert at.service._grammars["bytes"]._vocabulary is not None
