@@ -2,12 +2,15 @@
 
     python -m bench.gateway            three rounds
     python -m bench.gateway --quick    one short round
+    python -m bench.gateway --gateways 2
 
 stream  Many streams at once, each with a token at every step of a scripted worker, and in turn, round by round, from a
         bare uvicorn application that sends events of the same bytes at the same steps and knows nothing else: the limit
         of what is possible here. What counts is the CPU time of the two processes, and none of client or worker.
 ttft    One request at a time through a server with a model that computes nothing, when nothing else runs: the time to
         its first token at the client, less the prefill worker's part, as the answer's Server-Timing header tells it.
+scale   With --gateways N: as many streams as more than one gateway can serve, through one gateway and through N at one
+        address: events per second, and which part of the processors each of all processes had.
 idle    Resident memory of the process with many requests that wait for their first token, less that without.
 
 Every line is one JSON object. Limits: 0.5 of the bare stream, 3 ms, 100 kB.
@@ -39,7 +42,7 @@ from bench.client import completion
 from bench.common import end_on_sigterm, line, median, note
 from bench.server import POLL, Server, free_port
 from pyengine.config import GatewayConfig
-from pyengine.gateway.listener import listen
+from pyengine.gateway.listener import listen, reserve
 from pyengine.gateway.server import serve
 from pyengine.gateway.service import Service
 from pyengine.scheduler.messages import Abort, Message, Tokens, Work
@@ -196,16 +199,16 @@ def measure_streams(streams: int, seconds: float, rounds: int) -> None:
 # -- a gateway with a scripted worker ----------------------------------------------------------------------------------
 
 
-def gateway_main(endpoint: str) -> int:
-    """The gateway's process, told of its conductor; prints its port."""
-    listener = listen("127.0.0.1", 0)
-    config = GatewayConfig(conductor=endpoint, secret_file="")
+def gateway_main(endpoint: str, name: str, port: int) -> int:
+    """A gateway's process, told of its conductor; says when it listens."""
+    listener = listen("127.0.0.1", port, shared=True)
+    config = GatewayConfig(gateway=name, conductor=endpoint, secret_file="")
     service = Service(config, SESSION_KEY, HashKeys())
     return serve(service, listener, lambda facts: print(facts["port"], flush=True))
 
 
 class SteadyWorker(FakeWorker):
-    """A token for each of its sequences at every step, all in one message, as real workers send them."""
+    """A token for each of its sequences at every step, all of a gateway in one message, as real workers send them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -222,12 +225,13 @@ class SteadyWorker(FakeWorker):
             self.running.pop(message.request, None)
 
     def step(self) -> None:
-        out: list[Message] = []
+        out: dict[bytes, list[Message]] = {}
         for number, (identity, work, first) in self.running.items():
-            out.append(Tokens(request=number, attempt=work.attempt, first=first, tokens=(65,)))
+            made = Tokens(request=number, attempt=work.attempt, first=first, tokens=(65,))
+            out.setdefault(identity, []).append(made)
             self.running[number] = (identity, work, first + 1)
-        if out:
-            self.send(identity, *out)
+        for identity, messages in out.items():
+            self.send(identity, *messages)
 
 
 def worker_main(folder: Path, step: float) -> None:
@@ -249,23 +253,61 @@ def worker_main(folder: Path, step: float) -> None:
 
 
 @contextlib.contextmanager
-def scripted_gateway(step: float) -> Iterator[tuple[int, int]]:
-    """A gateway's port and process id."""
-    with tempfile.TemporaryDirectory(prefix="pyg") as name:
+def scripted_gateways(count: int, step: float) -> Iterator[tuple[int, list[int], int]]:
+    """The port of so many gateways, their process ids, and the worker's."""
+    with tempfile.TemporaryDirectory(prefix="pyg") as name, reserve("127.0.0.1", 0) as kept:
         own = [sys.executable, "-m", "bench.gateway"]
         worker = subprocess.Popen([*own, "--worker", name, "--step", str(step)])
-        endpoint = f"ipc://{name}/conductor"
-        gateway = subprocess.Popen([*own, "--conductor", endpoint], stdout=subprocess.PIPE)
+        port = kept.getsockname()[1]
+        told = ["--conductor", f"ipc://{name}/conductor", "--port", str(port)]
+        gateways = [
+            subprocess.Popen([*own, *told, "--name", f"gateway-{number}"], stdout=subprocess.PIPE)
+            for number in range(count)
+        ]
         try:
-            assert gateway.stdout is not None
-            port = int(gateway.stdout.readline())
-            while b'"ok"' not in _get(port, "/health"):
+            for gateway in gateways:
+                assert gateway.stdout is not None
+                gateway.stdout.readline()
+            # Whoever takes the connection: many in a row have met all.
+            healthy = 0
+            while healthy < 16 * count:
+                healthy = healthy + 1 if b'"ok"' in _get(port, "/health") else 0
                 time.sleep(POLL)
-            yield port, gateway.pid
+            yield port, [gateway.pid for gateway in gateways], worker.pid
         finally:
-            for process in (gateway, worker):
+            for process in (*gateways, worker):
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def scripted_gateway(step: float) -> Iterator[tuple[int, int]]:
+    """One gateway's port and process id."""
+    with scripted_gateways(1, step) as (port, pids, _):
+        yield port, pids[0]
+
+
+def measure_scale(most: int, streams: int, seconds: float) -> None:
+    body = completion("fake", [65] * 8, TOKENS)
+
+    async def run(port: int, pids: list[int], worker: int) -> tuple[float, list[float]]:
+        load, everybody = Streams(port, body), [*pids, worker, os.getpid()]
+        async with load.open(streams):
+            before, spent, began = load.events, [cpu_seconds(pid) for pid in everybody], time.monotonic()
+            await asyncio.sleep(seconds)
+            took = time.monotonic() - began
+            shares = [(cpu_seconds(pid) - was) / took for pid, was in zip(everybody, spent, strict=True)]
+            return (load.events - before) / took, shares
+
+    alone = 0.0
+    for count in (1, most):
+        with scripted_gateways(count, STEP) as (port, pids, worker):
+            value, shares = asyncio.run(run(port, pids, worker))
+        alone = alone or value
+        more: dict[str, Any] = {"streams": streams, "cores": os.cpu_count()}
+        more |= {"gateway_cores": [round(each, 2) for each in shares[:-2]]}
+        more |= {"worker_cores": round(shares[-2], 2), "client_cores": round(shares[-1], 2)}
+        line(BENCH, f"{count} gateways", value, "events/s", against="one gateway", ratio=value / alone, **more)
 
 
 def _get(port: int, path: str) -> bytes:
@@ -330,17 +372,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round of two seconds")
     parser.add_argument("--only", choices=("stream", "ttft", "idle"))
+    parser.add_argument("--gateways", type=int, default=1, help="measures how so many scale, and nothing else")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--step", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--conductor", help=argparse.SUPPRESS)
+    parser.add_argument("--name", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.conductor:
-        return gateway_main(options.conductor)
+        return gateway_main(options.conductor, options.name, options.port)
     if options.worker:
         worker_main(options.worker, options.step)
     if options.quick:
         options.rounds, options.seconds = 1, 2.0
     end_on_sigterm()
+    if options.gateways > 1:
+        measure_scale(options.gateways, 4 * options.streams, options.seconds)
+        return 0
     if options.only in (None, "stream"):
         measure_streams(options.streams, options.seconds, options.rounds)
     if options.only in (None, "ttft"):

@@ -306,7 +306,11 @@ def gateway(
         config = origins.load(GatewayConfig, file, flags)
         logs.begin(config.gateway, env.read().log_level, as_json=config.log_json)
         config.check()
-        listener = listen(config.host, config.port) if listen_fd is None else socket.socket(fileno=listen_fd)
+        listener = (
+            listen(config.host, config.port, shared=bool(config.siblings))
+            if listen_fd is None
+            else socket.socket(fileno=listen_fd)
+        )
         return run_gateway(config, listener, _announcer(ready_fd))
 
     return guarded("gateway", run)

@@ -388,7 +388,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft, slo_tbt, slo_class: as in ServeConfig.
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
-    otlp_endpoint, log_json: as in ServeConfig. siblings: names of all gateways that listen on one socket, itself among
+    otlp_endpoint, log_json: as in ServeConfig. siblings: names of all gateways that listen at its address, itself among
     them; none: it is alone. siblings_dir: directory, private to them, where they meet and count together. `pyengine
     serve` sets both.
     """

@@ -34,7 +34,7 @@ from pyengine import env, keys, logs
 from pyengine.cli import installed_version
 from pyengine.config import ConfigError, DaemonConfig, GatewayConfig, ServeConfig, WorkerConfig
 from pyengine.dashboard import lazy as dashboard
-from pyengine.gateway.listener import check_reach, listen
+from pyengine.gateway.listener import check_reach, listen, reserve
 from pyengine.scheduler.policies import UnknownName, find_admission, find_policy
 from pyengine.scheduler.sharing import difference
 from pyengine.scheduler.types import Namespace, Role
@@ -357,16 +357,21 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
     if config.gateways > 1:
         gateway = msgspec.structs.replace(gateway, siblings=tuple(names), siblings_dir=str(run))
     for name in names:
-        # All accept from one socket: who has much to do comes to it later, and what one leaves the others take.
         named = name if config.gateways > 1 else "gateway"
+        # One is handed its socket, whose connections wait for its next life. Several have their own: to those that live
+        # come all connections.
+        handed = (listen_fd,) if config.gateways == 1 else ()
         file = _write(run / f"{named}.json", msgspec.json.encode(msgspec.structs.replace(gateway, gateway=name)))
         parts.append(
             Part(
                 name=named,
                 module="pyengine.cli",
-                arguments=("gateway", "--config", file, "--listen-fd", str(listen_fd), "--ready-fd", "{ready}"),
+                arguments=(
+                    *("gateway", "--config", file, "--ready-fd", "{ready}"),
+                    *(text for number in handed for text in ("--listen-fd", str(number))),
+                ),
                 front=True,
-                fds=(listen_fd,),
+                fds=handed,
             )
         )
     return parts
@@ -394,7 +399,7 @@ def run_serve(config: ServeConfig) -> int:
         config = msgspec.structs.replace(config, keys_file=str(Path(config.state_dir) / keys.NAME))
     asks = Path(config.keys_file).exists()
     keys.read_book(Path(config.keys_file))
-    with contextlib.closing(listen(config.host, config.port)) as listener:
+    with contextlib.closing((listen if config.gateways == 1 else reserve)(config.host, config.port)) as listener:
         check_reach(listener, asks, bool(config.tls_cert))
         return asyncio.run(_serve(config, listener))
 

@@ -1,5 +1,6 @@
 """The socket where clients knock. The launcher opens it and hands it to the gateway, so that a restarted gateway
-finds the connections that came meanwhile.
+finds the connections that came meanwhile. Several gateways each open one of their own at an address that the launcher
+keeps.
 """
 
 from __future__ import annotations
@@ -20,19 +21,36 @@ BACKLOG = 2048
 STALL = 60.0
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket. shared: several of this user's processes listen there, and the kernel deals out connections.
 
     Raises ConfigError when the address cannot be had, with what to do.
     """
+    listener = _bound(host, port, shared)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket by which an address is kept for those that will listen there with `shared`; it takes no connection.
+
+    Raises ConfigError as `listen`, also if others listen there so already.
+    """
+    with _bound(host, port, False) as free:
+        port = free.getsockname()[1]
+    return _bound(host, port, True)
+
+
+def _bound(host: str, port: int, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # Each connection inherits it: what a dropped client has left in its buffers is not sent for ever.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL))
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)
     except (socket.gaierror, UnicodeError) as error:
         listener.close()
         raise ConfigError(f"there is no host {host!r}: choose another --host (127.0.0.1: this machine only)") from error

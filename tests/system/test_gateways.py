@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2
 
-from bench.server import Server
+from bench.server import Server, is_alive
 from pyengine import keys
 from pyengine.tenants import Tenant
 from tests.system.conftest import PATIENCE, body, prompt, until
@@ -99,6 +99,7 @@ def test_several_gateways_are_one(tmp_path: Path) -> None:
             # The gateway that holds the request is killed: others take what comes, and know what it had counted.
             victim = server.children()["gateway-1"]
             os.kill(victim, signal.SIGKILL)
+            until(lambda: not is_alive(victim), "it is dead")
             assert server.get("/livez")[0] == 200
             assert server.metric(GENERATED) >= generated
         until(lambda: server.children().get("gateway-1", victim) != victim, "it is born again")
