@@ -190,7 +190,8 @@ impl Config {
             }
         }
         if let Some(http) = &self.http {
-            if self.session_key.is_none() && !resolve(http)?.iter().all(|address| address.ip().is_loopback()) {
+            let beyond = !resolve(http)?.iter().all(|address| address.ip().is_loopback());
+            if beyond && self.session_key.is_none() {
                 return Err(Error::give_up(format!(
                     "http at {http} with no secret would show anybody what is here: give a secret file, or use 127.0.0.1"
                 )));

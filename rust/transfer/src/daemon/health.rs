@@ -168,16 +168,36 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(60);
 
+    fn asked(shared: &Shared, path: &str) -> Response {
+        answer(shared, None, &Request { path, head_only: false, bearer: None })
+    }
+
+    #[test]
+    fn who_has_no_key_learns_yes_or_no() {
+        let daemon = Daemon::start(&Config::new("a", 1 << 20)).expect("a daemon starts");
+        let show = |path, bearer| answer(&daemon.shared, Some("key"), &Request { path, head_only: false, bearer });
+        for bearer in [None, Some(""), Some("ke"), Some("keys"), Some("KEY")] {
+            for path in ["/metrics", "/health/deep", "/", "/health"] {
+                assert_eq!(show(path, bearer).status, 401, "{path} {bearer:?}");
+            }
+            assert_eq!(show("/health/live", bearer).body, "{\"ok\":true}\n");
+            // It has no way in.
+            assert_eq!(show("/health/ready", bearer), Response::json(503, "{\"ok\":false}\n".into()));
+        }
+        assert!(show("/health/live", Some("key")).body.contains("\"node\":\"a\""));
+        assert_eq!(show("/nothing", Some("key")).status, 404);
+    }
+
     #[test]
     fn an_engine_that_hangs_is_not_ready_but_lives() {
         let daemon = Daemon::start(&Config::new("a", 1 << 20)).expect("a daemon starts");
         let shared = daemon.shared.clone();
-        let status = |path: &str| answer(&shared, path).status;
+        let status = |path: &str| asked(&shared, path).status;
         // A machine that is slow enough makes a good engine answer too late: what is to come is waited for.
         let becomes = |path: &str, wanted: u16, why: &str| {
             let until = Instant::now() + PATIENCE;
             loop {
-                let Response { status, body, .. } = answer(&shared, path);
+                let Response { status, body, .. } = asked(&shared, path);
                 if status == wanted && body.contains(why) {
                     return;
                 }
@@ -200,7 +220,7 @@ mod tests {
         shared.tell(Happening::Ask(Question(Box::new(question))));
         hangs.recv().expect("the engine has come to it");
         assert_eq!(["/health/live", "/health/ready", "/metrics"].map(status), [200, 503, 503]);
-        let body = answer(&shared, "/health/ready").body;
+        let body = asked(&shared, "/health/ready").body;
         assert!(body.contains("does not answer within 1.0 s"), "{body}");
         // Its queue full, too.
         while shared.happenings.try_send(Happening::Completions).is_ok() {}
