@@ -389,8 +389,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: requests held at once, beyond it 429; 4096 streams cost a few hundred MiB at most.
     max_body_bytes: size of a request body. 16 MiB: a million-token prompt, with room.
     otlp_endpoint, log_json: as in ServeConfig. siblings: names of all gateways that listen at its address, itself among
-    them; none: it is alone. siblings_dir: directory, private to them, where they meet and count together. `pyengine
-    serve` sets both.
+    them; none: it is alone. siblings_dir: directory, private to them, where they meet and count together.
+    dashboard_port: where the first of them listens alone, as a page and its socket must come to one process; the others
+    send who wants the dashboard there. `pyengine serve` sets all three.
     """
 
     gateway: str = "gateway-0"
@@ -414,6 +415,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_json: bool = False
     siblings: tuple[str, ...] = ()
     siblings_dir: str = ""
+    dashboard_port: int = 0
 
     def check(self) -> None:
         """Raises ConfigError for what cannot work, with what to do."""

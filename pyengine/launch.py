@@ -259,10 +259,13 @@ def _shown(facts: dict[str, Any]) -> str:
 # -- the cluster as parts ------------------------------------------------------------------------------------------
 
 
-def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, daemons: str) -> list[Part]:
+def plan_parts(
+    config: ServeConfig, run: Path, secret: Path, listen_fd: int, daemons: str, dashboard_port: int = 0
+) -> list[Part]:
     """All parts of one machine, their configuration written into `run`.
 
     config: derived; listen_fd: the gateway's socket; daemons: "host:port" where the conductor awaits daemons.
+    dashboard_port: where the first of several gateways listens alone.
     """
     conductor = f"ipc://{run}/conductor"
     parts = [
@@ -355,7 +358,8 @@ def plan_parts(config: ServeConfig, run: Path, secret: Path, listen_fd: int, dae
     )
     names = [f"gateway-{index}" for index in range(config.gateways)]
     if config.gateways > 1:
-        gateway = msgspec.structs.replace(gateway, siblings=tuple(names), siblings_dir=str(run))
+        own: dict[str, Any] = {"siblings": tuple(names), "siblings_dir": str(run), "dashboard_port": dashboard_port}
+        gateway = msgspec.structs.replace(gateway, **own)
     for name in names:
         named = name if config.gateways > 1 else "gateway"
         # One is handed its socket, whose connections wait for its next life. Several have their own: to those that live
@@ -414,8 +418,14 @@ async def _serve(config: ServeConfig, listener: socket.socket) -> int:
     secret = secret_file(Path(config.state_dir))
     if config.ssd_dir:
         claim_ssd(Path(config.ssd_dir).absolute(), secret)
-    with run_directory(env.read().runtime_dir) as run, _reserved_port() as port:
-        parts = plan_parts(config, run, secret, listener.fileno(), f"127.0.0.1:{port}")
+    with (
+        run_directory(env.read().runtime_dir) as run,
+        _reserved_port() as port,
+        contextlib.closing(reserve(config.host, 0)) as own,
+    ):
+        several = config.gateways > 1 and dashboard.available()
+        dashboard_port = own.getsockname()[1] if several else 0
+        parts = plan_parts(config, run, secret, listener.fileno(), f"127.0.0.1:{port}", dashboard_port)
         supervisor = Supervisor(parts, _say, STOP_SSD if config.ssd_dir else STOP_BACK)
         try:
             starting = asyncio.create_task(supervisor.start())

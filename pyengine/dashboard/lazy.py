@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import logging
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -37,6 +39,8 @@ class Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        #: Where they are, if not at the address of all gateways.
+        self.port = service.config.dashboard_port
         self._made: asyncio.Future[FastAPI] | None = None
         self._living: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -93,8 +97,20 @@ class WithDashboard:
             if scope["type"] == "http":
                 raise ApiError(501, LACKING, code="no_dashboard")
             await self._app(scope, receive, send)
+        elif self._elsewhere(scope):
+            await RedirectResponse(self._there(scope))(scope, receive, send)
         elif path == PATH:
             await RedirectResponse(f"{PATH}/")(scope, receive, send)
         else:
             app = await self._pages.app()
             await app(scope, receive, send)
+
+    def _elsewhere(self, scope: Scope) -> bool:
+        """Of several gateways one has the pages, at a port of its own (see GatewayConfig)."""
+        port = self._pages.port
+        return bool(port) and scope["type"] == "http" and (scope.get("server") or ("", port))[1] != port
+
+    def _there(self, scope: Scope) -> str:
+        host = urlsplit(f"//{Headers(scope=scope).get('host', 'localhost')}").hostname or "localhost"
+        name = f"[{host}]" if ":" in host else host
+        return f"{scope['scheme']}://{name}:{self._pages.port}{PATH}/"

@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -19,7 +19,7 @@ from pyengine.dashboard import lazy
 from pyengine.gateway.app import create_app
 from pyengine.gateway.audit import AuditLog
 from pyengine.gateway.auth import Door
-from pyengine.gateway.listener import check_reach
+from pyengine.gateway.listener import check_reach, listen
 from pyengine.gateway.protocol import GuardedProtocol
 from pyengine.gateway.service import Service
 from pyengine.ledger import SharedLedger
@@ -89,7 +89,10 @@ def run_gateway(
     keys_file = Path(config.keys_file) if config.keys_file else None
     door = Door(keys_file, audit, config.cors_origin, ledger=ledger)
     check_reach(listener, door.asks, bool(config.tls_cert))
-    return serve(Service(config, _native.derive_key(secret, "session"), keys), listener, ready, door)
+    own = []
+    if config.dashboard_port and config.gateway == config.siblings[0]:
+        own.append(listen(config.host, config.dashboard_port, shared=True))
+    return serve(Service(config, _native.derive_key(secret, "session"), keys), listener, ready, door, own)
 
 
 def serve(
@@ -97,12 +100,13 @@ def serve(
     listener: socket.socket,
     ready: Callable[[dict[str, object]], None] = lambda _: None,
     door: Door | None = None,
+    own: Sequence[socket.socket] = (),
 ) -> int:
-    """As `run_gateway`, of a service. door: as `create_app` has it."""
+    """As `run_gateway`, of a service. door: as `create_app` has it. own: where it listens, too."""
     server = Server(http_config(create_app(service, door), service.config))
 
     async def run() -> None:
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[listener, *own]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:

@@ -83,6 +83,15 @@ def test_several_gateways_are_one(tmp_path: Path) -> None:
         assert {_value(each, "pyengine_tenant_tokens_total", 'kind="generated"') for each in text} == {generated}
         assert {_value(each, "vllm:time_to_first_token_seconds_count") for each in text} == {len(clients)}
 
+        # A page and its socket must come to one process: all send who wants the dashboard to the first.
+        watcher = {"Authorization": f"Bearer {operator}"}
+        pages = {client.get("/dashboard", headers=watcher).headers.get("location", "") for client in clients}
+        assert len(pages) == 1
+        (page,) = pages
+        assert page.startswith("http://127.0.0.1:") and not page.startswith(server.base)
+        first = httpx2.get(page.replace("/dashboard/", "/livez"), timeout=PATIENCE)
+        assert first.status_code == 200
+
         # A tenant's limits are those of all together.
         limit(tmp_path, Tenant(name="alice", concurrent=1))
         wish, one = body(prompt(20), 100_000, stream=True), body(prompt(20), 1)
