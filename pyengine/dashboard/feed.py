@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from pyengine.dashboard.view import Facts, Observer, View
@@ -12,6 +13,8 @@ from pyengine.scheduler.messages import ClusterState, HotPrefix
 #: Seconds between looks, and between questions to the conductor.
 EVERY = 1.0
 HOT_EVERY = 5.0
+#: Seconds that a look waits for the conductor's answer; it is shown with the next one otherwise.
+HOT_PATIENCE = 0.5
 #: Counters that are read each second, on average: 20,000 hold up the gateway's loop for 40 ms.
 COUNTERS_A_SECOND = 20_000
 #: Hot prefixes and requests shown.
@@ -28,6 +31,7 @@ class Feed:
         self._view: View | None = None
         self._at = self._asked = float("-inf")
         self._hot: tuple[HotPrefix, ...] = ()
+        self._asking: asyncio.Future[None] | None = None
         self._seen: ClusterState | None = None
         self._told = 0.0
 
@@ -42,10 +46,9 @@ class Feed:
         self._at = now
         if now - self._asked >= HOT_EVERY and self._service.conductor_up:
             self._asked = now
-            try:
-                self._hot = await self._service.hottest(MOST_HOT)
-            except RequestError:
-                self._hot = ()
+            self._asking = asyncio.ensure_future(self._ask())
+            # A conductor that hangs holds up no page: who opens one is shown the rest.
+            await asyncio.wait((self._asking,), timeout=HOT_PATIENCE)
         if state is not self._seen:
             self._seen, self._told = state, now
         facts = self._facts(now)
@@ -53,6 +56,12 @@ class Feed:
         samples = {**state.counters, **self._service.counters()}
         self._view = self._observer.view(state.workers, samples, self._told, facts, self._hot, requests, time.time())
         return self._view
+
+    async def _ask(self) -> None:
+        try:
+            self._hot = await self._service.hottest(MOST_HOT)
+        except RequestError:
+            self._hot = ()
 
     def _facts(self, now: float) -> Facts:
         service = self._service
