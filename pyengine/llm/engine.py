@@ -153,13 +153,15 @@ class Engine:
         if self.worker.mover.pool is None and inbox and not self._running:
             self._renew()
         for request, begins in inbox:
-            if begins and not request.cancelled:
+            if request.cancelled:
+                if self._running.pop(request.number, None) is not None:
+                    self.worker.abort(Abort(request=request.number, attempt=1))
+                request.fail(RuntimeError("this answer was ended before it was complete"))
+            elif begins:
                 self._running[request.number] = request
                 if request.sampling.grammar is not None:
                     self._again(request.sampling.grammar)
                 self.worker.accept(self._work(request))
-            elif self._running.pop(request.number, None) is not None:
-                self.worker.abort(Abort(request=request.number, attempt=1))
         for message in self.worker.step():
             self._deliver(message)
         for number, _ in self.worker.take_ended():

@@ -6,12 +6,13 @@ import contextlib
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
 from pyengine import _native, env
+from pyengine.backend import Backend
 from pyengine.backends import MAX_SEQUENCES, MAX_TOKENS, load_backend
 from pyengine.chat.structured import StructuredOutputs
 from pyengine.config import WorkerConfig, check_ssd, default_pool_bytes, parse_size
@@ -97,9 +98,6 @@ class LLM:
             )
             count = config.device_pages(spec.block_bytes, spec.block_tokens, self._backend.max_positions)
             self._backend.allocate(count)
-            self._pages = count
-            self._max_tokens = max_tokens_per_step
-            self._max_sequences = max_sequences
             try:
                 self._daemon = _native.Daemon(
                     node=NODE,
@@ -112,29 +110,14 @@ class LLM:
                 # Of what can be refused here only settings are left: an SSD directory in use, or of a newer version.
                 raise ValueError(str(error)) from error
             node = Node(NODE, "", self._daemon.address.incarnation)
-            self._engine = Engine(self._new_worker, self._backend, node, self._hash_key)
+            made = _worker_maker(
+                *(self._backend, self._daemon, self._hash_key), count, max_tokens_per_step, max_sequences
+            )
+            self._engine = Engine(made, self._backend, node, self._hash_key)
             failed.pop_all()
         self._asker = Asker(self._tokenizer, self._backend.vocab_size)
-        self._closed = False
-        # The thread of one that nobody has closed ends before the interpreter does.
-        self._ends = weakref.finalize(self, self._engine.close)
-
-    def _new_worker(self) -> tuple[Worker, _native.PoolClient]:
-        incarnation = secrets.randbits(63)
-        worker = Worker(
-            "llm",
-            self._backend,
-            pages=self._pages,
-            max_tokens=self._max_tokens,
-            max_sequences=self._max_sequences,
-            max_queue=1 << 30,
-            hash_key=self._hash_key,
-            incarnation=incarnation,
-        )
-        spec = self._backend.namespace.kv
-        pool = self._daemon.attach(incarnation, spec.strips, spec.strip_bytes, self._backend.namespace.owner())
-        worker.attach(pool)
-        return worker, pool
+        # One that nobody has closed ends with its last user, at the latest before the interpreter does.
+        self._ends = weakref.finalize(self, _close, self._engine, self._daemon, self._backend)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -244,7 +227,7 @@ class LLM:
     ) -> Stream:
         """Completes one prompt, piece by piece as text becomes certain. Arguments and errors: see `generate`."""
         (asked,) = self._asker.prompts([prompt], sampling, output=output, structured=structured)
-        return Stream(self._engine, asked)
+        return Stream(self, asked)
 
     def stream_chat(
         self,
@@ -267,17 +250,11 @@ class LLM:
             structured=structured,
             options=template_options,
         )
-        return Stream(self._engine, asked)
+        return Stream(self, asked)
 
     def close(self) -> None:
         """Ends what runs, and frees the model and the pool. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._ends.detach()
-        self._engine.close()
-        self._daemon.stop()
-        self._backend.close()
+        self._ends()
 
     def __enter__(self) -> LLM:
         return self
@@ -305,6 +282,37 @@ class LLM:
         return [each.completion(request) for each, request in zip(asked, requests, strict=True)]
 
 
+def _worker_maker(
+    backend: Backend, daemon: _native.Daemon, hash_key: bytes, pages: int, max_tokens: int, max_sequences: int
+) -> Callable[[], tuple[Worker, _native.PoolClient]]:
+    """What makes the engine's workers. It knows nothing of the LLM, which else would live as long as the thread."""
+
+    def made() -> tuple[Worker, _native.PoolClient]:
+        incarnation = secrets.randbits(63)
+        worker = Worker(
+            "llm",
+            backend,
+            pages=pages,
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            max_queue=1 << 30,
+            hash_key=hash_key,
+            incarnation=incarnation,
+        )
+        spec = backend.namespace.kv
+        pool = daemon.attach(incarnation, spec.strips, spec.strip_bytes, backend.namespace.owner())
+        worker.attach(pool)
+        return worker, pool
+
+    return made
+
+
+def _close(engine: Engine, daemon: _native.Daemon, backend: Backend) -> None:
+    engine.close()
+    daemon.stop()
+    backend.close()
+
+
 def begin(engine: Engine, requests: Sequence[Request]) -> None:
     """Compiles their grammars, then submits them together."""
     for grammar in {each.sampling.grammar for each in requests if each.sampling.grammar is not None}:
@@ -319,8 +327,10 @@ class Stream(Iterator[Piece]):
     holds any more is closed too.
     """
 
-    def __init__(self, engine: Engine, asked: Asked) -> None:
-        self._engine = engine
+    def __init__(self, llm: LLM, asked: Asked) -> None:
+        #: Which is not to end before its stream.
+        self._llm = llm
+        self._engine = engine = llm._engine
         self._asked = asked
         self._news = threading.Event()
         self._request = asked.request(self._news.set, streamed=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,8 @@ def test_a_stream_that_ends_early_leaves_nothing(llm: LLM, how: str) -> None:
     if how == "close":
         stream.close()
         stream.close()
+        with pytest.raises(RuntimeError, match="before it was complete"):
+            stream.completion()
     elif how == "with":
         with pytest.raises(ArithmeticError), stream:
             raise ArithmeticError
@@ -162,6 +165,18 @@ def test_an_engine_that_cannot_go_on_says_so(llm: LLM, monkeypatch: pytest.Monke
     llm._engine._thread.join()
     with pytest.raises(RuntimeError, match="make a new one"):
         llm.generate("hello", GREEDY)
+
+
+def test_one_that_nobody_has_closed_ends_with_its_last_user(tmp_path: Path) -> None:
+    llm = LLM("fake", backend="fake", dram_bytes=1 << 20, pages=64, state_dir=tmp_path)
+    stream, thread = llm.stream("abc", GREEDY), llm._engine._thread
+    del llm
+    gc.collect()
+    assert len(list(stream)) == 12, "its stream uses it"
+    del stream
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 # -- asyncio -----------------------------------------------------------------------------------------------------------
