@@ -39,11 +39,14 @@ class Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        #: Where they are, if not at the address of all gateways.
-        self.port = service.config.dashboard_port
         self._made: asyncio.Future[FastAPI] | None = None
         self._living: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+
+    @property
+    def port(self) -> int:
+        """Where they are, if not at the address of all gateways; 0: there."""
+        return self._service.config.dashboard_port
 
     async def close(self) -> None:
         self._closing.set()
