@@ -113,7 +113,8 @@ class Backend(Protocol):
         where `shaping` forbids every token.
 
         The same tokens at the same positions give the same result whatever else is in the batch. Slices of one step
-        never share a page that one of them writes. Sampling is greedy at temperature 0, else a counter-based draw from
+        never share a page that one of them writes, but for single tokens of one sequence behind each other, in order:
+        each reads what those before it write. Sampling is greedy at temperature 0, else a counter-based draw from
         (seed, position of the new token). It is `submit(slices).tokens()`.
         """
         ...

@@ -368,7 +368,7 @@ class Batcher:
                     continue
             if budget:
                 start = sequence.planned
-                count = room.take(start, min(budget, len(sequence.tokens) - start))
+                count = room.take(start, min(budget, len(sequence.tokens) - start, sequence.most))
                 if not count:
                     break
                 budget -= count

@@ -442,6 +442,17 @@ class Handoff(msgspec.Struct, frozen=True):
     computing: float
 
 
+class PromptTold(Message, frozen=True):
+    """What the model thought of prompt tokens, if that was asked for: of those from position `first` on, one each. The
+    first token of a prompt has none. All are there before the first token of the answer; some may come twice.
+    """
+
+    request: int
+    attempt: int
+    first: int
+    logprobs: tuple[Logprobs, ...]
+
+
 class Tokens(Message, frozen=True, omit_defaults=True):
     """Consecutive tokens; `first` is the index of tokens[0]. finish: the request has ended with the last of them.
 
@@ -486,7 +497,7 @@ ConductorToWorker: TypeAlias = SetRole
 ToConductor: TypeAlias = GatewayToConductor | WorkerToConductor
 ConductorToGateway: TypeAlias = Planned | Rejected | ClusterState | ClearOutcome | Explained | HotPrefixes
 GatewayToWorker: TypeAlias = Work | Abort | GatewayPing
-WorkerToGateway: TypeAlias = PrefillReport | Tokens | Failed | WorkerPing
+WorkerToGateway: TypeAlias = PrefillReport | PromptTold | Tokens | Failed | WorkerPing
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -37,6 +38,7 @@ class Sequence:
     arrived: when the client's request did, on the clock of `Batcher.plan`. ttft, tbt: seconds it was promised to its
     first token, between tokens. deadline: when the answer becomes worthless, on the same clock. priority: higher goes
     first. tenant: whose it is, for fairness.
+    most: prompt tokens that one step computes of it.
     computed: positions whose KV is in `pages`. high_water: positions whose KV has existed before; to compute one of
     them again counts as `recomputed`. cached: tokens reused when it first ran.
     """
@@ -56,6 +58,7 @@ class Sequence:
     deadline: float = math.inf
     priority: int = 0
     tenant: int = 0
+    most: int = sys.maxsize
     high_water: int = 0
     pages: list[int] = field(default_factory=list)
     computed: int = 0

@@ -167,7 +167,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: tokens that it does not allow are not chosen. Then temperature, min_p, top_k, top_p.
 
     logprobs: how many of the likeliest tokens are told beside each chosen one; None: nothing is told, 0: the chosen
-    one's only.
+    one's only. prompt_logprobs: the same of the prompt's own tokens but its first; whoever computes the prompt tells.
     """
 
     temperature: float = 1.0
@@ -186,6 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -212,8 +213,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self._check_biases()
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise ValueError(f"min_tokens must be between 0 and max_tokens ({self.max_tokens}), not {self.min_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise ValueError(f"logprobs must be between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MOST_LOGPROBS:
+                raise ValueError(f"{name} must be between 0 and {MOST_LOGPROBS}, not {count}")
 
     def _check_biases(self) -> None:
         if len(self.logit_bias) > MOST_BIASES:

@@ -153,7 +153,8 @@ class FakeBackend:
             if readable is not None:
                 readable(layer)
             if not layer:
-                rows = [self._rows(slice_) for slice_ in slices]
+                fresh: dict[tuple[int, int], int] = {}
+                rows = [self._rows(slice_, fresh) for slice_ in slices]
             if seconds:
                 time.sleep(max(began + seconds * (layer + 1) / self._layers - time.perf_counter(), 0.0))
             for slice_, kv in zip(slices, rows, strict=True):
@@ -207,14 +208,20 @@ class FakeBackend:
             raise RuntimeError("no pages: call allocate first, and nothing after close")
         return self._cache
 
-    def _rows(self, slice_: Slice) -> U64:
-        """KV of the slice's tokens: uint64 [tokens, strips, words]."""
+    def _rows(self, slice_: Slice, fresh: dict[tuple[int, int], int]) -> U64:
+        """KV of the slice's tokens: uint64 [tokens, strips, words]. fresh: states that this step is to write, by page
+        and place in it: the last one of each slice so far.
+        """
         block_tokens = self.namespace.kv.block_tokens
         state = 0
         if slice_.start:
-            page, offset = divmod(slice_.start - 1, block_tokens)
-            state = int(self._pages[slice_.pages[page], 0, offset, 0])
+            block, offset = divmod(slice_.start - 1, block_tokens)
+            page = int(slice_.pages[block])
+            known = fresh.get((page, offset))
+            state = int(self._pages[page, 0, offset, 0]) if known is None else known
         states = chain(state, slice_.tokens.tolist())
+        block, offset = divmod(slice_.start + len(states) - 1, block_tokens)
+        fresh[int(slice_.pages[block]), offset] = states[-1]
         return kv_rows(states, self._strips, self._words)
 
     def _write(self, slice_: Slice, rows: U64, layer: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from pyengine.chat.parsing import AnswerParser, CallPiece, Content, Delta, Reasoning, ReasoningCount
 from pyengine.gateway.errors import ApiError
-from pyengine.gateway.spelling import Teller
+from pyengine.gateway.spelling import Scored, Teller, behind
 from pyengine.scheduler.types import Logprobs
 
 Endpoint = Literal["chat", "completion"]
@@ -76,6 +76,7 @@ class Told(NamedTuple):
     tellers: Sequence[Teller] = ()
     parsers: Sequence[AnswerParser] = ()
     counts: Sequence[ReasoningCount] = ()
+    scored: Scored | None = None
 
 
 TEXT_ONLY = Told()
@@ -109,13 +110,18 @@ class Answer:
             if self._chat:
                 message, finish = self._message(piece)
                 said = {"message": {"role": "assistant", **message}}
-            built.append(self._choice(piece.choice, said | self._ids(piece), self._logprobs(piece), finish))
+            if self._scores and not self._chat:
+                said["prompt_logprobs"] = self._prompt_logprobs(piece.choice)
+            logprobs = behind(self._echoed(piece.choice), self._logprobs(piece))
+            built.append(self._choice(piece.choice, said | self._ids(piece), logprobs, finish))
         body = {**self._head("chat.completion" if self._chat else "text_completion"), "choices": built}
         if self._chat and self._told.token_ids:
             body["prompt_token_ids"] = self._told.prompts[0]
         elif self._told.token_ids:
             for at, choice in enumerate(built):
                 choice["prompt_token_ids"] = self._told.prompts[at]
+        if self._scores and self._chat:
+            body["prompt_logprobs"] = self._prompt_logprobs(0)
         return self._encoder.encode({**body, "usage": self._counted(usage).json()})
 
     def opening(self, usage: Usage, choices: int) -> bytes:
@@ -129,7 +135,7 @@ class Answer:
                 events.append(self._event(self._choice(index, body, None, None), usage, prompt))
             elif told.echoes:
                 body = {"text": self._echo(index)} | ({"token_ids": []} if told.token_ids else {})
-                events.append(self._event(self._choice(index, body, None, None), usage))
+                events.append(self._event(self._choice(index, body, self._echoed(index), None), usage))
         return b"".join(events)
 
     def delta(self, piece: Piece, usage: Usage | None = None) -> bytes:
@@ -234,6 +240,22 @@ class Answer:
 
     def _echo(self, index: int) -> str:
         return self._told.echoes[index] if self._told.echoes else ""
+
+    @property
+    def _scores(self) -> bool:
+        """What is asked for is vLLM's `prompt_logprobs`."""
+        return self._told.scored is not None and self._told.scored.most is not None
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        assert self._told.scored is not None
+        return self._told.scored.listed(self._told.prompts[index], index)
+
+    def _echoed(self, index: int) -> dict[str, Any] | None:
+        """Logprobs of the prompt that a choice begins with; None if they are not told there."""
+        told = self._told
+        if told.scored is None or not told.echoes or not told.tellers:
+            return None
+        return told.tellers[index].prompt(told.prompts[index], told.scored.of(index))
 
     def _ids(self, piece: Piece) -> dict[str, list[int]]:
         return {"token_ids": piece.ids} if self._told.token_ids else {}

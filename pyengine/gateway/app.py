@@ -39,7 +39,7 @@ from pyengine.gateway.probes import Deep, add_probes
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.request_ids import RequestIds
 from pyengine.gateway.service import Model, Service
-from pyengine.gateway.spelling import Teller, spell
+from pyengine.gateway.spelling import Scored, Teller, spell
 from pyengine.grammar import GrammarError
 from pyengine.scheduler.types import Grammar, WorkerInfo
 from pyengine.text import ChatError, Tokenizer
@@ -231,13 +231,18 @@ async def _complete(service: Service, http: HttpRequest, endpoint: Endpoint) -> 
             await exchange.unless_gone(_followed(service, model, form.grammar, request.wanted))
         visit.check()
         exchange.start(request, model, prompts, tokenizer, terms, form)
-        answer = Answer(endpoint, model.name, number, _told(request, prompts, tokenizer, form))
+        told = _told(request, prompts, tokenizer, form)
+        if request.scores is not None:
+            told = told._replace(scored=Scored(tokenizer, exchange.prompt_logprobs, request.prompt_logprobs))
+        answer = Answer(endpoint, model.name, number, told)
         if not request.stream:
             whole = await exchange.whole(answer)
             if timed:
                 headers["Server-Timing"] = exchange.timing
             return Response(whole, headers=headers, media_type=JSON)
         # The status line waits for the first token: what fails before it is an HTTP error and no broken stream.
+        if request.scores is not None:
+            await exchange.prompts_told()
         first = await exchange.next()
         if timed:
             headers["Server-Timing"] = exchange.timing
@@ -270,7 +275,7 @@ def _told(
         token_ids=bool(request.return_token_ids),
         prompts=[prompt.ids for prompt in each],
         echoes=[prompt.text for prompt in each] if echo else [],
-        tellers=[] if request.told is None else [Teller(tokenizer) for _ in each],
+        tellers=[] if request.told is None else [Teller(tokenizer, most=request.told) for _ in each],
         parsers=[] if form.plain else [form.parser() for _ in each],
         counts=reasoning_counts(tokenizer, form, [prompt.ids for prompt in each], isinstance(request, ChatRequest)),
     )

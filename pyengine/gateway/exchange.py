@@ -23,6 +23,7 @@ from pyengine.gateway.recent import Record, record_of
 from pyengine.gateway.request import RequestError, Terms
 from pyengine.gateway.service import Generation, Model, Service
 from pyengine.gateway.tracing import Timeline, Trace
+from pyengine.scheduler.types import Logprobs
 from pyengine.text import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Exchange:
         self._begun = 0
         #: Whoever asks for tokens has each at once, as its gaps are what it may be measuring.
         self._each = False
+        #: Whoever has a prompt scored only sees nothing of the answer.
+        self._silent = False
         gone.add_done_callback(lambda _: self._wake())
 
     def start(
@@ -88,6 +91,7 @@ class Exchange:
         settings = [openai.sampling(request, len(prompt.ids), *model_room, form.grammar) for prompt in prompts]
         self._service.room_for(len(prompts) * request.choices)
         self._each = bool(request.return_token_ids)
+        self._silent = request.max_tokens == 0
         self._answers = request.choices
         self._user = request.user or ""
         for prompt, sampling in zip(prompts, settings, strict=True):
@@ -123,13 +127,13 @@ class Exchange:
             cached += found.cached or 0
             for tier, tokens in found.tiers.items():
                 tiers[tier] = tiers.get(tier, 0) + tokens
-        completion = sum(generation.emitted for generation in self._generations)
+        completion = 0 if self._silent else sum(generation.emitted for generation in self._generations)
         return Usage(prompt=prompt, completion=completion, cached=cached, tiers=tiers)
 
     @property
     def spent(self) -> Usage:
         """As `usage`, with all that was generated: also what the client did not take."""
-        completion = sum(len(generation.request.tokens) for generation in self._generations)
+        completion = 0 if self._silent else sum(len(generation.request.tokens) for generation in self._generations)
         return msgspec.structs.replace(self.usage, completion=completion)
 
     @property
@@ -165,6 +169,8 @@ class Exchange:
         news, ended = [], False
         for index, generation in self.open.items():
             text, ids, finish, told = generation.take(each=each)
+            if self._silent:
+                text, ids, finish, told = "", [], finish and "length", None if told is None else []
             if text or ids or finish is not None:
                 news.append(Piece(index, text, ids, finish, told))
                 ended = ended or finish is not None
@@ -173,6 +179,21 @@ class Exchange:
                 if piece.finish is not None:
                     del self.open[piece.choice]
         return news
+
+    def prompt_logprobs(self, choice: int) -> list[Logprobs]:
+        """Of the prompt of a choice, from its second token on."""
+        return self._generations[choice - choice % self._answers].request.prompt_logprobs
+
+    async def prompts_told(self) -> None:
+        """Until all that was asked for of prompts is there, or no more of it comes. Raises ClientGone."""
+        requests = [generation.request for generation in self._generations[:: self._answers]]
+        while not all(request.prompt_is_told or request.done for request in requests):
+            await self._ready
+            self._ready = self._loop.create_future()
+            if self._gone.done():
+                raise ClientGone
+        # What came meanwhile is still to be taken.
+        self._wake()
 
     async def next(self) -> list[Piece]:
         """New pieces, at least one. Raises RequestError, ClientGone."""

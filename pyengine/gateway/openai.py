@@ -66,7 +66,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "structural_tag": (),
     "suffix": ("",),
@@ -125,6 +124,8 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     #: vLLM's: other forms of the answer.
     structured_outputs: StructuredOutputs | None = None
+    #: vLLM's: what the model thought of the prompt's tokens, with so many of the likeliest beside each.
+    prompt_logprobs: LogprobCount | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -167,9 +168,16 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
         """How many of the likeliest tokens are told beside each; None: no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def scores(self) -> int | None:
+        """How many of the likeliest tokens are told beside each of the prompt's; None: its logprobs are not."""
+        return self.prompt_logprobs
+
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    #: 0: only the prompt is scored.
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
     logprobs: LogprobCount | None = None
 
@@ -199,6 +207,12 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     def told(self) -> int | None:
         return self.logprobs
 
+    @property
+    def scores(self) -> int | None:
+        """How many of the likeliest tokens are told beside each of the prompt's; None: its logprobs are not."""
+        echoed = self.logprobs if self.echo else None
+        return max((each for each in (echoed, self.prompt_logprobs) if each is not None), default=None)
+
 
 def parse_chat(body: bytes) -> tuple[ChatRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
@@ -214,9 +228,9 @@ def parse_completion(body: bytes) -> tuple[CompletionRequest, list[str]]:
     """The request and the paths of its fields that nobody knows. Raises ApiError 400 naming what is wrong."""
     request, unknown = decode(body, CompletionRequest, UNSUPPORTED, RENAMED)
     _check(request, prompts=len(request.prompts()))
-    if request.echo and request.logprobs is not None:
-        text = "echo: the prompt's own logprobs are not known here; send echo without logprobs"
-        raise ApiError(400, text, param="echo")
+    if request.max_tokens == 0 and request.scores is None:
+        text = "max_tokens: 0 only scores a prompt; send echo with logprobs, or prompt_logprobs, or at least 1"
+        raise ApiError(400, text, param="max_tokens")
     return request, unknown
 
 
@@ -233,6 +247,9 @@ def _check(request: ChatRequest | CompletionRequest, prompts: int) -> None:
     if options is not None and options.continuous_usage_stats and not options.include_usage:
         text = "stream_options.continuous_usage_stats: send include_usage true with it"
         raise ApiError(400, text, param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        text = "prompt_logprobs: are told in whole answers only; leave stream out"
+        raise ApiError(400, text, param="prompt_logprobs")
     _biases(request.logit_bias, None)
     try:
         request.wanted.check()
@@ -286,7 +303,7 @@ def sampling(
     wanted = request.max_tokens
     if isinstance(request, ChatRequest):
         wanted = request.max_completion_tokens or wanted or max(1, min(CHAT_TOKENS, room - prompt_tokens))
-    most = min(wanted or COMPLETION_TOKENS, max_positions - prompt_tokens)
+    most = min(COMPLETION_TOKENS if wanted is None else wanted, max_positions - prompt_tokens)
     least = request.min_tokens or 0
     if least > most:
         text = f"min_tokens: {least} are more than the answer may have at most, {most}; send less, or a larger maximum"
@@ -303,13 +320,15 @@ def sampling(
         logit_bias=_biases(request.logit_bias, vocab_size),
         # Any 64-bit seed a client may send is folded into the range ours has.
         seed=secrets.randbits(63) if request.seed is None else request.seed % 2**63,
-        max_tokens=most,
+        # One that scores its prompt only has an answer as well, which nobody sees.
+        max_tokens=max(most, 1),
         min_tokens=least,
         stop=stop,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         logprobs=request.told,
         grammar=grammar,
+        prompt_logprobs=request.scores,
     )
 
 
@@ -318,8 +337,13 @@ def _or(value: float | None, default: float) -> float:
 
 
 def nth(params: SamplingParams, answer: int) -> SamplingParams:
-    """Those of a prompt's answer number `answer`, from 0: the same, with a seed of its own that follows the first's."""
-    return msgspec.structs.replace(params, seed=((params.seed or 0) + answer) % 2**63) if answer else params
+    """Those of a prompt's answer number `answer`, from 0: the same, with a seed of its own that follows the first's.
+
+    The prompt is told of with the first.
+    """
+    if not answer:
+        return params
+    return msgspec.structs.replace(params, seed=((params.seed or 0) + answer) % 2**63, prompt_logprobs=None)
 
 
 # -- the other endpoints -----------------------------------------------------------------------------------------------

@@ -142,7 +142,8 @@ class Request:
 
     key_of: uint32 LE token bytes -> 16 bytes per full block, under `root`. patience: seconds without progress that a
     failing request is given; longest: seconds after which any request is worthless, also one with no deadline.
-    excluded: workers that are not to have its first attempt.
+    excluded: workers that are not to have its first attempt. alone: makes another root, and `key_of` under it, that
+    nobody else has: where the prompt's logprobs are asked for, nothing of it may be reused.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Request:
         longest: float,
         terms: Terms,
         excluded: tuple[str, ...] = (),
+        alone: Callable[[], tuple[bytes, Callable[[bytes], bytes]]] | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("a prompt has at least one token")
@@ -212,6 +214,9 @@ class Request:
         self._failing_since: float | None = None
         self._doubt: messages.Failed | None = None
         self._excluded = excluded
+        self._alone = alone
+        #: Of the prompt's tokens from its second on, if they were asked for.
+        self.prompt_logprobs: list[Logprobs] = []
         self._base = 0
         self._ids = b""
         self._keys = b""
@@ -229,6 +234,12 @@ class Request:
         behind it. Where both are promised, the first is shown with the second, as long as its own objective allows.
         """
         return 0 if len(self.tokens) == 1 and not self.done and self._held_until > -math.inf else len(self.tokens)
+
+    @property
+    def prompt_is_told(self) -> bool:
+        """Nothing was asked for of the prompt's tokens, or all is there."""
+        asked = self.sampling.prompt_logprobs is not None
+        return not asked or len(self.prompt_logprobs) == len(self.prompt) - 1
 
     @property
     def tbt(self) -> float:
@@ -255,6 +266,10 @@ class Request:
             self.asked = now
         self.state = State.ROUTING
         self._base = len(self.tokens)
+        if not self.prompt_is_told and self._alone is not None:
+            # What an earlier attempt has computed tells nothing, should this one find it.
+            self.prompt_logprobs.clear()
+            self._root, self._key_of = self._alone()
         self._early.clear()
         self._ends_at = self._ends_as = None
         self._doubt = None
@@ -298,6 +313,9 @@ class Request:
         self._admitted = True
         self.wake_at = self._deadline
         alone = plan.prefill.worker == plan.decode.worker
+        sampling = self.sampling
+        if sampling.prompt_logprobs is not None and self.prompt_is_told:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         parts = [("both", plan.prefill)] if alone else [("decode", plan.decode), ("prefill", plan.prefill)]
         return [
             ToWorker(
@@ -310,7 +328,7 @@ class Request:
                     generated=self._base,
                     root=self._root,
                     keys=self._keys,
-                    sampling=self.sampling,
+                    sampling=sampling,
                     namespace=self._namespace,
                     decode_node=plan.decode.node,
                     decode_incarnation=plan.decode.incarnation,
@@ -431,6 +449,15 @@ class Request:
                 if taken := min(tokens, left):
                     self.tiers[tier] = taken
                     left -= taken
+
+    def on_prompt_told(self, message: messages.PromptTold) -> None:
+        """In order; what was computed twice is told twice, and taken once."""
+        have = len(self.prompt_logprobs)
+        # The first token of a prompt has none.
+        begin = message.first - 1
+        if message.attempt == self.attempt and 0 <= begin <= have:
+            most = len(self.prompt) - 1 - have
+            self.prompt_logprobs += message.logprobs[have - begin :][:most]
 
     def on_failed(self, message: messages.Failed, now: float) -> list[Action]:
         if self.state is not State.RUNNING or message.attempt != self.attempt or self.plan is None:

@@ -48,6 +48,7 @@ from pyengine.scheduler.messages import (
     Message,
     Planned,
     PrefillReport,
+    PromptTold,
     Tokens,
     WorkerPing,
     WorkerToGateway,
@@ -452,6 +453,11 @@ class Service:
     ) -> Request:
         """One that has not started. patience, excluded: see Request."""
         root = self._keys.root(model.namespace, terms.salt)
+
+        def alone() -> tuple[bytes, Callable[[bytes], bytes]]:
+            own = self._keys.root(model.namespace, terms.salt + b"/alone/" + secrets.token_bytes(16))
+            return own, lambda tokens: self._keys.blocks(tokens, model.block_tokens, own)
+
         return Request(
             secrets.randbits(63),
             prompt,
@@ -465,6 +471,7 @@ class Service:
             longest=self.config.request_timeout,
             terms=terms,
             excluded=excluded,
+            alone=alone,
         )
 
     def send(self, probe: Asker) -> None:
@@ -667,6 +674,8 @@ class Service:
                 generation.request.on_prefill_report(message)
                 if generation.timeline is not None:
                     generation.timeline.hear(message.attempt, now, report=message)
+            elif isinstance(message, PromptTold):
+                generation.request.on_prompt_told(message)
             elif isinstance(message, Failed):
                 actions = generation.request.on_failed(message, now)
                 level = logging.INFO if actions else logging.DEBUG

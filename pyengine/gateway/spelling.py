@@ -6,7 +6,7 @@ tokens have two names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyengine.scheduler.types import Logprobs
@@ -29,12 +29,16 @@ def spell(tokenizer: Tokenizer, token: int) -> tuple[str, bytes]:
 
 
 class Teller:
-    """Logprobs of one choice, piece by piece. With texts' offsets, for plain completions: characters from `start`."""
+    """Logprobs of one choice, piece by piece. With texts' offsets, for plain completions.
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
+    most: of the likeliest tokens beside each of a prompt's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most: int = 0) -> None:
         self._tokenizer = tokenizer
         self._text = Detokenizer(tokenizer)
-        self._at = start
+        self._most = most
+        self._at = 0
 
     def chat(self, ids: Sequence[int], told: Sequence[Logprobs]) -> dict[str, Any]:
         """As chat completions have them. told: one for each of `ids`."""
@@ -43,6 +47,15 @@ class Teller:
             top = [self._entry(other, value) for other, value in one.top]
             content.append({**self._entry(token, one.chosen), "top_logprobs": top})
         return {"content": content, "refusal": None}
+
+    def prompt(self, ids: Sequence[int], told: Sequence[Logprobs]) -> dict[str, Any]:
+        """Those of the prompt that a plain completion begins with, before its first piece: nothing precedes the first
+        of `ids`, of the others `told` has one each.
+        """
+        first = self.completion(ids[:1], [Logprobs(0.0, 1, ())])
+        first["token_logprobs"] = first["top_logprobs"] = [None]
+        shorter = [Logprobs(one.chosen, one.rank, one.top[: self._most]) for one in told]
+        return behind(first, self.completion(ids[1:], shorter)) or first
 
     def completion(self, ids: Sequence[int], told: Sequence[Logprobs]) -> dict[str, Any]:
         """As plain completions have them: beside the likeliest tokens stands the chosen one, if it is none of them."""
@@ -65,6 +78,36 @@ class Teller:
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text, data = spell(self._tokenizer, token)
         return {"token": text, "logprob": _number(value), "bytes": list(data)}
+
+
+class Scored:
+    """Logprobs of prompts. of: those of a choice's prompt, from its second token on. most: of the likeliest tokens
+    beside each, where vLLM has them; None: they are not asked for there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, of: Callable[[int], list[Logprobs]], most: int | None) -> None:
+        self.of = of
+        self.most = most
+        self._tokenizer = tokenizer
+
+    def listed(self, ids: Sequence[int], choice: int) -> list[dict[str, Any] | None]:
+        """As vLLM tells them: for each of `ids` the likeliest tokens and itself, by id; null for the first."""
+        listed: list[dict[str, Any] | None] = [None]
+        for token, one in zip(ids[1:], self.of(choice), strict=True):
+            ranked = {other: (rank, value) for rank, (other, value) in enumerate(one.top[: self.most], 1)}
+            ranked.setdefault(token, (one.rank, one.chosen))
+            listed.append({str(other): self._entry(other, *found) for other, found in ranked.items()})
+        return listed
+
+    def _entry(self, token: int, rank: int, value: float) -> dict[str, Any]:
+        return {"logprob": _number(value), "rank": rank, "decoded_token": spell(self._tokenizer, token)[0]}
+
+
+def behind(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Two plain completions' logprobs as one; either may be missing."""
+    if first is None or second is None:
+        return first if second is None else second
+    return {name: first[name] + second[name] for name in first}
 
 
 def _number(value: float) -> float:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
+import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -44,10 +46,12 @@ from pyengine.scheduler.messages import (
     Message,
     Note,
     PrefillReport,
+    PromptTold,
     Tokens,
     Work,
 )
 from pyengine.scheduler.types import KEY_BYTES, FinishReason, Logprobs, Role
+from pyengine.worker import prompts
 from pyengine.worker.shaping import Shaper
 from pyengine.worker.stages import Stages
 
@@ -83,24 +87,27 @@ class Load(NamedTuple):
 @dataclasses.dataclass(slots=True)
 class Flight:
     """A step under way. pending: None if it could not be submitted, or the step before it has failed. rows: of its
-    sequences. began: when it was submitted (time.perf_counter). loads: it may wait for KV that is still on its way.
+    sequences. widths: slices of each of these; None: one. began: when it was submitted (time.perf_counter). loads: it
+    may wait for KV that is still on its way.
     """
 
     step: Step
     pending: Pending | None
     rows: dict[SequenceId, int]
+    widths: list[int] | None
     began: float
     loads: bool = False
 
 
 class Chosen(msgspec.Struct, gc=False):
     """By a step. tokens: parallel to its slices, -1 where there is none. logprobs: of those that asked. stuck: to whom
-    what they asked for leaves no token.
+    what they asked for leaves no token. prompts: what is told of prompt tokens.
     """
 
     tokens: list[int]
     logprobs: dict[SequenceId, Logprobs]
     stuck: list[SequenceId]
+    prompts: dict[SequenceId, prompts.Told] = {}
 
 
 class Worker:
@@ -168,6 +175,8 @@ class Worker:
         self._sequences: dict[SequenceId, Sequence] = {}
         #: Of sequences whose choices are shaped or told of.
         self._shapers: dict[SequenceId, Shaper] = {}
+        #: How many of the likeliest tokens are told beside each of a prompt's.
+        self._telling: dict[SequenceId, int] = {}
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size, backend.eos_token_ids)
         #: Of sequences that cannot begin before: no step waits for a grammar.
         self._compiling: dict[SequenceId, Future[llguidance.LLMatcher]] = {}
@@ -212,6 +221,7 @@ class Worker:
             deadline=math.inf if slo.deadline is None else arrived + slo.deadline,
             priority=work.priority,
             tenant=work.tenant,
+            most=sys.maxsize if prompts.wanted(work) is None else prompts.AT_ONCE,
         )
         grammar = work.sampling.grammar
         try:
@@ -228,6 +238,8 @@ class Worker:
             return
         self.work[identity] = work
         self._sequences[identity] = sequence
+        if (wish := prompts.wanted(work)) is not None:
+            self._telling[identity] = wish
         if (shaper := Shaper.of(sequence, self.backend.vocab_size, self.grammars, compiled)) is not None:
             self._shapers[identity] = shaper
         self._due[identity] = due = now + work.deadline
@@ -402,14 +414,16 @@ class Worker:
         pending = None
         written = self.mover.stream(step.slices)
         readable = self.mover.readable(step.slices)
+        widths = self._widths(step.slices)
         try:
             pending = self.backend.submit(self._slices(step.slices), written, readable)
         except WorkerBroken:
             raise
         except Exception:
             logger.exception("a step of %d sequences could not be submitted", len(step.slices))
-        rows = {planned.id: row for row, planned in enumerate(step.slices)}
-        self._flights.append(Flight(step, pending, rows, time.perf_counter(), readable is not None))
+        ends = itertools.accumulate(widths or itertools.repeat(1, len(step.slices)))
+        rows = {planned.id: end - 1 for planned, end in zip(step.slices, ends, strict=True)}
+        self._flights.append(Flight(step, pending, rows, widths, time.perf_counter(), readable is not None))
         self.batcher.begin(step)
 
     def _end_steps(self, left: int) -> None:
@@ -439,6 +453,11 @@ class Worker:
         for sequence_id in chosen.stuck:
             shaper = self._shapers.get(sequence_id)
             self._fail(sequence_id, "refused", (shaper.flaw if shaper is not None else None) or STUCK)
+        for sequence_id, told_of in chosen.prompts.items():
+            if (work_of := self.work.get(sequence_id)) is not None:
+                request, attempt = work_of.request, work_of.attempt
+                first, tokens = told_of.first, told_of.logprobs
+                self._out.append(PromptTold(request=request, attempt=attempt, first=first, logprobs=tokens))
         logprobs = chosen.logprobs
         for outcome in self.batcher.finish(flight.step, chosen.tokens):
             told = logprobs.get(outcome.id) if logprobs else None
@@ -449,7 +468,7 @@ class Worker:
         planned = flight.step.slices
         if flight.pending is not None:
             try:
-                chosen = self._read(planned, flight.pending)
+                chosen = self._read(planned, flight.widths, flight.pending)
             except WorkerBroken:
                 raise
             except Unreadable as error:
@@ -483,7 +502,7 @@ class Worker:
         """Who fails is ended, who has ended or lost its pages since the step was planned is left out. KV is written
         twice: harmless.
         """
-        chosen = Chosen([-1] * len(planned), {}, [])
+        chosen = Chosen([-1] * len(planned), {}, [], {})
         here = [
             (row, each)
             for row, each in enumerate(planned)
@@ -492,7 +511,7 @@ class Worker:
         failed: dict[SequenceId, Exception] = {}
         for row, each in here:
             try:
-                alone = self._read([each], self.backend.submit(self._slices([each])))
+                alone = self._read([each], self._widths([each]), self.backend.submit(self._slices([each])))
             except WorkerBroken:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a model raises, it is this request's)
@@ -501,6 +520,7 @@ class Worker:
                 (chosen.tokens[row],) = alone.tokens
                 chosen.logprobs.update(alone.logprobs)
                 chosen.stuck.extend(alone.stuck)
+                chosen.prompts.update(alone.prompts)
         if here:
             self._hopeless = self._hopeless + 1 if len(failed) == len(here) else 0
         if self._hopeless >= HOPELESS_STEPS:
@@ -526,8 +546,22 @@ class Worker:
             after = self._flights[-1].rows[each.id] if each.start == len(sequence.tokens) else None
             sampling = sequence.sampling if each.sample else None
             shaping = self._shaping(each) if shaped and each.sample else None
-            slices.append(Slice(ids[begin:end], each.start, self._table(each), sampling, after, shaping))
+            wish = self._telling.get(each.id) if self._telling else None
+            if wish is not None and each.start < sequence.prompt_tokens:
+                slices += prompts.forced(each, sequence, ids[begin:end], self._table(each), wish)
+                if not each.sample:
+                    continue
+                begin = end - 1
+            start = each.start + each.count - (end - begin)
+            slices.append(Slice(ids[begin:end], start, self._table(each), sampling, after, shaping))
         return slices
+
+    def _widths(self, planned: list[Planned]) -> list[int] | None:
+        """How many of `_slices` each becomes; None: one, as nobody is to be told of prompts."""
+        if not self._telling:
+            return None
+        telling = self._telling
+        return [prompts.spread(each, self._sequences[each.id], telling.get(each.id)) for each in planned]
 
     def _mask(self, planned: list[Planned]) -> None:
         """The masks of all grammars in a step are made together, as several threads can make them."""
@@ -547,11 +581,39 @@ class Worker:
             table = self._tables[planned.id] = np.array(planned.pages, np.int32)
         return table
 
-    def _read(self, planned: list[Planned], pending: Pending) -> Chosen:
+    def _read(self, planned: list[Planned], widths: list[int] | None, pending: Pending) -> Chosen:
         """The backend's answer. Raises ValueError for one that cannot be."""
         tokens = pending.tokens()
-        if len(tokens) != len(planned):
-            raise ValueError(f"the backend gave {len(tokens)} tokens for {len(planned)} slices")
+        slices = len(planned) if widths is None else sum(widths)
+        if len(tokens) != slices:
+            raise ValueError(f"the backend gave {len(tokens)} tokens for {slices} slices")
+        if widths is None:
+            return self._read_tokens(planned, tokens, pending.logprobs)
+        return self._read_prompts(planned, widths, tokens, pending.logprobs())
+
+    def _read_prompts(
+        self, planned: list[Planned], widths: list[int], tokens: list[int], logprobs: list[Logprobs | None]
+    ) -> Chosen:
+        """Of slices of which some are single tokens of a prompt, see prompts.py."""
+        logprobs = logprobs or [None] * len(tokens)
+        last, told_last, found, end = list[int](), list[Logprobs | None](), {}, 0
+        for each, width in zip(planned, widths, strict=True):
+            begin, end = end, end + width
+            sequence = self._sequences.get(each.id)
+            if each.id in self._telling and sequence is not None and each.start < sequence.prompt_tokens:
+                behind = end - each.sample
+                if (told := prompts.told(each, sequence, tokens[begin:behind], logprobs[begin:behind])) is not None:
+                    found[each.id] = told
+            last.append(tokens[end - 1] if each.sample else -1)
+            told_last.append(logprobs[end - 1] if each.sample else None)
+        chosen = self._read_tokens(planned, last, lambda: told_last)
+        chosen.prompts = found
+        return chosen
+
+    def _read_tokens(
+        self, planned: list[Planned], tokens: list[int], logprobs: Callable[[], list[Logprobs | None]]
+    ) -> Chosen:
+        """tokens: one for each."""
         stuck = False
         for token, each in zip(tokens, planned, strict=True):
             if not (0 <= token < self.backend.vocab_size if each.sample else token == -1):
@@ -560,7 +622,7 @@ class Worker:
                 stuck = True
         if not (stuck or self._shapers):
             return Chosen(tokens, {}, [])
-        told = {each.id: one for each, one in zip(planned, pending.logprobs(), strict=False) if one is not None}
+        told = {each.id: one for each, one in zip(planned, logprobs(), strict=False) if one is not None}
         ids = [each.id for token, each in zip(tokens, planned, strict=True) if token == NOTHING_LEFT]
         return Chosen([max(token, -1) for token in tokens], told, ids)
 
@@ -685,6 +747,7 @@ class Worker:
         self.work.pop(sequence_id, None)
         self._sequences.pop(sequence_id, None)
         self._shapers.pop(sequence_id, None)
+        self._telling.pop(sequence_id, None)
         self._compiling.pop(sequence_id, None)
         self._stages.forget(sequence_id)
         self._tables.pop(sequence_id, None)

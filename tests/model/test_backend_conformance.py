@@ -200,6 +200,22 @@ def test_decoding_equals_prefilling_what_was_decoded(make: Callable[[], Backend]
         assert prefill(backend, whole, pages_for(len(whole)), len(whole)) == answer[cut]
 
 
+def test_tokens_of_one_sequence_may_be_slices_behind_each_other(make: Callable[[], Backend]) -> None:
+    """In one step each reads what those before it write; the KV is that of one slice, and so is the answer."""
+    backend = make()
+    tokens, first, other = prompt(41), pages_for(60), pages_for(60, 10)
+    expected = prefill(backend, tokens, first, 100)
+    prefill(backend, tokens[:7], other, 100)
+    neighbour = slice_of(prompt(9, 3), 0, pages_for(20, 20))
+    rows = [slice_of([token], at, other) for at, token in enumerate(tokens[7:], 7)]
+    chosen = backend.execute([*rows[:20], neighbour, *rows[20:]])
+    assert chosen[-1] == expected
+    for at, token in enumerate([*chosen[:20], *chosen[21:-1]], 8):
+        if at % 8 == 0:
+            assert token == prefill(backend, tokens[:at], pages_for(60, 30), 100)
+    assert decode(backend, expected, 41, 6, other) == decode(backend, expected, 41, 6, first)
+
+
 def test_the_batch_does_not_change_the_answer(make: Callable[[], Backend]) -> None:
     """Prompts of very different lengths decode together while another is prefilled in chunks beside them."""
     backend = make()

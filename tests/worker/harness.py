@@ -16,7 +16,7 @@ from pyengine import _native
 from pyengine.backend import Backend
 from pyengine.kv_mover import Pool
 from pyengine.scheduler.batcher import State
-from pyengine.scheduler.messages import Abort, Failed, Message, PrefillReport, Tokens, Work
+from pyengine.scheduler.messages import Abort, Failed, Message, PrefillReport, PromptTold, Tokens, Work
 from pyengine.scheduler.types import FinishReason, Logprobs, Node, Role, SamplingParams, Source
 from pyengine.worker.core import Worker
 
@@ -38,6 +38,8 @@ class Request(msgspec.Struct):
     cached: int | None = None
     tiers: dict[str, int] = {}
     told: dict[int, Logprobs] = {}
+    #: By position in the prompt.
+    prompt_told: dict[int, Logprobs] = {}
 
     @property
     def over(self) -> bool:
@@ -213,6 +215,10 @@ class Cluster:
             case Failed():
                 request.failed = message
                 self.abort(request)
+            case PromptTold():
+                assert not request.tokens, "the prompt is told of before the answer begins"
+                for offset, told in enumerate(message.logprobs):
+                    request.prompt_told.setdefault(message.first + offset, told)
             case PrefillReport():
                 request.cached, request.tiers = message.cached, message.tiers
 
