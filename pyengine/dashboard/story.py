@@ -98,8 +98,11 @@ def timeline(choice: Choice) -> str:
     handoff = ", ".join(f"{name} {seconds(value)}" for name, value in choice.handoff.items())
     notes = f"<p><small>The hand-off, as the decode worker tells it: {escape(handoff)}.</small></p>" if handoff else ""
     lost = "".join(_lost(at, why) for at, why in choice.lost)
+    held = choice.parts.get("held", 0.0)
+    waited = f" (held for {seconds(held)}, as the second was promised soon behind it)" if held > 0.0 else ""
     return (
-        f"<p>{_went(choice)}; first token after <b>{seconds(choice.parts['ttft'])}</b>{_verdict(choice.ttft_kept)}, "
+        f"<p>{_went(choice)}; first token after <b>{seconds(choice.parts['ttft'])}</b>{waited}"
+        f"{_verdict(choice.ttft_kept)}, "
         f"TBT {seconds(choice.tbt)}{_verdict(choice.tbt_kept)}, in all {seconds(choice.total)}.</p>"
         f'<svg class="timeline" viewBox="0 0 {WIDTH} {ROW}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(", ".join(f"{span.name} {seconds(span.end - span.begin)}" for span in parts))}">'

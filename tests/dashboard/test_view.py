@@ -281,6 +281,8 @@ def test_a_timeline_adds_up_and_every_term_of_a_decision_is_there() -> None:
     page = Page(story.timeline(one))
     assert [row[0] for row in page.rows[1:]] == [span.name for span in spans]
     assert "kept" in page.text and "missed" in page.text
+    held = choice(parts={**one.parts, "held": 0.03})
+    assert "held for 30 ms" in Page(story.timeline(held)).text and "held" not in page.text
     alone = choice(decode="p")
     assert "handoff" not in [span.name for span in story.spans(alone)], "who does both hands nothing over"
     assert "no first token yet" in story.timeline(choice(parts={}, lost=((0.5, "it died"),)))
