@@ -22,7 +22,7 @@ from pyengine import _native
 from pyengine.backend import Backend
 from pyengine.grammar import GrammarError
 from pyengine.llm.request import Request
-from pyengine.scheduler.messages import Abort, Failed, PrefillReport, Tokens, Work
+from pyengine.scheduler.messages import Abort, Failed, PrefillReport, PromptTold, Tokens, Work
 from pyengine.scheduler.types import Grammar, Node
 from pyengine.worker.core import Worker
 
@@ -185,6 +185,8 @@ class Engine:
                     self.worker.abort(Abort(request=message.request, attempt=1))
                 if self._running[message.request].ended:
                     del self._running[message.request]
+            case PromptTold() if message.request in self._running:
+                self._running[message.request].tell(message)
             case PrefillReport() if message.request in self._running:
                 self._running[message.request].report = message
             case Failed() if message.request in self._running:
@@ -206,14 +208,18 @@ class Engine:
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(62))
+        root = self._root
+        if sampling.prompt_logprobs is not None:
+            # What somebody has computed before tells nothing: nothing of it is found under a root of its own.
+            root = _native.root_key(self.worker.namespace, b"", secrets.token_bytes(16), self._hash_key)
         return Work(
             request=request.number,
             attempt=1,
             part="both",
             token_ids=tokens.tobytes(),
             generated=0,
-            root=self._root,
-            keys=_native.block_keys(tokens, self.worker.block_tokens, self._root, self._hash_key),
+            root=root,
+            keys=_native.block_keys(tokens, self.worker.block_tokens, root, self._hash_key),
             sampling=sampling,
             namespace=self.worker.namespace,
             decode_node=self._node,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pyengine.chat.parsing import AnswerParser, CallPiece, Content, Reasoning, ReasoningCount
-from pyengine.scheduler.messages import PrefillReport, Tokens
+from pyengine.scheduler.messages import PrefillReport, PromptTold, Tokens
 from pyengine.scheduler.types import FinishReason, Logprobs, SamplingParams
 from pyengine.text import NOTHING, Detokenizer, Tokenizer
 
@@ -35,7 +35,8 @@ class Completion(msgspec.Struct, frozen=True):
     text: without reasoning and calls, which stand apart. token_ids: of all of it.
     cached_tokens: prompt tokens whose KV was reused. cached_by_tier: where that was found ("device", "dram", "ssd").
     reasoning_tokens: how many of `token_ids` are reasoning, its marks included.
-    logprobs: one for each token, if `SamplingParams.logprobs` asked for them.
+    logprobs: one for each token, if `SamplingParams.logprobs` asked for them. prompt_logprobs: one for each token of
+    the prompt but its first, if `SamplingParams.prompt_logprobs` did.
     output: the answer as the type that was asked for (`output=`), else None.
     """
 
@@ -50,6 +51,7 @@ class Completion(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
     tool_calls: tuple[ToolCall, ...] = ()
     output: Any = None
+    prompt_logprobs: list[Logprobs] | None = None
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -100,6 +102,7 @@ class Request:
         self._count = count
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] | None = None if sampling.logprobs is None else []
+        self._prompt_logprobs: list[Logprobs] | None = None if sampling.prompt_logprobs is None else []
         self._finish = ""
         self._said: list[str] = []
         self._thought: list[str] = []
@@ -130,6 +133,13 @@ class Request:
             self._on_news()
         return finish is not None and message.finish is None
 
+    def tell(self, message: PromptTold) -> None:
+        """Of the prompt. What was computed twice is told twice, and taken once."""
+        if self._prompt_logprobs is not None:
+            have = len(self._prompt_logprobs)
+            fresh = message.logprobs[have - (message.first - 1) :]
+            self._prompt_logprobs += fresh[: len(self.ids) - 1 - have]
+
     def fail(self, error: Exception) -> None:
         """There will be no more of it."""
         if not self.ended:
@@ -152,6 +162,7 @@ class Request:
             reasoning="".join(self._thought),
             reasoning_tokens=self._count.tokens if self._count is not None else 0,
             tool_calls=_whole(self._calls),
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def _read(self, text: str, ids: list[int], told: list[Logprobs] | None, finish: FinishReason | None) -> Piece:

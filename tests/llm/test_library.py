@@ -230,3 +230,14 @@ def test_one_that_is_cancelled_before_it_has_begun_never_begins(llm: LLM) -> Non
     llm._engine.submit([request])
     nothing_is_left(llm)
     assert llm.counters()["prompt"] == 0
+
+
+def test_prompts_are_told_of_and_reuse_nothing(llm: LLM) -> None:
+    asks = msgspec.structs.replace(GREEDY, prompt_logprobs=2)
+    ids = prompt(100)
+    plain, first, second = (llm.generate([ids], sampling)[0] for sampling in (GREEDY, asks, asks))
+    assert plain.prompt_logprobs is None and first.token_ids == second.token_ids == plain.token_ids
+    assert first.prompt_logprobs == second.prompt_logprobs and first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == 99 and all(len(one.top) == 2 for one in first.prompt_logprobs)
+    assert first.cached_tokens == second.cached_tokens == 0
+    nothing_is_left(llm)
