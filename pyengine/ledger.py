@@ -58,7 +58,8 @@ class SharedLedger:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             usage, counts = Usage(), [0] * ((self._record.size - 32) // 4)
-            if data := os.pread(descriptor, self._record.size, 0):
+            # One of another length is of another number of gateways, which are gone.
+            if len(data := os.pread(descriptor, self._record.size + 1, 0)) == self._record.size:
                 requests, requests_at, tokens, tokens_at, *counts = self._record.unpack(data)
                 usage.requests, usage.tokens = Bucket(requests, requests_at), Bucket(tokens, tokens_at)
                 usage.own = counts[self._index]
@@ -67,5 +68,6 @@ class SharedLedger:
             counts[self._index] = usage.own
             rates = (usage.requests.missing, usage.requests.at, usage.tokens.missing, usage.tokens.at)
             os.pwrite(descriptor, self._record.pack(*rates, *counts), 0)
+            os.ftruncate(descriptor, self._record.size)
         finally:
             os.close(descriptor)

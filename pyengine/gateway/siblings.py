@@ -46,6 +46,8 @@ class Siblings:
         self._name = own
         self._tell = tell
         self._past: Families = {}
+        #: The last saving has failed.
+        self._unsaved = False
         self._server: asyncio.Server | None = None
         self._saver: asyncio.Task[None] | None = None
 
@@ -75,8 +77,16 @@ class Siblings:
         told = Told(summed(told.families, self._past), told.active)
         file = self._folder / f"{self._name}.counters"
         new = file.with_suffix(".new")
-        new.write_bytes(msgspec.msgpack.encode(counters(told.families)))
-        new.rename(file)
+        try:
+            new.write_bytes(msgspec.msgpack.encode(counters(told.families)))
+            new.rename(file)
+        except OSError as error:
+            # The next saving may do; until then a death would lose what was counted since the last one.
+            if not self._unsaved:
+                log.error("what this gateway has counted cannot be saved: %s", error)
+            self._unsaved = True
+        else:
+            self._unsaved = False
         return told
 
     async def all(self) -> Told:

@@ -199,3 +199,12 @@ def test_a_gateway_that_is_killed_gives_back_what_it_had_under_way(tmp_path: Pat
     assert refusal is None
     refusal = again.begin(tenant, 1.0)
     assert refusal is not None and refusal.limit == "requests_per_minute"
+
+
+def test_files_of_another_number_of_gateways_count_anew(tmp_path: Path) -> None:
+    """A launcher that was killed left them; who is asked for them now has more, or fewer, siblings."""
+    tenant = Tenant(name="alice", concurrent=2)
+    for gateways in (3, 2, 4):
+        limiter = Limiter(SharedLedger(tmp_path, gateways, 0))
+        assert limiter.begin(tenant, 1.0) is None and limiter.begin(tenant, 1.0) is None
+        assert limiter.begin(tenant, 1.0) is not None

@@ -82,3 +82,28 @@ async def test_one_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytes
     server.close()
     await first.close()
     await second.close()
+
+
+async def test_a_saving_that_fails_is_told_once_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk: figures are told all the same, and saved when there is room again."""
+    monkeypatch.setattr(siblings, "SAVE_EVERY", 0.01)
+    figures = Figures(5, 1)
+    made = Siblings(tmp_path, NAMES[:1], NAMES[0], figures.tell)
+    await made.start()
+    file = tmp_path / f"{NAMES[0]}.counters"
+    async with asyncio.timeout(60.0):
+        while not file.exists():
+            await asyncio.sleep(0.005)
+    (tmp_path / f"{NAMES[0]}.new").unlink(missing_ok=True)
+    (tmp_path / f"{NAMES[0]}.new").mkdir()
+    figures.count = 7
+    assert totals(await made.all()) == (7, 1, 1) and totals(await made.all()) == (7, 1, 1)
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    (tmp_path / f"{NAMES[0]}.new").rmdir()
+    saved = file.read_bytes()
+    async with asyncio.timeout(60.0):
+        while file.read_bytes() == saved:
+            await asyncio.sleep(0.005)
+    await made.close()
