@@ -7,7 +7,9 @@ process, while the others go through the rest.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     # As collected: by default the files with the fewest tests come last, which are ours that take longest.
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A command that runs in this process sets up its log: it ends with its test."""
+    root = logging.getLogger()
+    level, known = root.level, set(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        if handler not in known:
+            root.removeHandler(handler)
 
 
 def file_of(nodeid: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck
@@ -28,8 +29,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from pyengine.gateway import schema
+from pyengine.scheduler.messages import Work
 from pyengine.scheduler.types import Role
-from tests.gateway.cluster import cluster
+from tests.gateway.cluster import FakeWorker, cluster, whole_answer
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,8 @@ def url() -> Iterator[str]:
 
     async def serve(folder: Path) -> None:
         async with cluster(folder, Role.PREFILL, Role.DECODE) as at:
+            for worker in at.workers.values():
+                worker.script = brief
             ready.append(at.url)
             started.set()
             await asyncio.to_thread(over.wait)
@@ -51,6 +55,13 @@ def url() -> Iterator[str]:
         yield ready[0]
         over.set()
         thread.join()
+
+
+def brief(worker: FakeWorker, identity: bytes, work: Work) -> None:
+    """A few tokens, however many are asked for: 128 answers of thousands would take the test's client too long."""
+    few = min(work.sampling.max_tokens, 4)
+    sampling = msgspec.structs.replace(work.sampling, max_tokens=few, min_tokens=min(work.sampling.min_tokens, few))
+    whole_answer(worker, identity, msgspec.structs.replace(work, sampling=sampling))
 
 
 DOCUMENT: Any = schemathesis.openapi.from_dict(json.loads(schema.DOCUMENT))
