@@ -88,6 +88,9 @@ async def test_all_are_told_one_figure(
             begun = parsed(response.headers["Server-Timing"])
             lines = (await response.read()).decode().splitlines()
         await asyncio.wait_for(held.wait(), PATIENCE)
+        async with asyncio.timeout(PATIENCE):
+            while not any(one.finished for one in at.conductor.ended):
+                await asyncio.sleep(0.001)
         (comment,) = [line for line in lines if line.startswith(": server-timing ")]
         told = parsed(comment.removeprefix(": server-timing "))
         async with http.get(f"{at.url}/metrics") as response:

@@ -80,7 +80,7 @@ async def test_what_has_ended_is_told_with_its_parts_and_without_its_text(folder
         assert [choice.id for choice in record.choices] == [route.request for route in at.conductor.routes]
         for choice in record.choices:
             parts = choice.parts
-            told = sum(parts[name] for name in ("tokenize", "schedule", "queue", "load", "prefill", "return"))
+            told = sum(parts[name] for name in ("tokenize", "schedule", "queue", "load", "prefill", "return", "held"))
             assert parts["ttft"] == pytest.approx(told) and choice.total >= parts["ttft"]
             assert (choice.ttft_kept, choice.tbt_kept) == (True, False), "7 s are kept, a nanosecond is not"
         assert (at.service.recent.answers, at.service.recent.promised, at.service.recent.kept) == (2, 2, 0)

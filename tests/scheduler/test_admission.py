@@ -177,7 +177,8 @@ def test_system_prediction_shares_all_that_will_decode_evenly(case: Case) -> Non
     slo = case.ask.slo
     assume(slo.tbt is not None and (slo.ttft is None or case.waited + case.ttft <= slo.ttft))
     view = case.view
-    rows = np.flatnonzero(view.both if view.both[case.choice.prefill] else view.decodes)
+    # Of role both: who decodes what it prefills, and may prefill.
+    rows = np.flatnonzero(view.both & view.prefills if view.both[case.choice.prefill] else view.decodes)
     sequences, context = case.forecast.lasting(NOW + case.ttft, None, NOW)
     each = (sequences + 1) / len(rows)
     mean = np.mean([view.base_seconds[row] + view.sequence_seconds[row] * each for row in rows])

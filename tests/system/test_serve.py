@@ -331,9 +331,10 @@ def test_clients_gone_before_and_between_their_tokens_leave_nothing(state_dir: P
         for client in streams:
             client.close()
         hold.touch()
-        # The first are in a step that does not end, the others behind them.
+        # The first are in a step that does not end, the others behind them: a worker in a step reads nothing.
         waiting = [begin(prompt(900, i), stream=bool(i % 2)) for i in range(4)]
-        until(lambda: server.metric("pyengine_worker_requests", worker="prefill-0") >= 12, "all wait or compute")
+        until(lambda: server.metric("pyengine_conductor_foreseen_requests") >= 12, "all have a plan")
+        until(lambda: server.metric("pyengine_worker_requests", worker="prefill-0") >= 1, "the first compute")
         for client in waiting:
             client.close()
         until(lambda: server.metric("pyengine_gateway_requests") == 0, "the gateway holds none")
