@@ -16,9 +16,18 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from pyengine.limiter import Bucket, Usage
+
+
+@dataclass
+class _Open:
+    """A tenant's file, and its answers under way here."""
+
+    descriptor: int
+    answers: int = 0
 
 
 class SharedLedger:
@@ -31,32 +40,46 @@ class SharedLedger:
         self._folder = folder
         self._index = index
         self._record = struct.Struct(f"<4d{gateways}I")
-        self._own: dict[str, int] = {}
+        #: Tenants with answers under way here. That one has ended is counted though no file can be opened any more.
+        self._own: dict[str, _Open] = {}
         folder.mkdir(mode=0o700, exist_ok=True)
         for file in folder.iterdir():
-            with self._held(file) as usage:
-                usage.own = 0
+            descriptor = _opened(file)
+            try:
+                with self._locked(descriptor) as usage:
+                    usage.own = 0
+            finally:
+                os.close(descriptor)
 
     @contextlib.contextmanager
     def usage(self, tenant: str) -> Iterator[Usage]:
-        with self._held(self._folder / hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()) as usage:
-            yield usage
-        if usage.own:
-            self._own[tenant] = usage.own
-        else:
-            self._own.pop(tenant, None)
+        name = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+        file = self._own.pop(tenant, None) or _Open(_opened(self._folder / name))
+        try:
+            with self._locked(file.descriptor) as usage:
+                yield usage
+            file.answers = usage.own
+        finally:
+            if file.answers:
+                self._own[tenant] = file
+            else:
+                os.close(file.descriptor)
 
     def own(self) -> dict[str, int]:
-        return dict(self._own)
+        return {name: file.answers for name, file in self._own.items()}
 
     def keep(self, names: set[str]) -> None:
         """Nothing is forgotten: another gateway may hold the file, which is small and gone when all have ended."""
 
+    def close(self) -> None:
+        """What is under way is never ended here; the next life takes it back."""
+        while self._own:
+            os.close(self._own.popitem()[1].descriptor)
+
     @contextlib.contextmanager
-    def _held(self, file: Path) -> Iterator[Usage]:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _locked(self, descriptor: int) -> Iterator[Usage]:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             usage, counts = Usage(), [0] * ((self._record.size - 32) // 4)
             # One of another length is of another number of gateways, which are gone.
             if len(data := os.pread(descriptor, self._record.size + 1, 0)) == self._record.size:
@@ -70,4 +93,8 @@ class SharedLedger:
             os.pwrite(descriptor, self._record.pack(*rates, *counts), 0)
             os.ftruncate(descriptor, self._record.size)
         finally:
-            os.close(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _opened(file: Path) -> int:
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -310,12 +310,15 @@ class Door:
                 self._charge(tenant, visit)
 
     def _charge(self, tenant: Tenant, visit: Visit) -> None:
-        self.limiter.end(tenant, visit.answers)
-        if visit.usage is not None:
-            usage = visit.usage()
-            self.limiter.generated(tenant, usage.completion, self.clock())
-            self.tokens[tenant.name, "prompt"] += usage.prompt
-            self.tokens[tenant.name, "generated"] += usage.completion
+        try:
+            if visit.usage is not None:
+                usage = visit.usage()
+                self.tokens[tenant.name, "prompt"] += usage.prompt
+                self.tokens[tenant.name, "generated"] += usage.completion
+                self.limiter.generated(tenant, usage.completion, self.clock())
+        finally:
+            # Last: until then a ledger has the tenant's file open.
+            self.limiter.end(tenant, visit.answers)
 
     def write(
         self, visit: Visit | None, access: Access | None, path: str, status: int, request: str, ms: float

@@ -4,6 +4,7 @@ Method: a naive model that keeps the whole history, in fractions; times are sums
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -60,7 +61,11 @@ def limiters(gateways: int) -> Iterator[list[Limiter]]:
     """Of so many gateways, which have one tenant's limits together."""
     with tempfile.TemporaryDirectory() as folder:
         shared = [SharedLedger(Path(folder), gateways, index) for index in range(gateways)]
-        yield [Limiter(ledger) for ledger in shared]
+        try:
+            yield [Limiter(ledger) for ledger in shared]
+        finally:
+            for ledger in shared:
+                ledger.close()
 
 
 @pytest.mark.parametrize("gateways", [1, 3])
@@ -162,6 +167,28 @@ def test_a_limit_that_changes_counts_from_now_on() -> None:
     assert limiter.begin(Tenant(name="a", requests_per_minute=1), 0.0) is not None
     assert limiter.begin(Tenant(name="a", requests_per_minute=2), 0.0) is None
     assert limiter.begin(Tenant(name="a"), 0.0) is None
+
+
+def test_what_ends_is_counted_though_no_file_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenant = Tenant(name="a", concurrent=2, tokens_per_minute=60)
+    first, second = SharedLedger(tmp_path, 2, 0), SharedLedger(tmp_path, 2, 1)
+    assert [Limiter(first).begin(tenant, 0.0) for _ in range(2)] == [None, None]
+
+    def opened(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        Limiter(first).generated(tenant, 50, 0.0)
+        Limiter(first).end(tenant, 2)
+        with pytest.raises(OSError, match="too many"):
+            Limiter(first).begin(tenant, 0.0)
+    assert first.own() == {}
+    assert [Limiter(second).begin(tenant, 0.0) for _ in range(2)] == [None, None]
+    refusal = Limiter(second).prompt(tenant, 20, 0.0)
+    assert refusal is not None and refusal.limit == "tokens_per_minute"
+    second.close()
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
 
 
 DIES = """
