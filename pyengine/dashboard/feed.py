@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
-from pyengine.dashboard.view import Facts, Observer, View
+from pyengine.dashboard import drawing
+from pyengine.dashboard.view import Facts, Observer
 from pyengine.gateway.request import RequestError
 from pyengine.gateway.service import Service
 from pyengine.scheduler.messages import ClusterState, HotPrefix
@@ -22,27 +24,34 @@ MOST_HOT = 10
 MOST_REQUESTS = 40
 
 
+class Look(NamedTuple):
+    """sections: as `drawing.sections` makes them."""
+
+    models: tuple[str, ...]
+    sections: dict[str, str]
+
+
 class Feed:
     """One for all pages of a gateway."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._observer = Observer()
-        self._view: View | None = None
+        self._look: Look | None = None
         self._at = self._asked = float("-inf")
         self._hot: tuple[HotPrefix, ...] = ()
         self._asking: asyncio.Future[None] | None = None
         self._seen: ClusterState | None = None
         self._told = 0.0
 
-    async def look(self) -> View:
-        """The state of things, at most EVERY seconds old (older where there is very much to read)."""
+    async def look(self) -> Look:
+        """The state of things, at most EVERY seconds old (more where there is much to read), drawn once for all."""
         now = time.monotonic()
         state = self._service.cluster
         pause = max(EVERY, len(state.counters) / COUNTERS_A_SECOND)
         # A page's own clock is not exact.
-        if self._view is not None and now - self._at < 0.9 * pause:
-            return self._view
+        if self._look is not None and now - self._at < 0.9 * pause:
+            return self._look
         self._at = now
         if now - self._asked >= HOT_EVERY and self._service.conductor_up:
             self._asked = now
@@ -54,8 +63,10 @@ class Feed:
         facts = self._facts(now)
         requests = self._service.recent.latest(MOST_REQUESTS)
         samples = {**state.counters, **self._service.counters()}
-        self._view = self._observer.view(state.workers, samples, self._told, facts, self._hot, requests, time.time())
-        return self._view
+        wall = time.time()
+        view = self._observer.view(state.workers, samples, self._told, facts, self._hot, requests, wall)
+        self._look = Look(view.models, drawing.sections(view, wall))
+        return self._look
 
     async def _ask(self) -> None:
         try:

@@ -8,7 +8,6 @@ client.
 from __future__ import annotations
 
 import json
-import time
 from html import escape
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from nicegui import app as nicegui_app
 from nicegui import ui
 
 from pyengine.cli import installed_version
-from pyengine.dashboard import drawing, story
+from pyengine.dashboard import story
 from pyengine.dashboard.feed import EVERY, Feed
 from pyengine.gateway.recent import Record
 from pyengine.gateway.request import RequestError
@@ -52,15 +51,15 @@ def build(service: Service) -> FastAPI:
 
     @ui.page("/", title="pyengine")
     async def overview() -> None:
-        view = await feed.look()
-        shown = drawing.sections(view, time.time())
-        _page(_overview(shown, view.models))
+        models, shown = await feed.look()
+        _page(_overview(shown, models))
 
         async def update() -> None:
-            fresh = drawing.sections(await feed.look(), time.time())
+            nonlocal shown
+            _, fresh = await feed.look()
             changed = {name: html for name, html in fresh.items() if shown.get(name) != html}
             if changed:
-                shown.update(changed)
+                shown = fresh
                 ui.run_javascript(f"pyengine.show({json.dumps(changed)})")
 
         ui.timer(EVERY, update)
