@@ -237,6 +237,7 @@ def worker(
         from pyengine.worker.service import run_worker
 
         config = origins.load(WorkerConfig, file, flags)
+        config.check()
         logs.begin(config.worker, env.read().log_level, as_json=config.log_json)
         return run_worker(config, _announcer(ready_fd))
 

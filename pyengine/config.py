@@ -298,7 +298,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: its name, unique in the cluster. role: what it accepts. node: id of its daemon.
     daemon_socket: path of that daemon's unix socket. conductor: ZeroMQ endpoint of the conductor.
-    work_endpoint: ZeroMQ endpoint this worker binds for gateways. secret_file: the cluster secret.
+    work_endpoint: ZeroMQ endpoint this worker binds and gateways connect to. secret_file: the cluster secret.
     model, backend, dtype, tp, state_dir, log_json: as in ServeConfig.
     converted: dtypes of KV at prefill and at decode workers, where the first is converted to the second. This worker's
     own is one of them.
@@ -331,6 +331,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     threads: int = 0
     log_json: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot work, with what to do."""
+        if re.fullmatch(r"tcp://(\*|0\.0\.0\.0|\[?::\]?):.*|tcp://.*:(\*|0)", self.work_endpoint):
+            raise ConfigError(
+                f"work_endpoint is {self.work_endpoint!r}: gateways connect to it as it is written, so name "
+                "this machine's address and a port, as tcp://10.0.0.2:7610"
+            )
 
     def device_pages(self, block_bytes: int, block_tokens: int, max_positions: int) -> int:
         """Pages to allocate: `pages`, else what fits `kv_bytes`, but not more than all sequences can ever fill."""

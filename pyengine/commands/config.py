@@ -107,7 +107,7 @@ def effective(command: str, flags: tuple[str, ...] = ()) -> list[Setting]:
     kind = KINDS[command]
     given, path = _parsed(command, flags)
     made, found = origins.trace(kind, path, given)
-    if isinstance(made, ServeConfig | GatewayConfig):
+    if isinstance(made, ServeConfig | GatewayConfig | WorkerConfig):
         made.check()
     if not isinstance(made, ServeConfig):
         return found

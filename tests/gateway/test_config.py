@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,22 +152,33 @@ def test_roles_and_derived_values() -> None:
     assert derived.threads >= 1
 
 
-def test_device_pages() -> None:
-    def worker(**settings: int) -> WorkerConfig:
-        config = WorkerConfig(
-            worker="w",
-            role=Role.BOTH,
-            node="n",
-            daemon_socket="s",
-            conductor="c",
-            work_endpoint="e",
-            secret_file="f",
-            model="m",
-            backend="fake",
-            state_dir="d",
-        )
-        return msgspec.structs.replace(config, **settings)
+def worker(**settings: Any) -> WorkerConfig:
+    config = WorkerConfig(
+        worker="w",
+        role=Role.BOTH,
+        node="n",
+        daemon_socket="s",
+        conductor="c",
+        work_endpoint="ipc:///run/w",
+        secret_file="f",
+        model="m",
+        backend="fake",
+        state_dir="d",
+    )
+    return msgspec.structs.replace(config, **settings)
 
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:7610", "tcp://0.0.0.0:7610", "tcp://[::]:7610", "tcp://10.0.0.2:*", "tcp://10.0.0.2:0"]
+)
+def test_a_worker_is_where_others_can_connect(endpoint: str) -> None:
+    for good in ("ipc:///run/w:0", "tcp://10.0.0.2:7610", "tcp://[fe80::1]:7610", "tcp://node-0:10"):
+        worker(work_endpoint=good).check()
+    with pytest.raises(ConfigError, match=r"as tcp://10\.0\.0\.2:7610"):
+        worker(work_endpoint=endpoint).check()
+
+
+def test_device_pages() -> None:
     assert worker(pages=7).device_pages(1000, 16, 100) == 7
     assert worker(kv_bytes=5500).device_pages(1000, 16, 100_000) == 5
     assert worker(kv_bytes=1 << 40, max_sequences=2).device_pages(1000, 16, 100) == 14
